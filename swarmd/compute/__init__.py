@@ -1,0 +1,1 @@
+"""Torch without network: a family of models as a span of blocks, sessions, and the worker that runs them."""

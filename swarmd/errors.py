@@ -1,0 +1,111 @@
+"""Every way swarmd can fail, each with the exit code of the command line and, where it crosses the wire, a code.
+
+Who is at fault is the type: ``ConfigError`` is the user's to fix, ``PeerError`` another machine's (try another),
+``SwarmUnavailable`` nobody's (back off), ``IntegrityError`` a liar's (discard and penalise).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarmd.values import Span
+
+
+class Code(StrEnum):
+    """Why a peer refused, as sent on the wire. Unknown codes read as ``REFUSED``."""
+
+    REFUSED = "refused"
+    UNSUPPORTED = "unsupported"
+    MALFORMED = "malformed"
+    NOT_A_MEMBER = "not_a_member"
+    REVOKED = "revoked"
+    NO_SESSION = "no_session"
+    SESSION_LOST = "session_lost"
+    OP_GAP = "op_gap"
+    STALE_EPOCH = "stale_epoch"
+    STRANGER = "stranger"
+    BAD_SHAPE = "bad_shape"
+    NOT_FINITE = "not_finite"
+    TOO_LONG = "too_long"
+    NO_CAPACITY = "no_capacity"
+    NOT_SERVING = "not_serving"
+    DRAINING = "draining"
+    UNREACHABLE_SUCCESSOR = "unreachable_successor"
+    NUMERICS_DIFFER = "numerics_differ"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Code:
+        return cls.REFUSED
+
+
+class SwarmError(Exception):
+    """The root of the tree."""
+
+    exit_code = 1
+
+
+class ConfigError(SwarmError):
+    """The user can fix this: an option, a file, an invite."""
+
+    exit_code = 2
+
+
+class DaemonNotRunning(SwarmError):
+    exit_code = 3
+
+
+class NotJoined(SwarmError):
+    exit_code = 4
+
+
+class PeerError(SwarmError):
+    """Another peer failed; trying a different one may work."""
+
+
+class Unreachable(PeerError):
+    """No connection to the peer could be made, or the one there was has ended."""
+
+
+class PeerTimeout(PeerError):
+    """The peer did not answer, or made no progress, before a deadline."""
+
+
+class Refused(PeerError):
+    """The peer answered no, with a code and sometimes how long to wait."""
+
+    def __init__(self, code: Code, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class RemoteProtocolError(PeerError):
+    """The peer sent bytes that no honest peer sends."""
+
+
+class SwarmUnavailable(SwarmError):
+    """The swarm cannot do this now; back off and say what is missing."""
+
+    exit_code = 75
+
+
+class NoRoute(SwarmUnavailable):
+    """No live server holds some blocks of the model."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, missing: tuple[Span, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class IntegrityError(SwarmError):
+    """Bytes, a signature or a certificate that do not verify."""
+
+
+class CacheExhausted(SwarmError):
+    """A prompt or session that does not fit the model's limit or the free cache."""
+
+    exit_code = 2

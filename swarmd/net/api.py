@@ -1,0 +1,70 @@
+"""The port between swarmd and a network: streams of bytes to peers by key, and a slow index of small values.
+
+Production passes ``net.libp2p``, tests and the simulator ``net.sim``; tests/contract holds both to the same
+behaviour. Streams carry bytes with backpressure; frames and requests are ``net.rpc``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+from swarmd.values import PeerId
+
+Purpose = Literal["interactive", "bulk"]
+PURPOSES: tuple[Purpose, ...] = ("interactive", "bulk")
+
+
+class Stream(Protocol):
+    """One ordered, reliable, authenticated byte stream to one peer."""
+
+    peer: PeerId
+
+    async def send(self, data: bytes) -> None:
+        """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more."""
+
+    async def receive(self) -> bytes:
+        """Return some bytes, b"" at a clean end. Raises Unreachable when the peer or the connection is gone."""
+
+    async def aclose(self) -> None:
+        """Tell the peer that no more will come."""
+
+    async def reset(self) -> None:
+        """Drop the stream both ways at once."""
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
+class Network(Protocol):
+    """Streams to peers. Every call that waits for a peer has a deadline inside."""
+
+    peer_id: PeerId
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can reach this peer, as multiaddrs that end in /p2p/ID."""
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """Remember where a peer was said to be."""
+
+    def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        """Serve inbound streams of one purpose. What escapes the handler resets its stream, nothing else."""
+
+    async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
+        """Connect if need be and open a stream. Raises Unreachable, PeerTimeout or RemoteProtocolError."""
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """End every connection to a peer."""
+
+
+class RecordStore(Protocol):
+    """The rendezvous: a slow, eventually consistent index that is right for joining and wrong for each request."""
+
+    async def put(self, key: str, value: bytes) -> None: ...
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def provide(self, key: str) -> None: ...
+
+    async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
+        """Return peers that provide ``key`` with their addresses, this peer left out."""

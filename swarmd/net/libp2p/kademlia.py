@@ -1,0 +1,109 @@
+"""The Kademlia DHT as swarmd's RecordStore: a private namespace whose keys only their owner can write.
+
+Works round what shared facts list: the local copy never answers for the network, a tie prefers the newer bytes,
+the inbound limiter is widened, and provider lists are deduplicated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.peer.id import ID
+from libp2p.records.validator import Validator
+from libp2p.tools.anyio_service import background_trio_service
+
+from swarmd.errors import SwarmError, Unreachable
+from swarmd.net.libp2p.host import OPEN_ERRORS, Libp2pNetwork
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "swarmd"
+LOOKUP_TIMEOUT_S = 10.0
+Sequence = Callable[[str, bytes], int]
+"""Check a value against its key and return its sequence number; raises SwarmError."""
+
+
+class OwnedValues(Validator):
+    """Accepts a value only when ``sequence`` does; among several the highest sequence wins, the last on a tie."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def validate(self, key: str, value: bytes) -> None:
+        try:
+            self._sequence(key, value)
+        except SwarmError as error:
+            raise ValueError(str(error)) from None
+
+    def select(self, key: str, values: list[bytes]) -> int:
+        best, best_sequence = 0, -1
+        for index, value in enumerate(values):
+            try:
+                sequence = self._sequence(key, value)
+            except SwarmError:
+                continue
+            if sequence >= best_sequence:
+                best, best_sequence = index, sequence
+        return best
+
+
+class KademliaStore:
+    """See ``net.api.RecordStore``. Keys are ``/swarmd/...``."""
+
+    def __init__(self, network: Libp2pNetwork, sequence: Sequence, is_server: bool = True) -> None:
+        self._network = network
+        self._dht = KadDHT(network.host, DHTMode.SERVER if is_server else DHTMode.CLIENT, strict_validation=True)
+        self._dht.register_validator(NAMESPACE, OwnedValues(sequence))
+        self._dht._inbound_limiter = trio.CapacityLimiter(256)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with background_trio_service(self._dht):
+            yield
+
+    async def join(self, peers: list[PeerId]) -> None:
+        """Enter through peers that are connected already, and fill the routing table once."""
+        for peer in peers:
+            await self._dht.add_peer(ID.from_base58(peer), skip_server_mode_check=True)
+        with trio.move_on_after(LOOKUP_TIMEOUT_S):
+            await self._dht.refresh_routing_table()
+
+    async def put(self, key: str, value: bytes) -> None:
+        with _deadline(f"storing {key}"):
+            self._dht.value_store.remove(key.encode())
+            await self._dht.put_value(key, value)
+
+    async def get(self, key: str) -> bytes | None:
+        with _deadline(f"looking up {key}"):
+            self._dht.value_store.remove(key.encode())
+            return await self._dht.get_value(key)
+
+    async def provide(self, key: str) -> None:
+        with _deadline(f"providing {key}"):
+            await self._dht.provide(key)
+
+    async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
+        found: dict[PeerId, tuple[str, ...]] = {}
+        with _deadline(f"finding providers of {key}"):
+            for info in await self._dht.find_providers(key):
+                peer = PeerId(info.peer_id.to_base58())
+                if peer != self._network.peer_id:
+                    found[peer] = tuple(f"{str(a).split('/p2p/')[0]}/p2p/{peer}" for a in info.addrs)
+        return found
+
+
+@contextmanager
+def _deadline(what: str) -> Iterator[None]:
+    """Bound a DHT call and translate what the library raises at this border."""
+    try:
+        with trio.fail_after(LOOKUP_TIMEOUT_S):
+            yield
+    except trio.TooSlowError:
+        raise Unreachable(f"{what} in the DHT took more than {LOOKUP_TIMEOUT_S} s") from None
+    except (*OPEN_ERRORS, ValueError) as error:
+        raise Unreachable(f"{what} in the DHT failed: {error}") from error

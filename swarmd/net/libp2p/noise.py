@@ -1,0 +1,154 @@
+"""A Noise record layer that reads through one buffer (row 7 of the table of faults) and writes a frame in one call.
+
+The handshake is py-libp2p's own; only the transport phase is replaced: records are a big-endian u16 length and
+a ChaCha20-Poly1305 ciphertext (libp2p specs, noise).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from cryptography.exceptions import InvalidTag
+from libp2p.abc import IRawConnection, ISecureConn
+from libp2p.connection_types import ConnectionType
+from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH, NoiseTransportReadWriter
+from libp2p.security.noise.transport import Transport
+from libp2p.security.secure_session import SecureSession
+from multiaddr import Multiaddr
+from noise.exceptions import NoiseInvalidMessage
+
+_LENGTH = struct.Struct(">H")
+_RECEIVE_BYTES = 256 * 1024
+
+
+class BufferedConnection(IRawConnection):
+    """Reads what the socket has and serves it in the sizes asked for."""
+
+    def __init__(self, raw: IRawConnection, is_initiator: bool) -> None:
+        self.raw = raw
+        self.is_initiator = is_initiator
+        self.buffer = bytearray()
+
+    async def fill(self) -> None:
+        data = await self.raw.read(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionClosedError("the connection was closed")
+        self.buffer += data
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self.buffer:
+            await self.fill()
+        taken = bytes(self.buffer[:n])
+        del self.buffer[: len(taken)]
+        return taken
+
+    async def write(self, data: bytes) -> None:
+        await self.raw.write(data)
+
+    async def close(self) -> None:
+        await self.raw.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self.raw.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        remote = self.get_remote_address()
+        if remote is None:
+            return []
+        host, port = remote
+        return [Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")]
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.DIRECT
+
+
+class NoiseSession(ISecureConn):
+    """The transport phase of one connection."""
+
+    def __init__(self, handshake: SecureSession, connection: BufferedConnection) -> None:
+        assert isinstance(handshake.conn, NoiseTransportReadWriter)
+        self._handshake = handshake
+        self._connection = connection
+        self._cipher = handshake.conn.noise_state
+        self._plain = bytearray()
+        self.is_initiator = handshake.is_initiator
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Return at most ``n`` decrypted bytes, or all that have arrived when ``n`` is None."""
+        while not self._plain:
+            for record in self._records():
+                self._plain += self._decrypt(record)
+            if not self._plain:
+                await self._connection.fill()
+        taken = bytes(self._plain if n is None else self._plain[:n])
+        del self._plain[: len(taken)]
+        return taken
+
+    async def write(self, data: bytes) -> None:
+        out = bytearray()
+        for at in range(0, len(data), MAX_PLAINTEXT_LENGTH):
+            record = self._cipher.encrypt(data[at : at + MAX_PLAINTEXT_LENGTH])
+            out += _LENGTH.pack(len(record))
+            out += record
+        await self._connection.write(bytes(out))
+
+    def _records(self) -> Iterator[bytes]:
+        buffer, at = self._connection.buffer, 0
+        while len(buffer) - at >= 2:
+            size = _LENGTH.unpack_from(buffer, at)[0]
+            if len(buffer) - at < 2 + size:
+                break
+            yield bytes(buffer[at + 2 : at + 2 + size])
+            at += 2 + size
+        del buffer[:at]
+
+    def _decrypt(self, record: bytes) -> bytes:
+        try:
+            return bytes(self._cipher.decrypt(record))
+        except (NoiseInvalidMessage, InvalidTag) as error:
+            raise ConnectionClosedError("a record does not decrypt") from error
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def get_local_peer(self) -> ID:
+        return self._handshake.get_local_peer()
+
+    def get_local_private_key(self) -> PrivateKey:
+        return self._handshake.get_local_private_key()
+
+    def get_remote_peer(self) -> ID:
+        return self._handshake.get_remote_peer()
+
+    def get_remote_public_key(self) -> PublicKey:
+        return self._handshake.get_remote_public_key()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._connection.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self._connection.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self._connection.get_connection_type()
+
+
+class BufferedNoise(Transport):
+    """py-libp2p's Noise with the record layer above."""
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        buffered = BufferedConnection(conn, is_initiator=False)
+        return self._wrap(await super().secure_inbound(buffered), buffered)
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        buffered = BufferedConnection(conn, is_initiator=True)
+        return self._wrap(await super().secure_outbound(buffered, peer_id), buffered)
+
+    @staticmethod
+    def _wrap(session: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
+        assert isinstance(session, SecureSession)
+        return NoiseSession(session, buffered)

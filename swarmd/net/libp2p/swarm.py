@@ -1,0 +1,141 @@
+"""py-libp2p's Swarm with its connection faults handled (rows 1, 8, 9, 12 and 13 of the table in shared facts).
+
+* 1: whatever escapes a stream handler resets that stream, not the host;
+* 8, 9: dialling tries each address in turn, without the pause of happy-eyeballs and without a negative cache;
+* 13: inbound upgrades have a short deadline, and one address cannot take all the pending slots;
+* the auto-connector, which dials whatever was ever heard of, is off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import trio
+from libp2p.abc import IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
+from libp2p.custom_types import StreamHandlerFn, TMuxerOptions, TProtocol
+from libp2p.network.auto_connector import AutoConnector
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStoreError
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from multiaddr import Multiaddr
+
+from swarmd.net.libp2p.yamux import YamuxConnection
+
+logger = logging.getLogger(__name__)
+
+YAMUX = TProtocol("/yamux/1.0.0")
+UPGRADE_TIMEOUT_S = 3.0
+MAX_PENDING_PER_ADDRESS = 48
+
+
+def connection_config() -> ConnectionConfig:
+    return ConnectionConfig(
+        min_connections=0,
+        low_watermark=0,
+        high_watermark=900,
+        max_connections=1_000,
+        dial_timeout=UPGRADE_TIMEOUT_S,
+        inbound_upgrade_timeout=UPGRADE_TIMEOUT_S,
+        outbound_upgrade_timeout=UPGRADE_TIMEOUT_S,
+    )
+
+
+def one_attempt() -> RetryConfig:
+    return RetryConfig(max_retries=0)
+
+
+class HandshakeError(SwarmException):
+    """Somebody listens there, but the upgrade to an encrypted connection failed."""
+
+
+class OurMuxer(MuxerMultistream):
+    """Negotiates yamux as the library does, then builds our connection instead of the library's."""
+
+    def __init__(self) -> None:
+        options: TMuxerOptions = {YAMUX: YamuxConnection}
+        super().__init__(options, int(UPGRADE_TIMEOUT_S))
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
+        return self._annotate_connection(YamuxConnection(conn, peer_id), conn, protocol)
+
+
+class IdleConnector(AutoConnector):
+    """Connects to nobody: whom to know is the directory's decision."""
+
+    async def run_background_task(self, nursery: trio.Nursery) -> None:
+        return
+
+    async def maybe_connect(self) -> None:
+        return
+
+
+class GuardedSwarm(Swarm):
+    """A Swarm that a remote peer cannot end."""
+
+    def _init_connection_management(self) -> None:
+        super()._init_connection_management()
+        self.auto_connector = IdleConnector(swarm=self)
+        self._pending_by_address: Counter[str] = Counter()
+
+    def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
+        async def guarded(stream: INetStream) -> None:
+            try:
+                await stream_handler(stream)
+            except Exception as error:  # noqa: BLE001 - the stream-handler guard: row 1
+                logger.debug("a stream handler ended with %r", error)
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await stream.reset()
+
+        super().set_stream_handler(guarded)
+
+    async def dial_peer(self, peer_id: ID) -> list[INetConn]:
+        """Reuse a live connection, or try each known address until one answers."""
+        live = [c for c in self.get_connections(peer_id) if not c.is_closed]
+        if live:
+            return live
+        try:
+            addresses = self.peerstore.addrs(peer_id)
+        except PeerStoreError:
+            addresses = []
+        refused, garbled = [], []
+        for address in addresses:
+            try:
+                with trio.fail_after(UPGRADE_TIMEOUT_S):
+                    return [await self.dial_addr(address, peer_id)]
+            except (SwarmException, trio.TooSlowError) as error:
+                root = _root(error)
+                (refused if isinstance(root, OSError) else garbled).append(f"{address} ({_words(root)})")
+        if garbled:
+            raise HandshakeError(f"the swarm key does not match, or something else listens at {', '.join(garbled)}")
+        raise SwarmException(f"cannot reach {peer_id}: {', '.join(refused) or 'no address is known'}")
+
+    async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
+        remote = raw_conn.get_remote_address()
+        address = remote[0] if remote else "unknown"
+        if self._pending_by_address[address] >= MAX_PENDING_PER_ADDRESS:
+            await raw_conn.close()
+            raise SwarmException(f"{address} has {MAX_PENDING_PER_ADDRESS} connections pending already")
+        self._pending_by_address[address] += 1
+        try:
+            return await super().upgrade_inbound_raw_conn(raw_conn, maddr)
+        finally:
+            self._pending_by_address[address] -= 1
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, trio.TooSlowError):
+        return "no answer in time"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,299 @@
+"""The trio shell round ``yamux_core``: a muxed connection and its streams as py-libp2p expects them.
+
+Handles rows 2 (a cancelled write never leaves half a record), 4 (a slow reader makes the writer wait, not fail),
+10 (a silent peer is noticed by unanswered pings) and 11 (a reset is told apart from an end) of the table of faults,
+and lets interactive streams write before bulk ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import trio
+from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import IOException
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+from multiaddr import Multiaddr
+
+from swarmd.net.libp2p.yamux_core import StreamState, YamuxCore, YamuxError
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 256 * 1024
+PING_INTERVAL_S = 2.0
+MAX_UNANSWERED_PINGS = 4
+WRITE_TIMEOUT_S = 10.0
+CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
+
+
+class WriteLock:
+    """A lock whose interactive waiters go before bulk ones."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: tuple[deque[trio.Event], deque[trio.Event]] = (deque(), deque())
+
+    async def acquire(self, is_bulk: bool) -> None:
+        if not self._held:
+            self._held = True
+            return
+        turn = trio.Event()
+        queue = self._waiting[is_bulk]
+        queue.append(turn)
+        try:
+            await turn.wait()
+        except trio.Cancelled:
+            if turn.is_set():
+                self.release()
+            else:
+                queue.remove(turn)
+            raise
+
+    def release(self) -> None:
+        for queue in self._waiting:
+            if queue:
+                queue.popleft().set()
+                return
+        self._held = False
+
+
+class YamuxStream(IMuxedStream):
+    """One stream. ``is_bulk`` is set by the host once the protocol is known."""
+
+    def __init__(self, connection: YamuxConnection, state: StreamState) -> None:
+        self.muxed_conn = connection
+        self.is_bulk = False
+        self.connection = connection
+        self.state = state
+        self.changed = trio.Event()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Return exactly ``n`` bytes, or whatever there is (at least one byte) when ``n`` is None."""
+        if n is None:
+            return await self.read_some(READ_BYTES)
+        parts = bytearray()
+        while len(parts) < n:
+            try:
+                parts += await self.read_some(n - len(parts))
+            except MuxedStreamEOF:
+                if not parts:
+                    raise
+                break
+        return bytes(parts)
+
+    async def read_some(self, limit: int) -> bytes:
+        while not self.state.readable:
+            if self.state.reset or self.connection.is_closed:
+                raise MuxedStreamReset
+            if self.state.remote_closed:
+                raise MuxedStreamEOF
+            await self.changed.wait()
+        data, credit = self.connection.core.take(self.state, limit, trio.current_time())
+        if credit:
+            await self.connection.send(credit, is_bulk=False)
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Send all of ``data``, waiting for credit as long as it takes; deadlines are the caller's."""
+        rest = memoryview(data)
+        while rest:
+            if self.state.reset or self.connection.is_closed:
+                raise MuxedStreamReset
+            if self.state.local_closed:
+                raise MuxedStreamError("this side of the stream is closed")
+            if self.state.send_window == 0:
+                await self.changed.wait()
+                continue
+            rest = rest[await self.connection.send_data(self, rest) :]
+
+    async def close(self) -> None:
+        if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
+            await self.connection.send(self.connection.core.close(self.state), self.is_bulk)
+
+    async def reset(self) -> None:
+        if not (self.state.reset or self.connection.is_closed):
+            frame = self.connection.core.reset(self.state)
+            self.wake()
+            await self.connection.send(frame, is_bulk=False)
+
+    def set_deadline(self, ttl: int) -> None:
+        raise NotImplementedError("deadlines are trio cancel scopes here")
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self.connection.secured.get_remote_address()
+
+    async def __aenter__(self) -> YamuxStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class YamuxConnection(IMuxedConn):
+    """One connection: reads in ``start``, writes one frame at a time, pings while idle."""
+
+    def __init__(self, secured: ISecureConn, peer_id: ID, **_: Any) -> None:
+        self.secured = secured
+        self.peer_id = peer_id
+        self.core = YamuxCore(secured.is_initiator)
+        self.event_started = trio.Event()
+        self.streams: dict[int, YamuxStream] = {}
+        self._accept_send, self._accept_receive = trio.open_memory_channel[YamuxStream](256)
+        self._lock = WriteLock()
+        self._closed = False
+        self._scope = trio.CancelScope()
+
+    @property
+    def is_initiator(self) -> bool:
+        return self.secured.is_initiator
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def is_established(self) -> bool:
+        return self.event_started.is_set() and not self._closed
+
+    async def start(self) -> None:
+        self.event_started.set()
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._ping)
+                    await self._read()
+                    nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.close()
+
+    async def open_stream(self) -> YamuxStream:
+        if self._closed:
+            raise MuxedConnUnavailable("the connection is closed")
+        try:
+            state, frame = self.core.open()
+        except YamuxError as error:
+            raise MuxedConnUnavailable(str(error)) from None
+        stream = self.streams[state.id] = YamuxStream(self, state)
+        await self.send(frame, is_bulk=False)
+        return stream
+
+    async def accept_stream(self) -> YamuxStream:
+        try:
+            return await self._accept_receive.receive()
+        except trio.EndOfChannel:
+            raise MuxedConnUnavailable("the connection is closed") from None
+
+    async def send(self, frame: bytes, is_bulk: bool) -> None:
+        """Write whole frames; once begun they are finished even if the caller is cancelled (row 2)."""
+        await self._lock.acquire(is_bulk)
+        await self._write_and_release(frame)
+
+    async def send_data(self, stream: YamuxStream, rest: memoryview) -> int:
+        """Write one data frame from the front of ``rest``; returns how much of it went."""
+        await self._lock.acquire(stream.is_bulk)
+        if not stream.state.send_window or stream.state.reset:
+            self._lock.release()
+            return 0
+        frame = self.core.data(stream.state, rest)
+        await self._write_and_release(frame)
+        return len(frame) - 12
+
+    async def _write_and_release(self, frame: bytes) -> None:
+        try:
+            if self._closed:
+                raise MuxedStreamReset
+            with trio.CancelScope(shield=True), trio.fail_after(WRITE_TIMEOUT_S):
+                await self.secured.write(frame)
+        except (trio.TooSlowError, *CONNECTION_ERRORS) as error:
+            logger.debug("write to %s failed: %s", self.peer_id, error)
+            self._fail()
+            raise MuxedStreamReset from error
+        finally:
+            self._lock.release()
+
+    async def _read(self) -> None:
+        while not self._closed:
+            try:
+                data = await self.secured.read(None)
+            except CONNECTION_ERRORS:
+                return
+            if not data:
+                return
+            try:
+                events, replies = self.core.receive_untrusted(data, trio.current_time())
+            except YamuxError as error:
+                logger.warning("closing the connection to %s: %s", self.peer_id, error)
+                return
+            for event in events:
+                self._apply(event.kind, event.stream)
+            if replies:
+                try:
+                    await self.send(replies, is_bulk=False)
+                except MuxedStreamReset:
+                    return
+
+    def _apply(self, kind: str, stream_id: int) -> None:
+        state = self.core.streams.get(stream_id)
+        if kind == "opened":
+            if state is None:
+                return  # reset again in the same read
+            stream = self.streams[stream_id] = YamuxStream(self, state)
+            try:
+                self._accept_send.send_nowait(stream)
+            except trio.WouldBlock:
+                self._fail()
+        elif kind == "go_away":
+            self._fail()
+        elif (known := self.streams.get(stream_id)) is not None:
+            known.wake()
+            if state is None:
+                del self.streams[stream_id]
+
+    async def _ping(self) -> None:
+        while True:
+            if self.core.unanswered_pings >= MAX_UNANSWERED_PINGS:
+                logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
+                self._fail()
+                return
+            with trio.move_on_after(PING_INTERVAL_S):
+                try:
+                    await self.send(self.core.ping(trio.current_time()), is_bulk=False)
+                except MuxedStreamReset:
+                    return
+                await trio.sleep_forever()
+
+    def _fail(self) -> None:
+        """Mark the connection dead and wake everybody who waits on it."""
+        if not self._closed:
+            self._closed = True
+            self._accept_send.close()
+            for stream in self.streams.values():
+                stream.wake()
+            self.streams.clear()
+            self._scope.cancel()
+
+    async def close(self) -> None:
+        self._fail()
+        with trio.move_on_after(1.0):
+            with contextlib.suppress(*CONNECTION_ERRORS):
+                await self.secured.close()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self.secured.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self.secured.get_connection_type()

@@ -1,0 +1,215 @@
+"""Yamux without I/O: bytes and calls in, bytes and events out (hashicorp/yamux spec.md).
+
+It keeps the rules that the muxer of py-libp2p 0.8.1 does not: what arrives is counted against the credit given
+(row 3 of the table of faults), credit is returned in batches and only when half a window is consumed (row 5), and
+a data frame with its header never exceeds one Noise record (row 6). Receive windows double while the reader keeps
+up and a window lasts less than two round trips, within a budget for the whole connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+HEADER = struct.Struct(">BBHII")
+DATA, WINDOW, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+INITIAL_WINDOW = 256 * 1024
+MAX_WINDOW = 16 * 2**20
+MAX_DATA_BYTES = 65_507  # header 12 + data + Noise tag 16 = 65,535, the largest Noise record
+MAX_STREAMS = 64
+
+
+class YamuxError(Exception):
+    """The peer broke the protocol; the connection ends."""
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One stream's credit and flags. ``readable`` holds what arrived and was not read."""
+
+    id: int
+    send_window: int = INITIAL_WINDOW
+    receive_window: int = INITIAL_WINDOW
+    credit_left: int = INITIAL_WINDOW
+    consumed: int = 0
+    credited_at: float = 0.0
+    readable: bytearray = field(default_factory=bytearray)
+    remote_closed: bool = False
+    local_closed: bool = False
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something the shell must act on: what happened and to which stream (0: the connection)."""
+
+    kind: str  # opened, readable, writable, closed, reset, pong, go_away
+    stream: int = 0
+
+
+class YamuxCore:
+    """One side of one connection. Not thread-safe; owned by one connection object."""
+
+    def __init__(self, is_initiator: bool, window_budget: int = 16 * 2**20) -> None:
+        self.streams: dict[int, StreamState] = {}
+        self.round_trip_s: float | None = None
+        self._next_id = 1 if is_initiator else 2
+        self._remote_parity = 0 if is_initiator else 1
+        self._buffer = bytearray()
+        self._window_spare = window_budget
+        self._pings: dict[int, float] = {}
+        self._n_pings = 0
+
+    def open(self) -> tuple[StreamState, bytes]:
+        """Start a stream; returns it and the bytes to send."""
+        if len(self.streams) >= MAX_STREAMS:
+            raise YamuxError(f"{MAX_STREAMS} streams are open already")
+        stream = StreamState(self._next_id)
+        self._next_id += 2
+        self.streams[stream.id] = stream
+        return stream, HEADER.pack(0, WINDOW, SYN, stream.id, 0)
+
+    def data(self, stream: StreamState, data: memoryview) -> bytes:
+        """Frame as much of ``data`` as fits one record and the credit; the caller checks there is some."""
+        size = min(len(data), stream.send_window, MAX_DATA_BYTES)
+        stream.send_window -= size
+        return HEADER.pack(0, DATA, 0, stream.id, size) + data[:size]
+
+    def close(self, stream: StreamState) -> bytes:
+        stream.local_closed = True
+        self._forget_if_done(stream)
+        return HEADER.pack(0, DATA, FIN, stream.id, 0)
+
+    def reset(self, stream: StreamState) -> bytes:
+        stream.reset = True
+        self._forget(stream)
+        return HEADER.pack(0, WINDOW, RST, stream.id, 0)
+
+    def take(self, stream: StreamState, limit: int, now: float) -> tuple[bytes, bytes]:
+        """Read up to ``limit`` bytes; returns them and the credit to send, mostly empty."""
+        if limit >= len(stream.readable):
+            data = bytes(stream.readable)
+            stream.readable = bytearray()
+        else:
+            data = bytes(memoryview(stream.readable)[:limit])
+            del stream.readable[:limit]
+        stream.consumed += len(data)
+        if stream.remote_closed or stream.reset or stream.consumed < stream.receive_window // 2:
+            return data, b""
+        growth = self._window_growth(stream, now)
+        credit, stream.consumed, stream.credited_at = stream.consumed + growth, 0, now
+        stream.receive_window += growth
+        stream.credit_left += credit
+        return data, HEADER.pack(0, WINDOW, 0, stream.id, credit)
+
+    def ping(self, now: float) -> bytes:
+        self._n_pings += 1
+        self._pings[self._n_pings] = now
+        return HEADER.pack(0, PING, SYN, 0, self._n_pings)
+
+    @property
+    def unanswered_pings(self) -> int:
+        return len(self._pings)
+
+    def receive_untrusted(self, data: bytes, now: float) -> tuple[list[Event], bytes]:
+        """Take bytes from the peer; returns events and bytes to answer with. Raises YamuxError."""
+        self._buffer += data
+        events: list[Event] = []
+        replies: list[bytes] = []
+        at = 0
+        while len(self._buffer) - at >= HEADER.size:
+            version, kind, flags, stream_id, length = HEADER.unpack_from(self._buffer, at)
+            if version != 0 or kind > GO_AWAY:
+                raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
+            body = length if kind == DATA else 0
+            if kind == DATA and length > self._allowed(stream_id, flags):
+                raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
+            if len(self._buffer) - at < HEADER.size + body:
+                break
+            payload = memoryview(self._buffer)[at + HEADER.size : at + HEADER.size + body]
+            try:
+                self._handle(kind, flags, stream_id, length, payload, now, events, replies)
+            finally:
+                payload.release()
+            at += HEADER.size + body
+        del self._buffer[:at]
+        return events, b"".join(replies)
+
+    def _allowed(self, stream_id: int, flags: int) -> int:
+        stream = self.streams.get(stream_id)
+        return stream.credit_left if stream is not None else INITIAL_WINDOW
+
+    def _handle(
+        self,
+        kind: int,
+        flags: int,
+        stream_id: int,
+        length: int,
+        payload: memoryview,
+        now: float,
+        events: list[Event],
+        replies: list[bytes],
+    ) -> None:
+        if kind == PING:
+            self._handle_ping(flags, length, now, events, replies)
+        elif kind == GO_AWAY:
+            events.append(Event("go_away"))
+        else:
+            stream = self._stream_for(stream_id, flags, events, replies)
+            if stream is not None:
+                self._handle_stream(stream, kind, flags, length, payload, events)
+
+    def _handle_ping(self, flags: int, value: int, now: float, events: list[Event], replies: list[bytes]) -> None:
+        if flags & SYN:
+            replies.append(HEADER.pack(0, PING, ACK, 0, value))
+        elif (sent := self._pings.pop(value, None)) is not None:
+            self.round_trip_s = now - sent if self.round_trip_s is None else min(self.round_trip_s, now - sent)
+            events.append(Event("pong"))
+
+    def _stream_for(self, stream_id: int, flags: int, events: list[Event], replies: list[bytes]) -> StreamState | None:
+        stream = self.streams.get(stream_id)
+        if stream is not None or not flags & SYN:
+            return stream  # frames for a stream that was reset here are dropped
+        if stream_id % 2 != self._remote_parity or stream_id == 0:
+            raise YamuxError(f"the peer opened stream {stream_id}, whose number is ours to give")
+        if len(self.streams) >= MAX_STREAMS:
+            replies.append(HEADER.pack(0, WINDOW, RST, stream_id, 0))
+            return None
+        stream = self.streams[stream_id] = StreamState(stream_id)
+        replies.append(HEADER.pack(0, WINDOW, ACK, stream_id, 0))
+        events.append(Event("opened", stream_id))
+        return stream
+
+    def _handle_stream(
+        self, stream: StreamState, kind: int, flags: int, length: int, payload: memoryview, events: list[Event]
+    ) -> None:
+        if kind == WINDOW and length:
+            stream.send_window = min(stream.send_window + length, 2**32)
+            events.append(Event("writable", stream.id))
+        if kind == DATA and length:
+            stream.credit_left -= length
+            stream.readable += payload
+            events.append(Event("readable", stream.id))
+        if flags & RST:
+            stream.reset = True
+            self._forget(stream)
+            events.append(Event("reset", stream.id))
+        elif flags & FIN:
+            stream.remote_closed = True
+            self._forget_if_done(stream)
+            events.append(Event("closed", stream.id))
+
+    def _window_growth(self, stream: StreamState, now: float) -> int:
+        fast = self.round_trip_s is not None and now - stream.credited_at < 2 * self.round_trip_s + 0.002
+        growth = min(stream.receive_window, MAX_WINDOW - stream.receive_window, self._window_spare) if fast else 0
+        self._window_spare -= growth
+        return growth
+
+    def _forget_if_done(self, stream: StreamState) -> None:
+        if stream.local_closed and stream.remote_closed:
+            self._forget(stream)
+
+    def _forget(self, stream: StreamState) -> None:
+        if self.streams.pop(stream.id, None) is not None:
+            self._window_spare += stream.receive_window - INITIAL_WINDOW

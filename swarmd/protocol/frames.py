@@ -1,0 +1,89 @@
+"""Frames: a fixed prefix, a header, raw payload bytes. Feed bytes in, take frames out; sizes are checked first.
+
+``version:u8 reserved:u8 header_bytes:u16 payload_bytes:u32``, big-endian, then header and payload. The same
+frames travel between peers and between a daemon and its worker. See docs/protocol.md, "Frames".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swarmd.errors import RemoteProtocolError
+
+VERSION = 1
+MAX_HEADER_BYTES = 60_000
+MAX_PAYLOAD_BYTES = 16 * 2**20
+_PREFIX = struct.Struct(">BBHI")
+PREFIX_BYTES = _PREFIX.size
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame as it was received: ``raw`` is the whole of it, so that it can be passed on unchanged."""
+
+    header: bytes
+    payload: memoryview
+    raw: bytes
+
+
+def encode(header: bytes, payload: bytes | memoryview = b"") -> bytes:
+    """Join one frame. Raises ValueError when a local caller exceeds the limits."""
+    if len(header) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"frame too large: header {len(header)} B, payload {len(payload)} B")
+    return b"".join((_PREFIX.pack(VERSION, 0, len(header), len(payload)), header, payload))
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames, holding at most one incomplete frame and what follows it in one read."""
+
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._buffer = bytearray()
+
+    def feed_untrusted(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames completed by ``data``. Raises RemoteProtocolError and nothing else."""
+        if self._buffer:
+            self._buffer += data
+            whole = self._take_complete()
+            if whole is None:
+                return
+            data = whole
+        position = 0
+        while (size := self._frame_bytes(data, position)) is not None and position + size <= len(data):
+            yield self._cut(data, position, size)
+            position += size
+        self._buffer += memoryview(data)[position:]
+
+    @property
+    def is_between_frames(self) -> bool:
+        return not self._buffer
+
+    def _take_complete(self) -> bytes | None:
+        size = self._frame_bytes(self._buffer, 0)
+        if size is None or len(self._buffer) < size:
+            return None
+        whole = bytes(self._buffer)
+        self._buffer = bytearray()
+        return whole
+
+    def _frame_bytes(self, data: bytes | bytearray, at: int) -> int | None:
+        if len(data) - at < PREFIX_BYTES:
+            return None
+        version, _, header_bytes, payload_bytes = _PREFIX.unpack_from(data, at)
+        if version != VERSION:
+            raise RemoteProtocolError(f"expected frame version {VERSION}, got {version}")
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > self._max_payload_bytes:
+            raise RemoteProtocolError(
+                f"frame declares a header of {header_bytes} B and a payload of {payload_bytes} B; "
+                f"the limits are {MAX_HEADER_BYTES} and {self._max_payload_bytes}"
+            )
+        return int(PREFIX_BYTES + header_bytes + payload_bytes)
+
+    @staticmethod
+    def _cut(data: bytes, at: int, size: int) -> Frame:
+        raw = data if size == len(data) else data[at : at + size]
+        _, _, header_bytes, _ = _PREFIX.unpack_from(raw, 0)
+        body = PREFIX_BYTES + header_bytes
+        return Frame(raw[PREFIX_BYTES:body], memoryview(raw)[body:], raw)

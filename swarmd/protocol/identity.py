@@ -1,0 +1,133 @@
+"""Keys, peer ids and the certificates that make a key a member.
+
+A certificate is a chain of links from the founder's key: founder -> invite -> member -> client. Each link is a
+key, a role and an expiry, signed by the key before it. Peer ids are libp2p's: the identity multihash of the
+protobuf-encoded ed25519 public key, in base58 (libp2p specs, peer-ids).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import base58
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.values import PeerId
+
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
+_LINK_DOMAIN = b"swarmd certificate link 1\0"
+_MAY_SIGN = {"founder": ("invite", "member"), "invite": ("member", "client"), "member": ("client",)}
+
+PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A private ed25519 key and what follows from it."""
+
+    seed: bytes
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+
+    @property
+    def public_key(self) -> bytes:
+        return self._key().public_key().public_bytes_raw()
+
+    @property
+    def peer_id(self) -> PeerId:
+        return peer_id_of(self.public_key)
+
+    def sign(self, domain: bytes, body: bytes) -> bytes:
+        return self._key().sign(domain + body)
+
+    def _key(self) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes(self.seed)
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    return PeerId(base58.b58encode(_PEER_ID_PREFIX + public_key).decode())
+
+
+def public_key_of_untrusted(peer: str) -> bytes:
+    """Recover the ed25519 key inside a peer id. Raises IntegrityError."""
+    try:
+        raw = base58.b58decode(peer) if len(peer) <= 64 else b""
+    except ValueError:
+        raw = b""
+    if len(raw) != len(_PEER_ID_PREFIX) + 32 or not raw.startswith(_PEER_ID_PREFIX):
+        raise IntegrityError(f"expected the peer id of an ed25519 key, got {peer[:64]!r}")
+    return raw[len(_PEER_ID_PREFIX) :]
+
+
+def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, what: str) -> None:
+    """Check one signature. Raises IntegrityError."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, domain + body)
+    except (InvalidSignature, ValueError):
+        raise IntegrityError(f"the signature of {what} does not match its key") from None
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a certificate: ``key`` holds ``role`` until ``expires_at`` (unix seconds)."""
+
+    key: PublicKey
+    role: Annotated[str, msgspec.Meta(max_length=16)]
+    expires_at: int
+    signature: Signature
+
+    def body(self) -> bytes:
+        return msgspec.msgpack.encode((self.key, self.role, self.expires_at))
+
+
+def certify(issuer: Identity, key: bytes, role: str, expires_at: int) -> bytes:
+    """Sign one link: ``issuer`` says that ``key`` holds ``role``."""
+    body = msgspec.msgpack.encode((key, role, expires_at))
+    return msgspec.msgpack.encode(Link(key, role, expires_at, issuer.sign(_LINK_DOMAIN, body)))
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A verified certificate: whose it is, as what, through which keys, until when."""
+
+    peer: PeerId
+    role: str
+    keys: tuple[bytes, ...]
+    expires_at: int
+
+
+def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
+    try:
+        return [msgspec.msgpack.decode(raw, type=Link) for raw in certificate]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IntegrityError(f"a certificate does not parse: {error}") from None
+
+
+def verify_certificate_untrusted(
+    certificate: tuple[bytes, ...], founder_key: bytes, peer: str, now: float, revoked: frozenset[bytes] = frozenset()
+) -> Membership:
+    """Follow a certificate from the founder's key to ``peer``.
+
+    An empty certificate is the founder's own. Raises IntegrityError for anything forged and Refused (with
+    NOT_A_MEMBER or REVOKED) for an honest certificate that no longer counts.
+    """
+    signer, role, expires_at, keys = founder_key, "founder", 2**53, [founder_key]
+    for link in read_links_untrusted(certificate):
+        if link.role not in _MAY_SIGN.get(role, ()):
+            raise IntegrityError(f"a key with the role {role!r} cannot certify a {link.role!r}")
+        verify(signer, _LINK_DOMAIN, link.body(), link.signature, f"the {link.role} link of a certificate")
+        signer, role, expires_at = link.key, link.role, min(expires_at, link.expires_at)
+        keys.append(link.key)
+    if peer_id_of(signer) != peer:
+        raise IntegrityError(f"the certificate was issued to {peer_id_of(signer)}, not to {peer}")
+    if expires_at <= now:
+        raise Refused(Code.NOT_A_MEMBER, f"the membership of {peer} expired {int(now - expires_at)} s ago")
+    if revoked.intersection(keys):
+        raise Refused(Code.REVOKED, f"the membership of {peer} was revoked by the founder")
+    return Membership(PeerId(peer), role, tuple(keys), expires_at)

@@ -1,0 +1,307 @@
+"""The headers of frames, each a bounded msgspec struct with a tag. docs/protocol.md tells their story.
+
+Unknown fields are ignored, so that an older peer reads a newer one's informational additions; whatever must be
+understood is listed in ``needs`` and refused as UNSUPPORTED when it is not. Unknown tags are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import Code, RemoteProtocolError
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+SessionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=16_384)]
+Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
+Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
+Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
+Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
+
+KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact"})
+
+
+class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
+    """What every header has in common: a tag."""
+
+
+class Hello(Message, tag="hello"):
+    """First frame on every stream, each way: who I am and why I may be here."""
+
+    certificate: Certificate = ()
+    agent: Text = ""
+    needs: Needs = ()
+
+
+class Refusal(Message, tag="refusal"):
+    """No, and why. ``re`` names the request; session and op are named where there is one."""
+
+    re: Count = 0
+    code: Name = Code.REFUSED.value
+    message: Text = ""
+    retry_after_ms: Count | None = None
+    session: SessionKey | None = None
+    start: Block = 0
+    seq: Count = 0
+    epoch: Count = 0
+
+
+class Ping(Message, tag="ping"):
+    """Round-trip and upload measurement: the payload is discarded and counted."""
+
+    id: Count = 0
+
+
+class Pong(Message, tag="pong"):
+    re: Count = 0
+    received_bytes: Count = 0
+
+
+class ExchangeDigest(Message, tag="digest"):
+    """What I know: the payload is a msgpack map of record key to sequence number."""
+
+    id: Count = 0
+    catalog_version: Count = 0
+
+
+class ExchangeReply(Message, tag="digest_reply"):
+    """What you lack: the payload is an ``ExchangeBody``; ``want`` lists nothing, ``more`` says the reply was cut."""
+
+    re: Count = 0
+
+
+class Records(Message, tag="records"):
+    """Records (and perhaps a catalog) that the receiver asked for or that just changed; payload: ``ExchangeBody``."""
+
+
+class OpenSession(Message, tag="open"):
+    """Reserve a place in a chain: blocks [start, end) of a model for one session."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    epoch: Count = 0
+    batch: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**22)] = 1
+    dtype: Name = "float32"
+    grade: Name = "replayed"
+    numerics: Name = ""
+    predecessor: Name = ""
+    successor: Name = ""
+    successor_addresses: Addresses = ()
+    needs: Needs = ()
+
+
+class Opened(Message, tag="opened"):
+    """Yes. ``push`` is false when the successor could not be reached: outputs then return to the client."""
+
+    re: Count = 0
+    push: bool = True
+    why: Text = ""
+    numerics: Name = ""
+    lease_s: float = 0.0
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """Shape [b, t, d] and dtype of the hidden states that open a payload; mask and positions follow them."""
+
+    b: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    t: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    d: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    dtype: Name = "float32"
+    has_mask: bool = False
+
+
+class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A change of the cache before tokens are appended: drop the last ``crop`` tokens, or gather ``rows``."""
+
+    crop: Annotated[int, msgspec.Meta(ge=0, le=2**22)] | None = None
+    rows: Rows | None = None
+
+
+class Op(Message, tag="op"):
+    """One change of a session, addressed to the hop that starts at block ``start`` (or, past the last, the client).
+
+    ``seq`` is consecutive from 1. ``settled`` is the highest op whose answer the client holds. Ops up to
+    ``silent_through`` rebuild state and end at block ``replay_end``; ``base`` (part, parts) marks history that
+    was merged, whose ``seq`` is the op it reaches. Payload: hidden states, then int32 positions [b, t], then,
+    with ``has_mask``, one byte a token [b, t].
+    """
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    seq: Count = 0
+    settled: Count = 0
+    edits: Annotated[tuple[Edit, ...], msgspec.Meta(max_length=8)] = ()
+    tensor: TensorMeta | None = None
+    record_past: bool = False
+    silent_through: Count = 0
+    replay_end: Block = 0
+    base: tuple[Count, Count] | None = None
+    needs: Needs = ()
+
+
+class Progress(Message, tag="progress"):
+    """Sent by a hop to its predecessor while work is under way: what it received, what its worker finished."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    received: Count = 0
+    finished: Count = 0
+    ticks: Count = 0
+
+
+class Suspect(Message, tag="suspect"):
+    """A hop tells the client that its direct successor, the hop starting at ``start``, gives no sign of life."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    seq: Count = 0
+    reason: Text = ""
+
+
+class Reroute(Message, tag="reroute"):
+    """The client gives a surviving hop its neighbours in a new epoch and asks how far it has come."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    settled: Count = 0
+    predecessor: Name = ""
+    successor: Name = ""
+    successor_addresses: Addresses = ()
+
+
+class Rerouted(Message, tag="rerouted"):
+    re: Count = 0
+    received: Count = 0
+    push: bool = True
+    why: Text = ""
+
+
+class Replay(Message, tag="replay"):
+    """Send your successor what it lacks: everything (``have`` is None) or the ops after ``have``."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    have: Count | None = None
+    silent_through: Count = 0
+    replay_end: Block = 0
+
+
+class Replayed(Message, tag="replayed"):
+    """A replay has left this hop: how many ops, and how many tokens of merged history."""
+
+    re: Count = 0
+    ops: Count = 0
+    tokens: Count = 0
+
+
+class CloseSession(Message, tag="close"):
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+
+
+class LoadSpan(Message, tag="load"):
+    """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
+
+    path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    dtype: Name = "float32"
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    history_bytes: Count = 0
+    spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Loaded(Message, tag="loaded"):
+    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
+
+    device: Text = ""
+    device_memory_bytes: Count | None = None
+    numerics: Name = ""
+    weights_bytes: Count = 0
+    hidden: Count = 0
+    cache_bytes_per_token: Count = 0
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+
+class Done(Message, tag="done"):
+    """Worker to daemon: a silent op was executed; nothing travels on."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+
+
+class Tick(Message, tag="tick"):
+    """Worker to daemon: computing, still; ``ticks`` counts blocks executed since the start."""
+
+    ticks: Count = 0
+
+
+class WorkerFailed(Message, tag="worker_failed"):
+    """Worker to daemon: the load cannot succeed, and why."""
+
+    message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+AnyMessage = (
+    Hello
+    | Refusal
+    | Ping
+    | Pong
+    | ExchangeDigest
+    | ExchangeReply
+    | Records
+    | OpenSession
+    | Opened
+    | Op
+    | Progress
+    | Suspect
+    | Reroute
+    | Rerouted
+    | Replay
+    | Replayed
+    | CloseSession
+    | LoadSpan
+    | Loaded
+    | Done
+    | Tick
+    | WorkerFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_untrusted(header: bytes) -> AnyMessage:
+    """Read one header. Raises RemoteProtocolError and nothing else."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"a header does not parse: {error}") from None
+
+
+def unknown_needs(needs: tuple[str, ...]) -> list[str]:
+    """Name what a message needs and this version does not know."""
+    return [need for need in needs if need not in KNOWN_NEEDS]

@@ -1,0 +1,158 @@
+"""Signed, expiring records: what a peer says of itself. Only the peer named inside can make one.
+
+A record is ``Envelope(body, signature)``; the signature is checked over the bytes received. Within a key
+(peer, kind, model) the higher sequence number wins. See docs/protocol.md, "Records".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.protocol.identity import (
+    Identity,
+    Membership,
+    Signature,
+    public_key_of_untrusted,
+    verify,
+    verify_certificate_untrusted,
+)
+from swarmd.protocol.messages import Addresses, Block, Certificate, Count, Name, Text
+
+MAX_RECORD_BYTES = 8_192
+MAX_LIFETIME_S = 3_600
+MAX_SKEW_S = 120
+_DOMAIN = b"swarmd record 1\0"
+_CATALOG_DOMAIN = b"swarmd catalog 1\0"
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
+class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
+    """What all records share. Times are unix seconds; ``sequence`` grows with every announcement."""
+
+    peer: Name
+    sequence: Count
+    issued_at: Count
+    expires_at: Count
+    certificate: Certificate
+
+
+class PeerRecord(Record, tag="peer"):
+    """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown."""
+
+    addresses: Addresses = ()
+    version: Name = ""
+    device: Text | None = None
+    device_memory_bytes: Count | None = None
+    memory_bytes: Count | None = None
+    cores: Count | None = None
+    free_disk_bytes: Count | None = None
+    up_bytes_per_s: Rate | None = None
+    down_bytes_per_s: Rate | None = None
+
+
+class SpanRecord(Record, tag="span"):
+    """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span."""
+
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    state: Name = "joining"
+    dtype: Name = "float32"
+    numerics: Name = ""
+    decode_tokens_per_s: Rate | None = None
+    prefill_tokens_per_s: Rate | None = None
+    free_cache_tokens: Count = 0
+    round_trip_ms: dict[Name, Rate] = {}
+
+
+AnyRecord = PeerRecord | SpanRecord
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    signature: Signature
+
+
+class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer."""
+
+    envelopes: Annotated[list[bytes], msgspec.Meta(max_length=4_096)] = []
+    want: Annotated[list[Text], msgspec.Meta(max_length=4_096)] = []
+    catalog: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A record whose signature, ownership, membership and times were checked, with the bytes to pass on."""
+
+    record: AnyRecord
+    membership: Membership
+    raw: bytes
+
+    @property
+    def key(self) -> str:
+        return key_of(self.record)
+
+
+def key_of(record: AnyRecord) -> str:
+    return f"{record.peer}/span/{record.model}" if isinstance(record, SpanRecord) else f"{record.peer}/peer"
+
+
+def sign(record: AnyRecord, identity: Identity) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return msgspec.msgpack.encode(Envelope(body, identity.sign(_DOMAIN, body)))
+
+
+def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozenset[bytes]) -> Verified:
+    """Check one record from anywhere.
+
+    Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an
+    honest record that does not count (expired, skewed, no longer a member), which costs nobody anything.
+    """
+    try:
+        envelope = msgspec.msgpack.decode(raw, type=Envelope)
+        record = msgspec.msgpack.decode(envelope.body, type=AnyRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IntegrityError(f"a record does not parse: {error}") from None
+    verify(
+        public_key_of_untrusted(record.peer), _DOMAIN, envelope.body, envelope.signature, f"the record of {record.peer}"
+    )
+    if record.expires_at - record.issued_at > MAX_LIFETIME_S:
+        raise IntegrityError(
+            f"a record may live {MAX_LIFETIME_S} s, this one wants {record.expires_at - record.issued_at}"
+        )
+    if isinstance(record, SpanRecord) and record.start >= record.end:
+        raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
+    if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
+        raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
+    membership = verify_certificate_untrusted(record.certificate, founder_key, record.peer, now, revoked)
+    if membership.role == "client":
+        raise Refused(Code.NOT_A_MEMBER, "clients do not announce records")
+    return Verified(record, membership, raw)
+
+
+class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The founder's list: model names to manifest hashes with the number of blocks, and revoked keys."""
+
+    version: Count = 0
+    models: Annotated[dict[Name, tuple[Name, Block]], msgspec.Meta(max_length=1_024)] = {}
+    revoked: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4_096)] = ()
+
+
+def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
+    body = msgspec.msgpack.encode(catalog)
+    return msgspec.msgpack.encode((body, founder.sign(_CATALOG_DOMAIN, body)))
+
+
+def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
+    """Check a catalog's signature and read it. Raises IntegrityError."""
+    try:
+        body, signature = msgspec.msgpack.decode(raw, type=tuple[bytes, bytes])
+        verify(founder_key, _CATALOG_DOMAIN, body, signature, "the catalog")
+        return msgspec.msgpack.decode(body, type=Catalog)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IntegrityError(f"a catalog does not parse: {error}") from None

@@ -1,0 +1,65 @@
+"""The words every other module uses: who, which model, which blocks, and what was decided and why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Generic, NewType, TypeVar
+
+from swarmd.errors import ConfigError
+
+ActionT = TypeVar("ActionT")
+
+PeerId = NewType("PeerId", str)
+"""A libp2p peer id in base58, derived from an ed25519 public key."""
+
+ModelId = NewType("ModelId", str)
+"""The sha256 of a model's manifest, in hex."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Blocks ``start`` to ``end`` (exclusive) of one model."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"a span needs 0 <= start < end, not {self.start}:{self.end}")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start},{self.end})"
+
+    def covers(self, other: Span) -> bool:
+        return self.start <= other.start and other.end <= self.end
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """Read ``A:B`` as typed by a person."""
+        match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ConfigError(f"blocks are given as START:END with START < END (for example 0:4), not {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Generic[ActionT]):
+    """What a pure function decided, and the sentence that explains it."""
+
+    action: ActionT
+    reason: str
+
+
+def ranges(blocks: set[int] | frozenset[int]) -> list[Span]:
+    """Gather block numbers into the fewest spans, in order."""
+    spans: list[Span] = []
+    for block in sorted(blocks):
+        if spans and spans[-1].end == block:
+            spans[-1] = Span(spans[-1].start, block + 1)
+        else:
+            spans.append(Span(block, block + 1))
+    return spans
