@@ -106,7 +106,7 @@ class Opened(Message, tag="opened"):
     push: bool = True
     why: Text = ""
     numerics: Name = ""
-    lease_s: float = 0.0
+    layer_arity: Count = 0
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +157,6 @@ class Progress(Message, tag="progress"):
     epoch: Count = 0
     received: Count = 0
     finished: Count = 0
-    ticks: Count = 0
 
 
 class Suspect(Message, tag="suspect"):
@@ -236,7 +235,9 @@ class Loaded(Message, tag="loaded"):
     numerics: Name = ""
     weights_bytes: Count = 0
     hidden: Count = 0
+    layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
+    memory_bytes: Count = 0
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
@@ -250,9 +251,7 @@ class Done(Message, tag="done"):
 
 
 class Tick(Message, tag="tick"):
-    """Worker to daemon: computing, still; ``ticks`` counts blocks executed since the start."""
-
-    ticks: Count = 0
+    """Worker to daemon: blocks are being executed, still; sent at most twice a second."""
 
 
 class WorkerFailed(Message, tag="worker_failed"):

@@ -21,6 +21,7 @@ from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
 from swarmd.net.libp2p.yamux import YamuxConnection
@@ -108,8 +109,9 @@ class GuardedSwarm(Swarm):
                 with trio.fail_after(UPGRADE_TIMEOUT_S):
                     return [await self.dial_addr(address, peer_id)]
             except (SwarmException, trio.TooSlowError) as error:
-                root = _root(error)
-                (refused if isinstance(root, OSError) else garbled).append(f"{address} ({_words(root)})")
+                causes = _causes(error)
+                nobody = any(isinstance(cause, OpenConnectionError) for cause in causes)
+                (refused if nobody else garbled).append(f"{address} ({_words(nobody, causes[-1])})")
         if garbled:
             raise HandshakeError(f"the swarm key does not match, or something else listens at {', '.join(garbled)}")
         raise SwarmException(f"cannot reach {peer_id}: {', '.join(refused) or 'no address is known'}")
@@ -127,15 +129,16 @@ class GuardedSwarm(Swarm):
             self._pending_by_address[address] -= 1
 
 
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return causes
 
 
-def _words(error: BaseException) -> str:
-    if isinstance(error, trio.TooSlowError):
-        return "no answer in time"
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+def _words(nobody: bool, root: BaseException) -> str:
+    if nobody:
+        return "connection refused"
+    return (
+        "no answer in time" if isinstance(root, trio.TooSlowError) else f"the handshake failed: {type(root).__name__}"
+    )

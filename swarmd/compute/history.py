@@ -1,0 +1,151 @@
+"""What a sender sent, kept so that its successor can be rebuilt after a death.
+
+In the *replayed* grade settled ops are merged: one growing slab of hidden states with crops and beam reorders
+applied, as the successor's cache has them. In the *exact* grade every op is kept as it was. Slabs live in memory up
+to a budget shared by all sessions of the process, then in unlinked files that the kernel pages out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from swarmd.protocol.messages import Edit
+
+_FIRST_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bytes of history that may stay in memory; what is beyond goes to ``spill_folder``."""
+
+    memory_bytes: int = 1 << 30
+    spill_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    used_bytes: int = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if self.used_bytes + n_bytes <= self.memory_bytes:
+            self.used_bytes += n_bytes
+            return torch.empty(shape, dtype=dtype)
+        with tempfile.NamedTemporaryFile(dir=self.spill_folder, prefix="swarmd-history-") as file:
+            file.truncate(n_bytes)
+            return torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8).view(dtype).view(shape)
+
+    def release(self, n_bytes: int) -> None:
+        self.used_bytes = max(0, self.used_bytes - n_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One op as it was sent: edits first, then hidden [b, t, d], positions [b, t], mask [b, t] or None."""
+
+    seq: int
+    edits: tuple[Edit, ...]
+    hidden: torch.Tensor | None
+    positions: torch.Tensor | None
+    mask: torch.Tensor | None
+    record_past: bool = False
+
+
+class History:
+    """The ops that one sender sent in one session."""
+
+    def __init__(self, is_exact: bool, budget: Budget) -> None:
+        self.is_exact = is_exact
+        self.base_seq = 0
+        self.n_tokens = 0
+        self.record_past = False
+        self._recent: list[Sent] = []
+        self._budget = budget
+        self._hidden: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+        self._charged = 0
+
+    def add(self, sent: Sent) -> None:
+        self._recent.append(sent)
+
+    def settle(self, seq: int) -> None:
+        """Merge what is settled up to ``seq``; the exact grade keeps everything apart."""
+        while not self.is_exact and self._recent and self._recent[0].seq <= seq:
+            self._merge(self._recent.pop(0))
+
+    def drop(self, seq: int) -> None:
+        """Forget ops above ``seq``: they were never accepted."""
+        self._recent = [s for s in self._recent if s.seq <= seq]
+
+    def after(self, seq: int) -> Iterator[Sent]:
+        """The separate ops after ``seq``, in order."""
+        return (s for s in self._recent if s.seq > seq)
+
+    def base(self, max_tokens: int) -> Iterator[tuple[int, int, Sent]]:
+        """The merged history in parts of at most ``max_tokens``: (part, parts, op)."""
+        if self._hidden is None or self._positions is None or not self.n_tokens:
+            return
+        n_parts = -(-self.n_tokens // max_tokens)
+        for part in range(n_parts):
+            window = slice(part * max_tokens, min(self.n_tokens, (part + 1) * max_tokens))
+            mask = None if self._mask is None else self._mask[:, window]
+            hidden, positions = self._hidden[:, window], self._positions[:, window]
+            yield part, n_parts, Sent(self.base_seq, (), hidden, positions, mask, self.record_past)
+
+    def close(self) -> None:
+        self._budget.release(self._charged)
+        self._hidden = self._positions = self._mask = None
+        self._recent = []
+
+    def _merge(self, sent: Sent) -> None:
+        for edit in sent.edits:
+            if edit.crop is not None:
+                self.n_tokens -= edit.crop
+            if edit.rows is not None:
+                self._gather(torch.tensor(edit.rows))
+        if sent.hidden is not None and sent.positions is not None:
+            self._append(sent.hidden, sent.positions, sent.mask)
+        self.base_seq = sent.seq
+        self.record_past = self.record_past or sent.record_past
+
+    def _gather(self, rows: torch.Tensor) -> None:
+        if torch.equal(rows, torch.arange(len(rows))):
+            return
+        for slab in (self._hidden, self._positions, self._mask):
+            if slab is not None:
+                slab[:, : self.n_tokens] = slab[rows, : self.n_tokens]
+
+    def _append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+        b, t, d = hidden.shape
+        self._reserve(b, self.n_tokens + t, d, hidden.dtype)
+        assert self._hidden is not None
+        assert self._positions is not None
+        window = slice(self.n_tokens, self.n_tokens + t)
+        self._hidden[:, window] = hidden
+        self._positions[:, window] = positions
+        if mask is not None and self._mask is None:
+            self._mask = torch.ones(self._positions.shape, dtype=torch.uint8)
+        if self._mask is not None:
+            self._mask[:, window] = 1 if mask is None else mask
+        self.n_tokens += t
+
+    def _reserve(self, b: int, n_tokens: int, d: int, dtype: torch.dtype) -> None:
+        capacity = 0 if self._hidden is None else self._hidden.shape[1]
+        if n_tokens <= capacity:
+            return
+        capacity = max(_FIRST_TOKENS, 2 * capacity, n_tokens)
+        before = self._budget.used_bytes
+        hidden = self._budget.allocate((b, capacity, d), dtype)
+        positions = torch.empty((b, capacity), dtype=torch.int32)
+        mask = None if self._mask is None else torch.ones((b, capacity), dtype=torch.uint8)
+        if self._hidden is not None and self._positions is not None:
+            hidden[:, : self.n_tokens] = self._hidden[:, : self.n_tokens]
+            positions[:, : self.n_tokens] = self._positions[:, : self.n_tokens]
+        if mask is not None and self._mask is not None:
+            mask[:, : self.n_tokens] = self._mask[:, : self.n_tokens]
+        charged = self._budget.used_bytes - before
+        self._budget.release(self._charged)
+        self._charged = charged
+        self._hidden, self._positions, self._mask = hidden, positions, mask

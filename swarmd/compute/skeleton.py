@@ -1,0 +1,177 @@
+"""A transformers family as a part of itself: its own class at full depth, hollow where layers live elsewhere.
+
+Nothing here knows any family. The class, its configuration, layer indices, rotary buffers, weight renames and
+quantisers stay the library's own; layers outside the span become parameter-free stubs, and on servers so does
+everything else that owns parameters. Recipe and the families it was proved on: docs/models.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+class Stub(nn.Module):
+    """Stands in for a decoder layer that lives elsewhere: returns its input in the shape the family expects."""
+
+    returns_tuple = 0  # how many values this family's layers return; 0 is a bare tensor
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"] = [original]  # outside the module tree; some families read layers' attributes
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self.__dict__["_original"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrap(args[0] if args else kwargs["hidden_states"])
+
+    def wrap(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *(None,) * (self.returns_tuple - 1)) if self.returns_tuple else hidden
+
+
+class RemoteLayer(Stub):
+    """The client's layer 0: hands the embedded tokens to the swarm and returns what the last block gave."""
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrap(self.call(args[0] if args else kwargs["hidden_states"]))
+
+
+class PassThrough(Stub):
+    """Stands in for an embedding, norm or head on a server: what it gives is thrown away, only shapes matter."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else next(iter(kwargs.values()))
+        if torch.is_tensor(value) and value.is_floating_point() and value.ndim == 3:
+            return value
+        return torch.zeros(1, 1, 1, device=value.device)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Load a checkpoint's configuration. Raises ConfigError for a family transformers does not know."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: unsupported family or configuration: {error}") from None
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Find the decoder's own list of layers: the shallowest ModuleList of the configured length."""
+    n = text_config(model.config).num_hidden_layers
+    found = [
+        (name.count("."), module)
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == n
+    ]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no list of {n} decoder layers: unsupported family")
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
+    """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
+    base = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if isinstance(base, tuple):
+        base = base[0]
+    if base is None:
+        raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
+
+    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        layers = decoder_layers(self)
+        for index in range(len(layers)):
+            if span is None or not span.start <= index < span.end:
+                layers[index] = RemoteLayer(layers[index]) if span is None and index == 0 else Stub(layers[index])
+        if span is not None:
+            _hollow_out(self, layers)
+            self.all_tied_weights_keys = {}
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
+    return type(base.__name__, (base,), names)
+
+
+def load(folder: Path, span: Span | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the hollow model and read just its own tensors, lazily, from the shards that hold them.
+
+    Raises ConfigError when a tensor is missing, or when something would be left uninitialised.
+    """
+    config = read_config(folder)
+    cls = hollow_class(config, span)
+    where = weight_map(folder)
+    handles: dict[str, Any] = {}
+    state = {}
+    try:
+        for key in needed_keys(cls, config, list(where)):
+            handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
+            state[key] = handle.get_slice(key)
+        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    except SafetensorError as error:
+        raise ConfigError(f"{folder}: a weights file is damaged: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{folder}: {type(config).__name__} cannot be loaded: {error}") from None
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ()))
+    missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if missing:
+        raise ConfigError(f"{folder}: tensors missing or of another shape than configured: {', '.join(missing[:5])}")
+    return model.eval().requires_grad_(False)
+
+
+def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:
+    """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
+    with torch.device("meta"):
+        hollow = cls(config)
+    wanted = hollow.state_dict()
+    conversions = get_model_conversion_mapping(hollow)
+    renames = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    prefix = hollow.base_model_prefix
+    return [k for k in keys if k in wanted or rename_source_key(k, renames, converters, prefix, wanted)[0] in wanted]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Map tensor names to the files that hold them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text())["weight_map"])
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / 'model.safetensors'}: {error}") from None
+
+
+def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:
+    for name, child in list(module.named_children()):
+        if child is layers:
+            continue
+        if any(m is layers for m in child.modules()):
+            _hollow_out(child, layers)
+        elif next(child.parameters(), None) is not None:
+            setattr(module, name, PassThrough(child))

@@ -1,0 +1,204 @@
+"""A loaded span: hidden states in, hidden states out, through the family's own decoder forward.
+
+Every owned block has a gate in front: the wire tensor enters at the first block of the hop and leaves after its
+last, and blocks outside the hop pass their input on. So a hop can be any part of the span, and whatever the family
+does around its layers does not matter here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from swarmd.compute import skeleton
+from swarmd.compute.kvcache import SpanCache
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class LoadedSpan:
+    """Blocks of one model on one device. Not thread-safe: the worker is single-threaded."""
+
+    def __init__(self, folder: Path, span: Span, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.span = span
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.model = skeleton.load(folder, span, dtype).to(self.device)
+        self.config = self.model.config
+        self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
+        self.on_block: Callable[[], None] = lambda: None
+        self._decoder = self.model.get_decoder()
+        self._layers = skeleton.decoder_layers(self.model)
+        self._arguments = _accepted_arguments(self._decoder.forward)
+        self._entering: torch.Tensor | None = None
+        self._leaving: torch.Tensor | None = None
+        self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
+        self._hop = span
+        self._install_gates()
+        self._find_arity()
+
+    def new_cache(self, hop: Span | None = None) -> SpanCache:
+        return SpanCache(self.config, hop or self.span)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: SpanCache | None = None,
+        n_past: int = 0,
+        hop: Span | None = None,
+    ) -> torch.Tensor:
+        """Run ``hop`` (or the whole span): hidden [b, t, d], positions [b, t], mask [b, n_past + t] -> [b, t, d]."""
+        if cache is not None:
+            cache.see(n_past)
+        self._entering, self._hop = hidden, hop or self.span
+        arguments = {
+            "inputs_embeds": hidden,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache.cache if cache else None,
+            "cache_params": cache.cache if cache else None,
+            "use_cache": cache is not None,
+        }
+        self._decoder(**{k: v for k, v in arguments.items() if k in self._arguments})
+        out, self._entering, self._leaving = self._leaving, None, None
+        assert out is not None
+        return out
+
+    def numerics(self, model: str) -> str:
+        """Name everything that decides the last bits: equal names compute bit-identical results."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        parts = (
+            model,
+            str(self.dtype),
+            torch.__version__,
+            transformers.__version__,
+            device,
+            torch.backends.cpu.get_cpu_capability(),
+            str(torch.get_num_threads()),
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+    def self_test(self) -> None:
+        """Refuse a family whose cached path differs from its uncached one. Raises ConfigError."""
+        rng = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+        positions = torch.arange(6, device=self.device).unsqueeze(0)
+        whole = self.forward(hidden, positions)
+        cache = self.new_cache()
+        parts = [self.forward(hidden[:, a:b], positions[:, a:b], None, cache, a) for a, b in ((0, 4), (4, 5), (5, 6))]
+        error = (torch.cat(parts, 1) - whole).abs().max().item() / max(1.0, whole.abs().max().item())
+        if not error <= SELF_TEST_TOLERANCE[self.dtype]:
+            raise ConfigError(
+                f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
+                f"(at most {SELF_TEST_TOLERANCE[self.dtype]:g}): this family cannot be served"
+            )
+
+    def cache_bytes_per_token(self) -> int:
+        cache = self.new_cache()
+        self.forward(*self._example(8), None, cache, 0)
+        return max(1, cache.n_bytes() // 8)
+
+    def measure(self, budget_s: float = 0.4) -> tuple[float, float]:
+        """Measure (decode, prefill) tokens a second of one stream, within about ``budget_s`` each."""
+        cache, n_past = self.new_cache(), 16
+        self.forward(*self._example(n_past), None, cache, 0)
+        hidden, positions = self._example(1)
+
+        def decode(step: int) -> int:
+            self.forward(hidden, positions + n_past + step, None, cache, n_past + step)
+            return 1
+
+        def prefill(_: int) -> int:
+            self.forward(*self._example(64))
+            return 64
+
+        return _rate(decode, budget_s), _rate(prefill, budget_s)
+
+    def _example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.zeros(1, n_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        return hidden, torch.arange(n_tokens, device=self.device).unsqueeze(0)
+
+    def _install_gates(self) -> None:
+        for index in range(self.span.start, self.span.end):
+            layer = self._layers[index]
+            layer.forward = self._gate(index, layer.forward)
+
+    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if not self._hop.start <= index < self._hop.end:
+                return self._pass_on(args[0] if args else kwargs["hidden_states"])
+            if index == self._hop.start and args:
+                args = (self._entering, *args[1:])
+            elif index == self._hop.start:
+                kwargs["hidden_states"] = self._entering
+            out = forward(*args, **kwargs)
+            if index == self._hop.end - 1:
+                self._leaving = out[0] if isinstance(out, tuple) else out
+            self.layer_arity = len(out) if isinstance(out, tuple) else 0
+            self.on_block()
+            return out
+
+        return gated
+
+    def _pass_on(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *(None,) * (self.layer_arity - 1)) if self.layer_arity else hidden
+
+    def _find_arity(self) -> None:
+        """Learn by probing whether this family's layers return a tensor or a tuple, and of how many."""
+        failure: Exception | None = None
+        for arity in range(4):
+            for layer in self._layers:
+                if isinstance(layer, skeleton.Stub):
+                    layer.returns_tuple = arity
+            try:
+                self.forward(*self._example(2))
+            except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+                failure = failure or error
+                continue
+            if self.layer_arity == arity:
+                return
+        raise ConfigError(f"{type(self.config).__name__}: a probe of its layers fails: {failure}: unsupported family")
+
+
+def _accepted_arguments(forward: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(forward).parameters
+    names = set(parameters)
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) and "cache_params" not in names:
+        names |= {"inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+    return names
+
+
+def _rate(step: Callable[[int], int], budget_s: float) -> float:
+    step(0)
+    done, n, begun = 0, 1, time.perf_counter()
+    while (elapsed := time.perf_counter() - begun) < budget_s and n < 64:
+        done += step(n)
+        n += 1
+    return done / max(elapsed, 1e-9)
+
+
+def pick_device() -> str:
+    """Choose CUDA, then MPS, then the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def device_description(device: str) -> tuple[str, int | None]:
+    """Name a device for people, and its memory in bytes where it has its own."""
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, int(properties.total_memory)
+    return device, None

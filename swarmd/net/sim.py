@@ -1,0 +1,219 @@
+"""A network in memory with the same API as libp2p's: latency, bandwidth, crashes and cuts, in virtual time.
+
+A ``SimWorld`` is seeded and holds every peer; tests run it under trio's MockClock with deterministic scheduling
+(tests/sim/conftest.py). What a cut or crash does here is what TCP does: a crash is seen by the others at once, a
+cut is silence until somebody's deadline.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.errors import PeerTimeout, Unreachable
+from swarmd.net.api import Purpose, StreamHandler
+from swarmd.values import PeerId
+
+CONNECT_TIMEOUT_S = 4.0
+WINDOW_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two peers."""
+
+    latency_s: float = 0.02
+    bytes_per_s: float = 12.5e6
+
+
+class SimWorld:
+    """Every simulated peer, the links between them, and the shared rendezvous."""
+
+    def __init__(self, seed: int = 0, link: Link | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.link = link or Link()
+        self.links: dict[tuple[PeerId, PeerId], Link] = {}
+        self.networks: dict[PeerId, SimNetwork] = {}
+        self.values: dict[str, bytes] = {}
+        self.providers: dict[str, dict[PeerId, tuple[str, ...]]] = {}
+        self.lookup_s = 0.5
+        self._cut: set[frozenset[PeerId]] = set()
+
+    def join(self, peer: PeerId) -> SimNetwork:
+        network = self.networks[peer] = SimNetwork(self, peer)
+        return network
+
+    def crash(self, peer: PeerId) -> None:
+        """Take a peer off the network at once: its streams end, nobody can reach it."""
+        network = self.networks.pop(peer)
+        network.is_up = False
+        for stream in list(network.streams):
+            stream.fail()
+
+    def cut(self, a: PeerId, b: PeerId) -> None:
+        self._cut.add(frozenset((a, b)))
+
+    def heal(self, a: PeerId, b: PeerId) -> None:
+        self._cut.discard(frozenset((a, b)))
+        for network in self.networks.values():
+            for stream in network.streams:
+                stream.wake()
+
+    def is_cut(self, a: PeerId, b: PeerId) -> bool:
+        return frozenset((a, b)) in self._cut
+
+    def link_between(self, source: PeerId, target: PeerId) -> Link:
+        return self.links.get((source, target), self.link)
+
+
+class SimStream:
+    """One end of a stream; ``other`` is its far end."""
+
+    def __init__(self, world: SimWorld, local: PeerId, peer: PeerId) -> None:
+        self.peer = peer
+        self.local = local
+        self.other: SimStream
+        self._world = world
+        self._inbox: deque[tuple[float, bytes]] = deque()
+        self._inbox_bytes = 0
+        self._line_free_at = 0.0
+        self._failed = False
+        self._closed = False
+        self._changed = trio.Event()
+
+    async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        other = self.other
+        while other._inbox_bytes > WINDOW_BYTES and not self._failed:
+            await self._changed.wait()
+        if self._failed or self._closed:
+            raise Unreachable(f"the stream to {self.peer} is gone")
+        link = self._world.link_between(self.local, self.peer)
+        starts = max(trio.current_time(), self._line_free_at)
+        self._line_free_at = starts + len(data) / link.bytes_per_s
+        other._inbox.append((self._line_free_at + link.latency_s, data))
+        other._inbox_bytes += len(data)
+        other.wake()
+
+    async def receive(self) -> bytes:
+        while True:
+            if self._inbox and not self._world.is_cut(self.local, self.peer):
+                arrives_at, data = self._inbox[0]
+                if arrives_at <= trio.current_time():
+                    self._inbox.popleft()
+                    self._inbox_bytes -= len(data)
+                    self.other.wake()
+                    return data
+                with trio.move_on_at(arrives_at):
+                    await self._changed.wait()
+                continue
+            if self._failed:
+                raise Unreachable(f"the stream from {self.peer} is gone")
+            if self.other._closed and not self._inbox:
+                return b""
+            await self._changed.wait()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._closed = True
+        self.other.wake()
+
+    async def reset(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.fail()
+
+    def fail(self) -> None:
+        for end in (self, self.other):
+            end._failed = True
+            network = self._world.networks.get(end.local)
+            if network is not None:
+                network.streams.discard(end)
+            end.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+class SimNetwork:
+    """See ``net.api.Network``."""
+
+    def __init__(self, world: SimWorld, peer: PeerId) -> None:
+        self.peer_id = peer
+        self.is_up = True
+        self.streams: set[SimStream] = set()
+        self._world = world
+        self._handlers: dict[Purpose, StreamHandler] = {}
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
+
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/sim/{self.peer_id}/p2p/{self.peer_id}",)
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        pass
+
+    def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        self._handlers[purpose] = handler
+
+    async def open_stream(self, peer: PeerId, purpose: Purpose) -> SimStream:
+        link = self._world.link_between(self.peer_id, peer)
+        await trio.sleep(2 * link.latency_s)
+        target = self._world.networks.get(peer)
+        if self._world.is_cut(self.peer_id, peer):
+            await trio.sleep(CONNECT_TIMEOUT_S)
+            raise PeerTimeout(f"{peer} did not answer within {CONNECT_TIMEOUT_S} s")
+        if target is None or target._nursery is None or purpose not in target._handlers:
+            raise Unreachable(f"{peer} cannot be reached: connection refused")
+        here, there = SimStream(self._world, self.peer_id, peer), SimStream(self._world, peer, self.peer_id)
+        here.other, there.other = there, here
+        self.streams.add(here)
+        target.streams.add(there)
+        target._nursery.start_soon(target._serve, purpose, there)
+        return here
+
+    async def disconnect(self, peer: PeerId) -> None:
+        await trio.lowlevel.checkpoint()
+        for stream in [s for s in self.streams if s.peer == peer]:
+            stream.fail()
+
+    async def _serve(self, purpose: Purpose, stream: SimStream) -> None:
+        try:
+            await self._handlers[purpose](stream)
+        except Exception:  # noqa: BLE001 - the stream-handler guard, as in net/libp2p
+            stream.fail()
+
+
+class SimRecordStore:
+    """See ``net.api.RecordStore``: one table in the world, slow to answer."""
+
+    def __init__(self, world: SimWorld, peer: PeerId) -> None:
+        self._world = world
+        self._peer = peer
+
+    async def put(self, key: str, value: bytes) -> None:
+        await trio.sleep(self._world.lookup_s)
+        self._world.values[key] = value
+
+    async def get(self, key: str) -> bytes | None:
+        await trio.sleep(self._world.lookup_s)
+        return self._world.values.get(key)
+
+    async def provide(self, key: str) -> None:
+        await trio.sleep(self._world.lookup_s)
+        network = self._world.networks.get(self._peer)
+        if network is not None:
+            self._world.providers.setdefault(key, {})[self._peer] = network.addresses()
+
+    async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
+        await trio.sleep(self._world.lookup_s)
+        found = self._world.providers.get(key, {})
+        live = [p for p in found if p != self._peer]
+        return {p: found[p] for p in self._world.rng.sample(live, min(20, len(live)))}

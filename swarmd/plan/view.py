@@ -1,0 +1,104 @@
+"""The swarm as one peer knows it: a frozen picture made of verified records, and the book it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, SpanRecord, Verified
+from swarmd.values import Decision, ModelId, PeerId, Span, ranges
+
+MAX_RECORDS = 20_000
+MAX_REPLY_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """All records that count at one moment. Free to read, never changes."""
+
+    peers: Mapping[PeerId, PeerRecord]
+    spans: tuple[SpanRecord, ...]
+    catalog: Catalog
+
+    def serving(self, model: ModelId) -> list[SpanRecord]:
+        """Spans of a model that take new sessions."""
+        return [s for s in self.spans if s.model == model and s.state == "online"]
+
+    def coverage(self, model: ModelId, n_blocks: int, states: Iterable[str] = ("online",)) -> list[int]:
+        """Count for each block the servers that hold it."""
+        counts = [0] * n_blocks
+        wanted = set(states)
+        for span in self.spans:
+            if span.model == model and span.state in wanted:
+                for block in range(span.start, min(span.end, n_blocks)):
+                    counts[block] += 1
+        return counts
+
+    def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
+        return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
+
+    def model_named(self, name: str) -> tuple[ModelId, int] | None:
+        """Resolve a name of the catalog, or a hash that it lists, to (hash, number of blocks)."""
+        for known, (model, n_blocks) in self.catalog.models.items():
+            if name in (known, model):
+                return ModelId(model), n_blocks
+        return None
+
+
+@dataclass(slots=True)
+class RecordBook:
+    """Every record that was verified and has not expired. The only mutable thing here; owned by one task."""
+
+    entries: dict[str, Verified] = field(default_factory=dict)
+    catalog: Catalog = field(default_factory=Catalog)
+    catalog_raw: bytes | None = None
+
+    def add(self, verified: Verified) -> Decision[bool]:
+        """Take a record if it is newer than what is known under its key."""
+        known = self.entries.get(verified.key)
+        if known is not None and known.record.sequence >= verified.record.sequence:
+            return Decision(False, f"sequence {verified.record.sequence} is not newer than {known.record.sequence}")
+        if known is None and len(self.entries) >= MAX_RECORDS:
+            return Decision(False, f"{MAX_RECORDS} records are known already")
+        self.entries[verified.key] = verified
+        return Decision(True, "new" if known is None else "newer")
+
+    def add_catalog(self, catalog: Catalog, raw: bytes) -> Decision[bool]:
+        if self.catalog_raw is not None and catalog.version <= self.catalog.version:
+            return Decision(False, f"version {catalog.version} is not newer than {self.catalog.version}")
+        self.catalog, self.catalog_raw = catalog, raw
+        revoked = frozenset(catalog.revoked)
+        self.entries = {k: v for k, v in self.entries.items() if not revoked.intersection(v.membership.keys)}
+        return Decision(True, f"version {catalog.version}")
+
+    def expire(self, now: float) -> list[str]:
+        """Drop what has expired; returns the keys."""
+        gone = [k for k, v in self.entries.items() if v.record.expires_at <= now]
+        for key in gone:
+            del self.entries[key]
+        return gone
+
+    def digest(self) -> dict[str, int]:
+        return {key: v.record.sequence for key, v in self.entries.items()}
+
+    def compare(self, other: Mapping[str, int]) -> tuple[list[bytes], list[str]]:
+        """Return (records that the other lacks, keys of records that it has and this book lacks)."""
+        send: list[bytes] = []
+        size = 0
+        for key, entry in self.entries.items():
+            if other.get(key, -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
+                send.append(entry.raw)
+                size += len(entry.raw)
+        want = [key for key, sequence in other.items() if sequence > self.sequence(key)]
+        return send, want[:MAX_RECORDS]
+
+    def sequence(self, key: str) -> int:
+        entry = self.entries.get(key)
+        return -1 if entry is None else entry.record.sequence
+
+    def view(self) -> SwarmView:
+        records: list[AnyRecord] = [v.record for v in self.entries.values()]
+        peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
+        spans = tuple(sorted((r for r in records if isinstance(r, SpanRecord)), key=lambda r: (r.start, r.peer)))
+        return SwarmView(MappingProxyType(peers), spans, self.catalog)
