@@ -52,14 +52,14 @@ class Refusal(Message, tag="refusal"):
 
 
 class Ping(Message, tag="ping"):
-    """Round-trip and upload measurement: the payload is discarded and counted."""
+    """Measure a link: the payload is discarded, and ``want_bytes`` of zeros come back."""
 
     id: Count = 0
+    want_bytes: Annotated[int, msgspec.Meta(ge=0, le=4 * 2**20)] = 0
 
 
 class Pong(Message, tag="pong"):
     re: Count = 0
-    received_bytes: Count = 0
 
 
 class ExchangeDigest(Message, tag="digest"):
@@ -70,7 +70,7 @@ class ExchangeDigest(Message, tag="digest"):
 
 
 class ExchangeReply(Message, tag="digest_reply"):
-    """What you lack: the payload is an ``ExchangeBody``; ``want`` lists nothing, ``more`` says the reply was cut."""
+    """What you lack, and in ``want`` what I lack: the payload is an ``ExchangeBody``."""
 
     re: Count = 0
 

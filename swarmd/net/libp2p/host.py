@@ -184,7 +184,7 @@ class Libp2pNetwork:
 
 def peer_of_address(address: str) -> PeerId:
     """Take the peer id from a multiaddr that ends in /p2p/ID. Raises ConfigError."""
-    head, found, peer = address.rpartition("/p2p/")
+    _, found, peer = address.rpartition("/p2p/")
     if not found or _parse_untrusted(address) is None:
         raise ConfigError(f"expected an address such as /ip4/192.0.2.1/tcp/4001/p2p/12D3..., got {address!r}")
     return PeerId(peer)

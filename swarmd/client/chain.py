@@ -1,0 +1,580 @@
+"""A session over a chain of servers: steps through it, notices trouble, repairs the chain and goes on.
+
+The client names the chain, opens a hop on each server, then sends ops to the first only; the answer comes from
+the last. When a hop dies it is replaced, and the hop before it replays what the replacement lacks: nothing already
+answered is computed for the client again, and nothing starts from the prompt while a predecessor lives.
+docs/protocol.md, "Sessions", tells the whole story.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import trio
+
+from swarmd.compute.history import Budget, History, Sent
+from swarmd.compute.session import encode_op, replay_frames
+from swarmd.compute.wire import unpack_untrusted
+from swarmd.errors import CacheExhausted, Code, NoRoute, PeerError, PeerTimeout, Refused, RemoteProtocolError
+from swarmd.net.rpc import Rpc
+from swarmd.plan.routing import Hop, Route, best_route
+from swarmd.plan.session import Watch
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import (
+    AnyMessage,
+    CloseSession,
+    Edit,
+    Op,
+    Opened,
+    OpenSession,
+    Progress,
+    Refusal,
+    Replay,
+    Replayed,
+    Reroute,
+    Rerouted,
+    Suspect,
+)
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import ModelId, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 8.0
+REROUTE_TIMEOUT_S = 5.0
+REPLAY_TIMEOUT_S = 120.0
+LOOK_INTERVAL_S = 0.25
+PATIENCE_S = 60.0
+RETRY_PAUSE_S = 0.5
+EXCLUDED_FOR_S = 20.0
+BUSY_FOR_S = 2.0
+HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING, Code.DRAINING)
+CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER, Code.UNREACHABLE_SUCCESSOR)
+
+
+class Swarm(Protocol):
+    """What a session needs of the swarm around it."""
+
+    rpc: Rpc
+
+    def view(self) -> SwarmView: ...
+
+    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]: ...
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
+
+    async def refresh(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is fixed when a session opens."""
+
+    model: ModelId
+    n_blocks: int
+    batch: int
+    max_tokens: int
+    dtype: str = "float32"
+    grade: str = "replayed"
+    route: tuple[Hop, ...] = ()
+
+
+@dataclass(slots=True)
+class Link:
+    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop."""
+
+    hop: Hop
+    watch: Watch = field(default_factory=Watch)
+    is_lost: bool = False
+    received: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One repair of a chain, for people and tests."""
+
+    lost: tuple[str, ...]
+    chain_before: tuple[str, ...]
+    chain_after: tuple[str, ...]
+    replayed_ops: int
+    replayed_tokens: int
+    from_client: bool
+    stall_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What happened in one session."""
+
+    steps: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    forwarded: int = 0
+    repairs: list[Repair] = field(default_factory=list)
+    blamed: list[tuple[PeerId, str]] = field(default_factory=list)
+
+
+class ChainSession:
+    """One session. All methods run in the client's trio thread; steps come one at a time."""
+
+    def __init__(self, swarm: Swarm, terms: Terms, budget: Budget) -> None:
+        self.key = os.urandom(16)
+        self.terms = terms
+        self.links: list[Link] = []
+        self.statistics = Statistics()
+        self.layer_arity = 0
+        self.why: tuple[str, ...] = ()
+        self._swarm = swarm
+        self._history = History(terms.grade == "exact", budget)
+        self._epoch = 1
+        self._seq = 0
+        self._answered = 0
+        self._answer: Frame | None = None
+        self._answer_meta: Op | None = None
+        self._trouble: str | None = None
+        self._fatal: Exception | None = None
+        self._excluded: dict[PeerId, float] = {}
+        self._numerics = ""
+        self._changed = trio.Event()
+
+    # --- the life of a session -------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
+        deadline = trio.current_time() + PATIENCE_S
+        while True:
+            hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
+            self.links = [Link(hop) for hop in hops]
+            failures = await self._open_hops(range(len(self.links)))
+            if not failures:
+                return
+            self._raise_if_hopeless(failures)
+            if self.terms.route or trio.current_time() > deadline:
+                raise next(iter(failures.values()))
+            for index, error in failures.items():
+                self._drop(self.links[index], error)
+            self._trouble = None
+            await self._swarm.refresh()
+
+    async def step(
+        self,
+        edits: tuple[Edit, ...],
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        record_past: bool,
+    ) -> torch.Tensor | None:
+        """Send one op through the chain; returns the last block's output [b, t, d]. Raises SwarmError."""
+        self._seq += 1
+        self.statistics.steps += 1
+        sent = Sent(self._seq, edits, hidden, positions, mask, record_past)
+        self._history.settle(self._answered)
+        self._history.add(sent)
+        self._answer, self._fatal = None, None
+        if self._trouble is None:
+            frame = encode_op(self.key, 0, self._epoch, self._answered, sent, Op(), None)
+            await self._send_to(0, self._seq, frame)
+        await self._await_answer()
+        self._answered = self._seq
+        assert self._answer is not None
+        assert self._answer_meta is not None
+        if self._answer_meta.tensor is None:
+            return None
+        out, _, _ = unpack_untrusted(self._answer_meta.tensor, self._answer.payload)
+        if hidden is not None and out.shape != hidden.shape:
+            raise RemoteProtocolError(f"expected hidden states {tuple(hidden.shape)}, got {tuple(out.shape)}")
+        return out
+
+    async def close(self) -> None:
+        self._history.close()
+        for link in self.links:
+            channel = self._swarm.rpc.existing(link.hop.peer)
+            if channel is not None and not link.is_lost:
+                with trio.move_on_after(1):
+                    try:
+                        await channel.send(CloseSession(session=self.key, start=link.hop.span.start))
+                    except PeerError:
+                        continue
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        return tuple(str(link.hop) for link in self.links)
+
+    # --- what peers say --------------------------------------------------------------------------------------
+
+    async def on_message(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
+        """Take one message about this session."""
+        if isinstance(message, Op):
+            await self._on_op(peer, message, frame)
+        elif isinstance(message, Progress):
+            link = self._link_at(message.start)
+            if link is not None and link.hop.peer == peer and message.epoch == self._epoch:
+                link.watch.on_progress(message.finished, trio.current_time())
+        elif isinstance(message, Suspect):
+            self._on_suspect(peer, message)
+        elif isinstance(message, Refusal):
+            self._on_refusal(peer, message)
+
+    def on_gone(self, peer: PeerId) -> None:
+        """A connection ended. Whether its peer is dead is found out by asking it."""
+        if any(link.hop.peer == peer for link in self.links):
+            self._worry(f"the connection to {peer[-8:]} ended")
+
+    async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        if op.epoch != self._epoch:
+            return
+        if op.start < self.terms.n_blocks:
+            index = next((i for i, link in enumerate(self.links) if link.hop.span.start == op.start), None)
+            if index and self.links[index - 1].hop.peer == peer:
+                self.statistics.forwarded += 1
+                await self._send_to(index, op.seq, frame.raw)
+            return
+        if self.links[-1].hop.peer == peer and op.seq == self._seq > self._answered:
+            self.statistics.frames_received += 1
+            self._answer, self._answer_meta = frame, op
+            self._notify()
+
+    def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
+        index = next((i for i, link in enumerate(self.links) if link.hop.span.start == message.start), None)
+        is_neighbour = bool(index) and self.links[(index or 1) - 1].hop.peer == peer
+        if index is not None and is_neighbour and message.epoch == self._epoch and message.seq > self._answered:
+            self._lose(self.links[index], f"{peer[-8:]} says: {message.reason}")
+
+    def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
+        code = Code(refusal.code)
+        link = self._link_at(refusal.start)
+        if refusal.epoch not in (0, self._epoch) or link is None or code is Code.STALE_EPOCH:
+            return
+        if code in HOP_LOST:
+            link.is_lost = True  # it says so itself: nobody is blamed
+            self._worry(f"{link.hop}: {refusal.message}")
+        elif code in CHAIN_BROKEN:
+            self._worry(f"{link.hop}: {refusal.message}")
+        else:
+            error = CacheExhausted if code is Code.TOO_LONG else None
+            text = f"{link.hop} refused: {refusal.message}"
+            self._fatal = error(text) if error else Refused(code, text)
+            self._notify()
+
+    # --- waiting and repairing -------------------------------------------------------------------------------
+
+    async def _await_answer(self) -> None:
+        while self._answer is None:
+            if self._fatal is not None:
+                raise self._fatal
+            if self._trouble is not None:
+                await self._repair()
+                continue
+            changed = self._changed
+            with trio.move_on_after(LOOK_INTERVAL_S) as look:
+                await changed.wait()
+            if look.cancelled_caught:
+                for link in self.links:
+                    if (reason := link.watch.suspicion(trio.current_time())) is not None:
+                        self._lose(link, reason)
+
+    async def _repair(self) -> None:
+        """Make the chain whole again and bring every hop up to date. Raises NoRoute after PATIENCE_S."""
+        begun = trio.current_time()
+        reason, before = self._trouble or "", self.chain
+        lost: list[str] = []
+        counts = [0, 0]
+        while True:
+            self._trouble = None
+            self._epoch += 1
+            lost += [str(link.hop) for link in self.links if link.is_lost and str(link.hop) not in lost]
+            try:
+                self._replace_lost()
+            except NoRoute:
+                if trio.current_time() - begun > PATIENCE_S:
+                    raise
+                self._trouble = reason
+                await trio.sleep(RETRY_PAUSE_S)
+                await self._swarm.refresh()
+                continue
+            if await self._tell_neighbours() and await self._catch_up(counts):
+                break
+            self._trouble = reason
+            await trio.sleep(0.05)
+        repair = Repair(
+            tuple(lost),
+            before,
+            self.chain,
+            counts[0],
+            counts[1],
+            bool(lost) and before[0] in lost,
+            trio.current_time() - begun,
+            reason,
+        )
+        self.statistics.repairs.append(repair)
+        logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, self.chain, reason)
+
+    def _replace_lost(self) -> None:
+        """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""
+        links: list[Link] = []
+        index = 0
+        while index < len(self.links):
+            if not self.links[index].is_lost:
+                links.append(self.links[index])
+                index += 1
+                continue
+            first = index
+            while index < len(self.links) and self.links[index].is_lost:
+                index += 1
+            gap = Span(self.links[first].hop.span.start, self.links[index - 1].hop.span.end)
+            previous = links[-1].hop.peer if links else None
+            links += [Link(hop) for hop in self._route(gap, previous).hops]
+        self.links = links
+
+    async def _tell_neighbours(self) -> bool:
+        """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
+        for link in self.links:
+            link.watch = Watch()
+        fresh = [i for i, link in enumerate(self.links) if link.received is None]
+        failures: dict[int, PeerError] = {}
+        async with trio.open_nursery() as nursery:
+            for index, link in enumerate(self.links):
+                if link.received is not None:
+                    nursery.start_soon(self._reroute, index, failures)
+            failures.update(await self._open_hops(fresh))
+        self._raise_if_hopeless({i: e for i, e in failures.items() if i in fresh})
+        for index, error in failures.items():
+            self._drop(self.links[index], error)
+        return not failures
+
+    async def _reroute(self, index: int, failures: dict[int, PeerError]) -> None:
+        link = self.links[index]
+        before, after = self._neighbours(index)
+
+        def request(call_id: int) -> Reroute:
+            return Reroute(
+                id=call_id,
+                session=self.key,
+                start=link.hop.span.start,
+                epoch=self._epoch,
+                settled=self._answered,
+                predecessor=before.hop.peer if before else "",
+                successor=after.hop.peer if after else "",
+                successor_addresses=self._swarm.addresses_of(after.hop.peer) if after else (),
+            )
+
+        try:
+            reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
+        except PeerError as error:
+            failures[index] = error
+            return
+        if isinstance(reply, Rerouted):
+            link.received, link.why = reply.received, reply.why
+
+    async def _catch_up(self, counts: list[int]) -> bool:
+        """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
+        for index in range(len(self.links), -1, -1):
+            plan = self._lacks(index)
+            if plan is None:
+                continue
+            have, silent_through, replay_end = plan
+            try:
+                if index == 0:
+                    ops, tokens = await self._replay_own(have, silent_through, replay_end)
+                else:
+                    ops, tokens = await self._ask_replay(index - 1, have, silent_through, replay_end)
+            except PeerError as error:
+                if self._trouble is None:
+                    self._drop(self.links[max(0, index - 1)], error)
+                return False
+            counts[0] += ops
+            counts[1] += tokens if have is None else 0
+        for link in self.links:
+            link.received = self._answered if link.received is None else link.received
+        return True
+
+    def _lacks(self, index: int) -> tuple[int | None, int, int] | None:
+        """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
+        sender = self._seq if index == 0 else self.links[index - 1].received
+        if sender is None:
+            return None  # a new hop passes on by itself what it is given
+        if index == len(self.links):
+            return (self._answered, 0, 0) if sender > self._answered else None
+        have = self.links[index].received
+        if have is not None:
+            return (have, 0, 0) if sender > have else None
+        beyond = next((i for i in range(index, len(self.links)) if self.links[i].received is not None), None)
+        if beyond is None:
+            return None, self._answered, self.terms.n_blocks
+        return None, self.links[beyond].received or 0, self.links[beyond].hop.span.start
+
+    async def _replay_own(self, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
+        marks = Op(silent_through=silent_through, replay_end=replay_end)
+        n_ops = 0
+        for frame in replay_frames(self._history, self.key, 0, self._epoch, have, marks):
+            n_ops += 1
+            channel = await self._swarm.rpc.channel(self.links[0].hop.peer)
+            await channel.send_raw(frame)
+        self.links[0].watch.on_sent(self._seq, trio.current_time())
+        return n_ops, self._history.n_tokens
+
+    async def _ask_replay(self, index: int, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
+        link = self.links[index]
+
+        def request(call_id: int) -> Replay:
+            return Replay(
+                id=call_id,
+                session=self.key,
+                start=link.hop.span.start,
+                epoch=self._epoch,
+                have=have,
+                silent_through=silent_through,
+                replay_end=replay_end,
+            )
+
+        # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
+        reply, _ = await self._call_while_sound(link.hop.peer, request)
+        return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
+
+    async def _call_while_sound(self, peer: PeerId, request: Callable[[int], Replay]) -> tuple[AnyMessage, Frame]:
+        """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
+        result: list[tuple[AnyMessage, Frame]] = []
+        failure: list[PeerError] = []
+
+        async def call(scope: trio.CancelScope) -> None:
+            try:
+                result.append(await self._swarm.rpc.call(peer, request, timeout_s=REPLAY_TIMEOUT_S))
+            except PeerError as error:
+                failure.append(error)
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call, nursery.cancel_scope)
+            while self._trouble is None:
+                await self._changed.wait()
+            nursery.cancel_scope.cancel()
+        if failure:
+            raise failure[0]
+        if not result:
+            raise PeerTimeout(self._trouble or f"{peer} did not finish its replay")
+        return result[0]
+
+    # --- opening ---------------------------------------------------------------------------------------------
+
+    async def _open_hops(self, indexes: range | list[int]) -> dict[int, PeerError]:
+        failures: dict[int, PeerError] = {}
+        async with trio.open_nursery() as nursery:
+            for index in indexes:
+                nursery.start_soon(self._open_hop, index, failures)
+        return failures
+
+    async def _open_hop(self, index: int, failures: dict[int, PeerError]) -> None:
+        link = self.links[index]
+        before, after = self._neighbours(index)
+        self._swarm.rpc.network.learn(link.hop.peer, self._swarm.addresses_of(link.hop.peer))
+        is_exact = self.terms.grade == "exact"
+
+        def request(call_id: int) -> OpenSession:
+            return OpenSession(
+                id=call_id,
+                session=self.key,
+                model=self.terms.model,
+                start=link.hop.span.start,
+                end=link.hop.span.end,
+                epoch=self._epoch,
+                batch=self.terms.batch,
+                max_tokens=self.terms.max_tokens,
+                dtype=self.terms.dtype,
+                grade=self.terms.grade,
+                numerics=self._numerics if is_exact else "",
+                predecessor=before.hop.peer if before else "",
+                successor=after.hop.peer if after else "",
+                successor_addresses=self._swarm.addresses_of(after.hop.peer) if after else (),
+                needs=("exact",) if is_exact else (),
+            )
+
+        try:
+            reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
+        except PeerError as error:
+            failures[index] = error
+            return
+        if isinstance(reply, Opened):
+            link.why, self.layer_arity = reply.why, reply.layer_arity
+            link.received = 0 if self._seq == 0 else None
+            if is_exact and not self._numerics:
+                self._numerics = reply.numerics
+
+    def _raise_if_hopeless(self, failures: dict[int, PeerError]) -> None:
+        """Refusals that no other server would answer differently end the session."""
+        for index, error in failures.items():
+            if isinstance(error, Refused) and error.code is Code.TOO_LONG:
+                raise CacheExhausted(f"{self.links[index].hop}: {error}")
+            if isinstance(error, Refused) and error.code in (Code.NOT_A_MEMBER, Code.REVOKED):
+                raise error
+
+    def _route(self, wanted: Span, previous: PeerId | None = None) -> Route:
+        now = trio.current_time()
+        self._excluded = {p: until for p, until in self._excluded.items() if until > now}
+        spans = self._swarm.view().serving(self.terms.model)
+
+        def eligible(span: SpanRecord) -> bool:
+            numerics = self.terms.grade != "exact" or self._numerics in ("", span.numerics)
+            return numerics and span.dtype == self.terms.dtype and span.peer not in self._excluded
+
+        client = self._swarm.rpc.network.peer_id
+        route = best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous)
+        self.why = route.why
+        return route
+
+    def _neighbours(self, index: int) -> tuple[Link | None, Link | None]:
+        before = self.links[index - 1] if index else None
+        after = self.links[index + 1] if index + 1 < len(self.links) else None
+        return before, after
+
+    # --- small things ----------------------------------------------------------------------------------------
+
+    async def _send_to(self, index: int, seq: int, frame: bytes) -> None:
+        link = self.links[index]
+        link.watch.on_sent(seq, trio.current_time())
+        if index == 0:
+            self.statistics.frames_sent += 1
+        try:
+            channel = await self._swarm.rpc.channel(link.hop.peer)
+            with trio.fail_after(OPEN_TIMEOUT_S):
+                await channel.send_raw(frame)
+        except (PeerError, trio.TooSlowError) as error:
+            self._worry(f"{link.hop}: {error}")
+
+    def _lose(self, link: Link, reason: str) -> None:
+        link.is_lost = True
+        self.statistics.blamed.append((link.hop.peer, reason))
+        self._exclude(link.hop.peer, reason)
+        self._worry(f"{link.hop}: {reason}")
+
+    def _drop(self, link: Link, error: PeerError) -> None:
+        """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""
+        if not isinstance(error, Refused):
+            self._lose(link, str(error))
+            return
+        link.is_lost = True
+        if error.code is not Code.STALE_EPOCH:
+            self._exclude(link.hop.peer, str(error), error.retry_after_s or BUSY_FOR_S)
+        self._worry(f"{link.hop}: {error}")
+
+    def _exclude(self, peer: PeerId, reason: str, for_s: float = EXCLUDED_FOR_S) -> None:
+        logger.info("leaving out %s for %.0f s: %s", peer, for_s, reason)
+        self._excluded[peer] = trio.current_time() + for_s
+
+    def _worry(self, reason: str) -> None:
+        self._trouble = self._trouble or reason
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _link_at(self, start: int) -> Link | None:
+        return next((link for link in self.links if link.hop.span.start == start), None)

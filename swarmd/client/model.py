@@ -1,0 +1,229 @@
+"""An ordinary transformers model whose decoder layers happen to be remote.
+
+The class is the family's own. Embedding, final norm, head, ``generate()``, sampling, beams, speculation, stopping
+and streaming are the library's; layer 0 hands the hidden states to a chain session, the other layers pass them on.
+A ``RemoteCache`` stands for the caches on the servers: what generation does to it becomes edits of the next op.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from swarmd.compute import skeleton
+from swarmd.errors import CacheExhausted, ConfigError
+from swarmd.protocol.messages import Edit
+
+FALLBACK_MAX_TOKENS = 2_048
+
+
+class Session(Protocol):
+    """A session as the model uses it: blocking calls from any thread."""
+
+    layer_arity: int
+
+    def step(
+        self,
+        edits: tuple[Edit, ...],
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        record_past: bool,
+    ) -> torch.Tensor | None: ...
+
+    def close(self) -> None: ...
+
+
+OpenSession = Callable[[int, int], Session]
+"""Open a session for (batch, max_tokens)."""
+
+
+class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
+    """One layer of a RemoteCache: reports the session's length and holds nothing."""
+
+    def __init__(self, owner: RemoteCache, is_sliding: bool) -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_sliding = is_sliding
+
+    def get_seq_length(self) -> int:
+        return self.owner.n_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.n_tokens + query_length, 0
+
+
+class RemoteCache(Cache):  # type: ignore[misc]
+    """The caches of one session, on the servers. Closing it frees them; so does garbage collection."""
+
+    def __init__(self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int) -> None:
+        n = skeleton.text_config(config).num_hidden_layers
+        sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
+        super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
+        self.n_tokens = 0
+        self.max_tokens = max_tokens
+        self.session: Session | None = None
+        self._open_session = open_session
+        self._edits: list[Edit] = []
+        self._records_past = False
+        self._has_padding = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        removed = abs(tokens_to_remove)
+        if removed > self.n_tokens:
+            raise ValueError(f"cannot remove {removed} of {self.n_tokens} tokens")
+        if removed or self._records_past:
+            self._edits.append(Edit(crop=removed))
+        self.n_tokens -= removed
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        rows = tuple(int(i) for i in beam_idx)
+        if rows != tuple(range(len(rows))):
+            self._edits.append(Edit(rows=rows))
+
+    def activate_past_recording(self) -> None:
+        self._records_past = True
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("a remote cache has a fixed batch: expand the prompts instead")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
+
+    def append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d]."""
+        b, t, _ = hidden.shape
+        if self.n_tokens + t > self.max_tokens:
+            raise CacheExhausted(
+                f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
+            )
+        if self.session is None:
+            self.session = self._open_session(b, self.max_tokens)
+        chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
+        self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
+        edits, self._edits = tuple(self._edits), []
+        positions = positions.to(torch.int32).expand(b, t)
+        out = self.session.step(edits, hidden, positions, chunk if self._has_padding else None, self._records_past)
+        assert out is not None
+        self.n_tokens += t
+        return out
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def __del__(self) -> None:
+        if getattr(self, "session", None) is not None:
+            self.close()
+
+
+class _Call(threading.local):
+    """What the forward of the current thread is about."""
+
+    cache: RemoteCache | None = None
+    positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    owns_cache: bool = False
+
+
+def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load the client's part of a checkpoint and connect its layer 0 to the swarm."""
+    model = skeleton.load(folder, None, dtype)
+    layers = skeleton.decoder_layers(model)
+    call = _Call()
+    limit = getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS
+
+    def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
+        assert call.cache is not None
+        assert call.positions is not None
+        out = call.cache.append(hidden, call.positions, call.mask)
+        assert call.cache.session is not None
+        for layer in layers:
+            layer.returns_tuple = call.cache.session.layer_arity
+        return out.to(hidden.device)
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            kwargs["input_ids"], args = args[0], args[1:]
+        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        n_new = given.shape[1]
+        cache = kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise ConfigError(f"expected a RemoteCache of this model as past_key_values, got {type(cache).__name__}")
+        wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
+        if cache is None:
+            cache = model.new_cache(limit if wants_cache else n_new)
+        kwargs["past_key_values"], kwargs["use_cache"] = cache, True
+        if kwargs.get("position_ids") is None and takes_positions:
+            kwargs["position_ids"] = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim != 2:
+            raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
+        call.cache, call.positions, call.mask, call.owns_cache = cache, positions, mask, not wants_cache
+        return args, kwargs
+
+    def after(_: Any, __: Any, output: Any) -> Any:
+        if call.owns_cache and call.cache is not None:
+            call.cache.close()
+            output.past_key_values = None
+        call.cache = None
+        return output
+
+    layers[0].call = through_the_swarm
+    takes_positions = "position_ids" in skeleton_arguments(model)
+    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
+    model.max_session_tokens = limit
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+    _own_generate(model)
+    return model
+
+
+def skeleton_arguments(model: PreTrainedModel) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(type(model).forward).parameters)
+
+
+def _own_generate(model: PreTrainedModel) -> None:
+    """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
+    generate = model.generate
+
+    def generate_remotely(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return generate(*args, **kwargs)
+        inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+        config = kwargs.get("generation_config") or model.generation_config
+        cache = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
+        try:
+            return generate(*args, **{**kwargs, "past_key_values": cache})
+        finally:
+            model.last_session = cache.session
+            cache.close()
+
+    model.last_session = None
+    model.generate = generate_remotely
+
+
+def _reserve(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
+    """Tokens to reserve on every server: prompt, new tokens, and what speculation may append in excess."""
+    n_prompt = 1 if inputs is None else inputs.shape[1]
+    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    total = n_prompt + new if new is not None else kwargs.get("max_length", getattr(config, "max_length", None))
+    if total is None:
+        total = n_prompt + 20  # transformers' own default
+    if total > limit:
+        raise CacheExhausted(
+            f"{n_prompt} prompt tokens and {total - n_prompt} to generate are {total}, the model's limit is {limit}"
+        )
+    return int(min(limit, total + (kwargs.get("prompt_lookup_num_tokens") or 0) + 32))

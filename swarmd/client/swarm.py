@@ -1,0 +1,403 @@
+"""The client's side of a swarm: a throw-away member that listens to records and opens sessions.
+
+``Swarm`` is what scripts and notebooks use from any thread; ``AsyncSwarm`` is the same inside a trio program. Both
+run one trio task group with libp2p; for ``Swarm`` it lives in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import trio
+
+from swarmd.client.chain import ChainSession, Repair, Statistics, Terms
+from swarmd.client.model import remote_model
+from swarmd.compute.history import Budget
+from swarmd.errors import ConfigError, NoRoute, PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
+from swarmd.net.api import Network
+from swarmd.net.exchange import Exchange
+from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.routing import Hop, trips_of
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import ModelId, PeerId
+
+logger = logging.getLogger(__name__)
+
+REFRESH_INTERVAL_S = 3.0
+JOIN_TIMEOUT_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are."""
+
+    keys: SwarmKeys
+    identity: Identity
+    certificate: tuple[bytes, ...]
+    bootstrap: dict[PeerId, tuple[str, ...]]
+    folders: dict[str, Path]
+
+
+class AsyncSwarm:
+    """A swarm inside a trio program. Made by ``joined``."""
+
+    def __init__(self, membership: Membership, network: Network, wall_clock: Callable[[], float]) -> None:
+        self.rpc = Rpc(network, self)
+        self.exchange = Exchange(membership.keys, wall_clock)
+        self.budget = Budget()
+        self._membership = membership
+        self._network = network
+        self._sessions: dict[bytes, ChainSession] = {}
+        self._trips_s: dict[PeerId, float] = {}
+        self._rng = random.Random()
+
+    def view(self) -> SwarmView:
+        """The frozen picture of all records."""
+        return self.exchange.view()
+
+    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
+        return dict(trips_of(spans, self._network.peer_id, self._trips_s))
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        return self.exchange.addresses_of(peer) or self._membership.bootstrap.get(peer, ())
+
+    async def open_session(self, terms: Terms) -> ChainSession:
+        """Open a session over the cheapest chain. Raises SwarmError."""
+        session = ChainSession(self, terms, self.budget)
+        self._sessions[session.key] = session
+        try:
+            await session.open()
+        except SwarmError:
+            del self._sessions[session.key]
+            raise
+        return session
+
+    async def close_session(self, session: ChainSession) -> None:
+        self._sessions.pop(session.key, None)
+        await session.close()
+
+    def resolve(self, name: str) -> tuple[ModelId, int]:
+        """Find a model by its name in the catalog, or by hash. Raises ConfigError."""
+        found = self.view().model_named(name)
+        if found is None:
+            names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
+            raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
+        return found
+
+    def folder(self, model: ModelId) -> Path:
+        found = self._membership.folders.get(model)
+        if found is None:
+            raise ConfigError(f"this machine has no copy of model {model[:12]}: swarmd models add PATH --name NAME")
+        return found
+
+    async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float) -> None:
+        """Wait until every block is served. Raises NoRoute with what is missing."""
+        deadline = trio.current_time() + timeout_s
+        while missing := self.view().missing(model, n_blocks):
+            if trio.current_time() >= deadline:
+                listed = ", ".join(map(str, missing))
+                raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}", tuple(missing))
+            await trio.sleep(0.3)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Exchange records with one member, whoever answers first. Raises SwarmUnavailable."""
+        peers = list(
+            dict.fromkeys(
+                [*self._rng.sample(sorted(self.view().peers), len(self.view().peers)), *self._membership.bootstrap]
+            )
+        )
+        tried: list[str] = []
+        for peer in peers:
+            if peer == self._network.peer_id:
+                continue
+            self._network.learn(peer, self.addresses_of(peer))
+            try:
+                await self.exchange.pull(self.rpc, peer)
+                return
+            except Refused:
+                raise
+            except PeerError as error:
+                tried.append(str(error))
+                if isinstance(error, HandshakeFailed) and len(peers) == 1:
+                    raise ConfigError(str(error)) from None
+        raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Join, then keep the view fresh until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.rpc.run)
+            await self._join()
+            task_status.started()
+            while True:
+                await trio.sleep(REFRESH_INTERVAL_S * self._rng.uniform(0.8, 1.2))
+                try:
+                    await self.refresh()
+                    await self._measure_trips()
+                except (SwarmUnavailable, PeerError) as error:
+                    logger.info("the view is getting old: %s", error)
+
+    async def _join(self) -> None:
+        try:
+            with trio.fail_after(JOIN_TIMEOUT_S):
+                await self.refresh()
+                await self._measure_trips()
+        except trio.TooSlowError:
+            raise SwarmUnavailable(f"no member of the swarm answered within {JOIN_TIMEOUT_S} s") from None
+
+    async def _measure_trips(self) -> None:
+        for peer in sorted(self.rpc.peers())[:16]:
+            if peer not in self._trips_s:
+                begun = trio.current_time()
+                with contextlib.suppress(PeerError):
+                    await self.rpc.call(peer, lambda i: Ping(id=i), timeout_s=2)
+                    self._trips_s[peer] = (trio.current_time() - begun) / 2
+
+    # --- the rpc's guest -------------------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        return Hello(certificate=self._membership.certificate, agent="swarmd client")
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        self.exchange.admit(peer, hello)
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        session = self._sessions.get(getattr(message, "session", None) or b"")
+        if session is not None:
+            await session.on_message(channel.peer, message, frame)
+        elif isinstance(message, Records):
+            self.exchange.merge_body_untrusted(frame.payload)
+        elif isinstance(message, ExchangeDigest):
+            await self.exchange.answer(channel, message, frame)
+        elif isinstance(message, Ping):
+            await channel.send(Pong(re=message.id))
+
+    def gone(self, peer: PeerId) -> None:
+        for session in self._sessions.values():
+            session.on_gone(peer)
+
+
+@asynccontextmanager
+async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
+    """Join over libp2p; leaves on the way out. Raises SwarmError."""
+    network = Libp2pNetwork(membership.identity, membership.keys.psk)
+    failure: SwarmError | None = None
+    async with network.running(), trio.open_nursery() as nursery:
+        swarm = AsyncSwarm(membership, network, time.time)
+        for peer, addresses in membership.bootstrap.items():
+            network.learn(peer, addresses)
+        try:
+            await nursery.start(swarm.run)
+        except* SwarmError as group:
+            failure = first_error(group)
+        if failure is None:
+            yield swarm
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def first_error(group: BaseExceptionGroup[Any]) -> SwarmError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, SwarmError)
+    return error
+
+
+class BlockingSession:
+    """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
+
+    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, session: ChainSession) -> None:
+        self.chain_session = session
+        self._thread = thread
+        self._swarm = swarm
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._work: tuple[Any, ...] | None = None
+        self._wake = trio.Event()
+        self._is_closed = False
+        thread.spawn(self._run)
+
+    @property
+    def layer_arity(self) -> int:
+        return self.chain_session.layer_arity
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.chain_session.statistics
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        return self.chain_session.chain
+
+    def step(self, *work: Any) -> torch.Tensor | None:
+        """See ChainSession.step. Blocks the calling thread."""
+        if self._is_closed:
+            raise ConfigError("this session was closed")
+        self._thread.soon(self._submit, work)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(trio.RunFinishedError):
+                self._thread.soon(self._submit, None)
+
+    def _submit(self, work: tuple[Any, ...] | None) -> None:
+        self._work = work
+        self._wake.set()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake = trio.Event()
+                if self._work is None:
+                    return
+                try:
+                    self._answers.put(await self.chain_session.step(*self._work))
+                except SwarmError as error:
+                    self._answers.put(error)
+        finally:
+            self._answers.put(Unreachable("the connection to the swarm was closed"))
+            with trio.CancelScope(shield=True):
+                await self._swarm.close_session(self.chain_session)
+
+
+class TrioThread:
+    """A trio loop in a daemon thread, with one nursery to start things in."""
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._token: trio.lowlevel.TrioToken
+        self._nursery: trio.Nursery
+        self._stop: trio.Event
+        self.value: Any = None
+
+    def start(self, make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> Any:
+        """Enter an async context manager in the thread; returns what it yields, or raises what it raised."""
+        self._thread = threading.Thread(target=self._main, args=(make,), name="swarmd", daemon=True)
+        self._thread.start()
+        failure = self._ready.get()
+        if failure is not None:
+            self._thread.join()
+            raise failure
+        return self.value
+
+    def _main(self, make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> None:
+        async def main() -> None:
+            async with make() as self.value, trio.open_nursery() as self._nursery:
+                self._token = trio.lowlevel.current_trio_token()
+                self._stop = trio.Event()
+                self._ready.put(None)
+                await self._stop.wait()
+                self._nursery.cancel_scope.cancel()
+
+        try:
+            trio.run(main)
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self._ready.put(error)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
+            self._ready.put(error)
+
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        self._token.run_sync_soon(function, *args)
+
+    def spawn(self, function: Callable[[], Awaitable[Any]]) -> None:
+        self.soon(self._nursery.start_soon, function)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return trio.from_thread.run(function, *args, trio_token=self._token)
+
+    def close(self) -> None:
+        with contextlib.suppress(trio.RunFinishedError):
+            self.soon(self._stop.set)
+        self._thread.join(timeout=10)
+
+
+class Swarm:
+    """A swarm for scripts, notebooks and several threads; a context manager.
+
+    >>> with swarmd.connect(invite) as swarm:                        # doctest: +SKIP
+    ...     model, tokenizer = swarm.model("demo"), swarm.tokenizer("demo")
+    ...     ids = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=20)
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._thread = TrioThread()
+        self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
+
+    def view(self) -> SwarmView:
+        """The frozen picture of all records."""
+        return self._swarm.view()
+
+    def model(
+        self,
+        name: str,
+        *,
+        exact: bool = False,
+        dtype: str = "float32",
+        chain: tuple[Hop, ...] = (),
+        wait_s: float = 10.0,
+    ) -> Any:
+        """Return a transformers model by its name in the catalog (or its hash).
+
+        ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
+        chain of every session. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
+        than ``wait_s``.
+        """
+        model, n_blocks = self._swarm.resolve(name)
+        folder = self._swarm.folder(model)
+        self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
+
+        def open_session(batch: int, max_tokens: int) -> BlockingSession:
+            grade = "exact" if exact else "replayed"
+            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain)
+            return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, terms))
+
+        return remote_model(folder, open_session, getattr(torch, dtype))
+
+    def tokenizer(self, name: str) -> Any:
+        """Return the model's own tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._swarm.folder(self._swarm.resolve(name)[0]))
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+__all__ = ["AsyncSwarm", "Membership", "Repair", "Swarm", "joined"]

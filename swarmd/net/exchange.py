@@ -1,0 +1,126 @@
+"""Records between peers: who may connect, and how views become equal.
+
+Each side of an exchange sends what the other lacks, so any one reply can reveal the whole swarm. Used by daemons
+(which also announce) and by clients (which only listen). What arrives is verified here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from swarmd.errors import Code, IntegrityError, Refused, RemoteProtocolError
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.view import RecordBook, SwarmView
+from swarmd.protocol import records
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Membership, verify_certificate_untrusted
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
+from swarmd.protocol.records import ExchangeBody, PeerRecord
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_TIMEOUT_S = 8.0
+_digest_decoder = msgspec.msgpack.Decoder(dict[str, int])
+_body_decoder = msgspec.msgpack.Decoder(ExchangeBody)
+
+
+class Exchange:
+    """One process's record book, and the messages that keep it up to date."""
+
+    def __init__(self, keys: SwarmKeys, wall_clock: Callable[[], float]) -> None:
+        self.book = RecordBook()
+        self.keys = keys
+        self.members: dict[PeerId, Membership] = {}
+        self._wall_clock = wall_clock
+        self._view: SwarmView | None = None
+
+    def view(self) -> SwarmView:
+        """The current picture; made anew only after something changed."""
+        if self.book.expire(self._wall_clock()) or self._view is None:
+            self._view = self.book.view()
+        return self._view
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        """Check the certificate of whoever opened, or answered, a stream. Raises Refused or IntegrityError."""
+        self.members[peer] = verify_certificate_untrusted(
+            hello.certificate, self.keys.founder_key, peer, self._wall_clock(), frozenset(self.book.catalog.revoked)
+        )
+
+    def require_member(self, peer: PeerId) -> None:
+        """Refuse a peer whose membership ended after its stream was opened."""
+        membership = self.members.get(peer)
+        if membership is None or membership.expires_at <= self._wall_clock():
+            raise Refused(Code.NOT_A_MEMBER, "the membership has expired")
+        if frozenset(self.book.catalog.revoked).intersection(membership.keys):
+            raise Refused(Code.REVOKED, "the membership was revoked by the founder")
+
+    def merge_untrusted(self, raw: bytes) -> bool:
+        """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news."""
+        try:
+            verified = records.read_untrusted(
+                raw, self.keys.founder_key, self._wall_clock(), frozenset(self.book.catalog.revoked)
+            )
+        except Refused:
+            return False
+        news = self.book.add(verified).action
+        if news:
+            self._view = None
+        return news
+
+    def merge_catalog_untrusted(self, raw: bytes) -> bool:
+        catalog = records.read_catalog_untrusted(raw, self.keys.founder_key)
+        news = self.book.add_catalog(catalog, raw).action
+        if news:
+            self._view = None
+        return news
+
+    def merge_body_untrusted(self, payload: memoryview) -> ExchangeBody:
+        """Take all that one frame brought. Raises RemoteProtocolError when any of it is forged."""
+        try:
+            body = _body_decoder.decode(payload)
+            if body.catalog is not None:
+                self.merge_catalog_untrusted(body.catalog)
+            for raw in body.envelopes:
+                self.merge_untrusted(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, IntegrityError) as error:
+            raise RemoteProtocolError(f"records that do not verify: {error}") from None
+        return body
+
+    async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
+        """Exchange with one peer: send my digest, take what I lack, send what it lacks. Raises PeerError."""
+        digest = msgspec.msgpack.encode(self.book.digest())
+        version = self.book.catalog.version if self.book.catalog_raw else 0
+
+        def request(call_id: int) -> ExchangeDigest:
+            return ExchangeDigest(id=call_id, catalog_version=version)
+
+        reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
+        if not isinstance(reply, ExchangeReply):
+            raise RemoteProtocolError(f"expected an exchange reply, got {type(reply).__name__}")
+        body = self.merge_body_untrusted(frame.payload)
+        wanted = [e.raw for key in body.want if (e := self.book.entries.get(key)) is not None]
+        if wanted:
+            channel = await rpc.channel(peer, "bulk")
+            await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
+
+    async def answer(self, channel: Channel, message: ExchangeDigest, frame: Frame) -> None:
+        """Answer somebody's digest with what it lacks and what this side wants."""
+        try:
+            digest = _digest_decoder.decode(frame.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"a digest does not parse: {error}") from None
+        send, want = self.book.compare(digest)
+        catalog = self.book.catalog_raw if self.book.catalog.version > message.catalog_version else None
+        if self.book.catalog_raw is not None and message.catalog_version == 0:
+            catalog = self.book.catalog_raw
+        body = ExchangeBody(envelopes=send, want=want[:4_096], catalog=catalog)
+        await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        record = self.view().peers.get(peer)
+        return record.addresses if isinstance(record, PeerRecord) else ()

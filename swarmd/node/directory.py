@@ -1,0 +1,302 @@
+"""Who is in the swarm: announces this peer's records, exchanges records with others, and finds the swarm again.
+
+The DHT is used to join, to be found by newcomers, and when nobody else answers; requests never wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from swarmd.errors import IntegrityError, PeerError, RemoteProtocolError
+from swarmd.net.api import Network, RecordStore
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Rpc
+from swarmd.plan.view import SwarmView
+from swarmd.protocol import records
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.messages import Ping, Records
+from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_INTERVAL_S = 2.0
+ANNOUNCE_INTERVAL_S = 20.0
+RECORD_LIFETIME_S = 60
+RENDEZVOUS_INTERVAL_S = 40.0
+PROBE_INTERVAL_S = 30.0
+PROBE_BYTES = 1 << 20
+N_PUSHED_TO = 6
+MAX_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatus:
+    """What the directory says of itself."""
+
+    known_peers: int
+    last_exchange_s: float | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Links:
+    """Measured links: round trips by peer, and bandwidth each way as the best probe saw it. None: not measured."""
+
+    round_trip_s: dict[PeerId, float]
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+
+
+class Directory:
+    """See the module. ``describe`` gives this peer's records without sequence and times."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        certificate: tuple[bytes, ...],
+        network: Network,
+        rpc: Rpc,
+        store: RecordStore,
+        exchange: Exchange,
+        wall_clock: Callable[[], float],
+        rng: random.Random,
+        bootstrap: dict[PeerId, tuple[str, ...]],
+        memory_file: Path | None = None,
+        is_exchange_on: bool = True,
+    ) -> None:
+        self.exchange = exchange
+        self.links = Links({})
+        self._identity = identity
+        self._certificate = certificate
+        self._network = network
+        self._rpc = rpc
+        self._store = store
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._memory_file = memory_file
+        self._known = {p: a for p, a in bootstrap.items() if p != network.peer_id} | self._recall()
+        self._is_exchange_on = is_exchange_on
+        self._describe: Callable[[], list[dict[str, Any]]] = list
+        self._announce_now = trio.Event()
+        self._sequence = 0
+        self._exchanged_at: float | None = None
+        self._reason = "starting"
+
+    def view(self) -> SwarmView:
+        return self.exchange.view()
+
+    def snapshot(self) -> DirectoryStatus:
+        ago = None if self._exchanged_at is None else trio.current_time() - self._exchanged_at
+        return DirectoryStatus(len(self._others()), ago, self._reason)
+
+    def describe_with(self, describe: Callable[[], list[dict[str, Any]]]) -> None:
+        """Set the source of this peer's own records: fields of PeerRecord or SpanRecord, with "kind"."""
+        self._describe = describe
+
+    def announce_soon(self) -> None:
+        """Something worth telling changed."""
+        self._announce_now.set()
+
+    def address_book(self) -> dict[PeerId, tuple[str, ...]]:
+        """Addresses to give to newcomers: those of live members first."""
+        live = {p: r.addresses for p, r in self.view().peers.items() if r.addresses}
+        return {**live, **{p: a for p, a in self._known.items() if p not in live}}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._announce_loop)
+            nursery.start_soon(self._rendezvous_loop)
+            nursery.start_soon(self._probe_loop)
+            if self._is_exchange_on:
+                nursery.start_soon(self._exchange_loop)
+            task_status.started()
+
+    async def _exchange_loop(self) -> None:
+        while True:
+            await self._exchange_once()
+            await trio.sleep(EXCHANGE_INTERVAL_S * self._rng.uniform(0.75, 1.25))
+
+    async def _exchange_once(self) -> None:
+        targets = self._others()
+        strangers = [p for p in self._known if p not in self.view().peers and p != self._network.peer_id]
+        if strangers and (not targets or self._rng.random() < 0.1):
+            targets = strangers
+        if not targets:
+            self._reason = "alone: nobody is known yet"
+            return
+        peer = self._rng.choice(sorted(targets))
+        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        try:
+            await self.exchange.pull(self._rpc, peer)
+        except PeerError as error:
+            self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
+            logger.debug("exchange with %s failed: %s", peer, error)
+            return
+        self._exchanged_at = trio.current_time()
+        self._reason = f"exchanged with {peer[-8:]}"
+        self._remember()
+
+    async def _announce_loop(self) -> None:
+        while True:
+            self._announce_now = trio.Event()
+            await self._announce()
+            with trio.move_on_after(ANNOUNCE_INTERVAL_S):
+                await self._announce_now.wait()
+            await trio.sleep(0.2)  # changes that come together go out together
+
+    async def _announce(self) -> None:
+        raws = [records.sign(record, self._identity) for record in self._own_records()]
+        for raw in raws:
+            self.exchange.merge_untrusted(raw)
+        if not self._is_exchange_on:
+            return
+        body = msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.exchange.book.catalog_raw))
+        connected = sorted(self._rpc.peers() - {self._network.peer_id})
+        for peer in self._rng.sample(connected, min(N_PUSHED_TO, len(connected))):
+            channel = self._rpc.existing(peer, "bulk")
+            if channel is not None:
+                try:
+                    with trio.move_on_after(2):
+                        await channel.send(Records(), body)
+                except PeerError:
+                    continue
+
+    def _own_records(self) -> list[AnyRecord]:
+        now = int(self._wall_clock())
+        self._sequence = max(self._sequence + 1, int(self._wall_clock() * 1000))
+        common = {
+            "peer": self._identity.peer_id,
+            "sequence": self._sequence,
+            "issued_at": now,
+            "expires_at": now + RECORD_LIFETIME_S,
+            "certificate": self._certificate,
+        }
+        kinds: dict[str, type[PeerRecord] | type[SpanRecord]] = {"peer": PeerRecord, "span": SpanRecord}
+        own: list[AnyRecord] = []
+        for fields in self._describe():
+            rest = {k: v for k, v in fields.items() if k != "kind"}
+            own.append(kinds[fields["kind"]](**common, **rest))
+        return own
+
+    async def _rendezvous_loop(self) -> None:
+        """Be found and find, through the DHT: soon after the start, then rarely."""
+        delay_s = 0.5
+        while True:
+            await trio.sleep(delay_s)
+            delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
+            try:
+                await self._find_others()
+                await self._store.put(own_key(self.exchange.keys.swarm_id, self._network.peer_id), self._own_value())
+                await self._store.provide(self.exchange.keys.swarm_id)
+            except PeerError as error:
+                logger.debug("rendezvous: %s", error)
+
+    async def _find_others(self) -> None:
+        found = await self._store.find_providers(self.exchange.keys.swarm_id)
+        for peer, addresses in found.items():
+            if peer in self.view().peers:
+                continue
+            self._network.learn(peer, addresses)
+            self._known.setdefault(peer, addresses)
+            value = await self._store.get(own_key(self.exchange.keys.swarm_id, peer))
+            if value is not None:
+                try:
+                    self.exchange.merge_body_untrusted(memoryview(value))
+                except RemoteProtocolError as error:
+                    logger.info("ignoring a value of %s in the DHT: %s", peer, error)
+
+    def _own_value(self) -> bytes:
+        own = [records.sign(record, self._identity) for record in self._own_records()]
+        return msgspec.msgpack.encode(ExchangeBody(envelopes=own))
+
+    async def _probe_loop(self) -> None:
+        """Measure round trips to a few peers now and then, and bandwidth to one."""
+        while True:
+            await trio.sleep(1.5 if not self.links.round_trip_s else PROBE_INTERVAL_S)
+            others = sorted(self._others())
+            for peer in self._rng.sample(others, min(8, len(others))):
+                try:
+                    self.links.round_trip_s[peer] = await self.ping(peer)
+                except PeerError:
+                    self.links.round_trip_s.pop(peer, None)
+            if others and self.links.up_bytes_per_s is None:
+                await self._probe_bandwidth(self._rng.choice(others))
+            if others:
+                self.announce_soon()
+
+    async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
+        """Measure one round trip in seconds, the better of two. Raises PeerError."""
+        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        times = []
+        for _ in range(2):
+            begun = trio.current_time()
+            await self._rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
+            times.append(trio.current_time() - begun)
+        return min(times)
+
+    async def _probe_bandwidth(self, peer: PeerId) -> None:
+        try:
+            trip = await self.ping(peer)
+            begun = trio.current_time()
+            await self._rpc.call(peer, lambda i: Ping(id=i), bytes(PROBE_BYTES), 30.0, "bulk")
+            self.links.up_bytes_per_s = PROBE_BYTES / max(trio.current_time() - begun - trip, 1e-6)
+            begun = trio.current_time()
+            await self._rpc.call(peer, lambda i: Ping(id=i, want_bytes=PROBE_BYTES), b"", 30.0, "bulk")
+            self.links.down_bytes_per_s = PROBE_BYTES / max(trio.current_time() - begun - trip, 1e-6)
+        except PeerError as error:
+            logger.debug("no bandwidth measured with %s: %s", peer, error)
+
+    def _others(self) -> set[PeerId]:
+        return set(self.view().peers) - {self._network.peer_id}
+
+    def _recall(self) -> dict[PeerId, tuple[str, ...]]:
+        if self._memory_file is None or not self._memory_file.is_file():
+            return {}
+        try:
+            return {PeerId(p): tuple(a) for p, a in json.loads(self._memory_file.read_text()).items()}
+        except (ValueError, AttributeError, TypeError):
+            logger.warning("ignoring %s: it does not parse", self._memory_file)
+            return {}
+
+    def _remember(self) -> None:
+        fresh = {p: r.addresses for p, r in self.view().peers.items() if p != self._network.peer_id}
+        if all(self._known.get(p) == a for p, a in fresh.items()):
+            return
+        merged = {**fresh, **{p: a for p, a in self._known.items() if p not in fresh}}
+        self._known = dict(list(merged.items())[:MAX_REMEMBERED])
+        if self._memory_file is not None:
+            self._memory_file.write_text(json.dumps(self._known))
+
+
+def own_key(swarm_id: str, peer: PeerId) -> str:
+    """The DHT key that only ``peer`` can write."""
+    return f"/swarmd/{swarm_id}/{peer}"
+
+
+def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
+    """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else."""
+
+    def sequence(key: str, value: bytes) -> int:
+        try:
+            body = msgspec.msgpack.decode(value, type=ExchangeBody)
+        except msgspec.DecodeError as error:
+            raise IntegrityError(f"a value does not parse: {error}") from None
+        highest = 0
+        for raw in body.envelopes:
+            verified = records.read_untrusted(raw, exchange.keys.founder_key, wall_clock(), frozenset())
+            if own_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
+                raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
+            highest = max(highest, verified.record.sequence)
+        return highest
+
+    return sequence

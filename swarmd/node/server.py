@@ -1,0 +1,450 @@
+"""The serving side of sessions: judges ops, hands them to the worker, pushes what comes out to the next hop.
+
+The daemon never looks into a payload: frames are passed on as they came. The rules are ``plan.session``'s, the
+computing is the worker's. See docs/life-of-a-request.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.outbox import Outbox
+from swarmd.node.worker_link import WorkerLink, WorkerLost, encode
+from swarmd.plan.admission import CacheLedger
+from swarmd.plan.session import (
+    LEASE_S,
+    PROGRESS_INTERVAL_S,
+    SUSPECT_AFTER_S,
+    HopState,
+    Verdict,
+    Watch,
+    accept_op,
+    judge_op,
+)
+from swarmd.protocol import messages
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import (
+    AnyMessage,
+    CloseSession,
+    Done,
+    Op,
+    Opened,
+    OpenSession,
+    Progress,
+    Refusal,
+    Replay,
+    Replayed,
+    Reroute,
+    Rerouted,
+    Suspect,
+)
+from swarmd.values import ModelId, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+PUSH_TIMEOUT_S = 3.0
+WATCH_INTERVAL_S = 0.25
+ABANDONED_LEASE_S = 60.0
+
+HopKey = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class HopSession:
+    """One hop of one session on this server. ``successor`` is None when outputs go to the client."""
+
+    state: HopState
+    span: Span
+    successor: PeerId | None
+    push: bool = False
+    watch: Watch = field(default_factory=Watch)
+    told_finished: int = 0
+    told_at: float = 0.0
+    sender: PeerId | None = None
+    suspected: bool = False
+    used_at: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    session: str
+    client: PeerId
+    span: Span
+    received: int
+    finished: int
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    sessions: tuple[SessionStatus, ...]
+    free_cache_tokens: int
+    total_cache_tokens: int
+    tokens_served: int
+    refused: dict[str, int]
+
+
+class Server:
+    """All hops of all sessions that this daemon serves, for one model and span."""
+
+    def __init__(
+        self, rpc: Rpc, exchange: Exchange, model: ModelId, span: Span, dtype: str, ledger: CacheLedger
+    ) -> None:
+        self.model = model
+        self.span = span
+        self.dtype = dtype
+        self.ledger = ledger
+        self.on_change: Callable[[], None] = lambda: None
+        self.is_draining = False
+        self._rpc = rpc
+        self._exchange = exchange
+        self._worker: WorkerLink
+        self._hops: dict[HopKey, HopSession] = {}
+        self._by_end: dict[HopKey, HopKey] = {}
+        self._replays: dict[int, tuple[PeerId, int]] = {}
+        self._n_replays = 0
+        self._tokens_served = 0
+        self._refused: Counter[str] = Counter()
+        self._nursery: trio.Nursery
+        self._outbox: Outbox
+
+    def use(self, worker: WorkerLink) -> None:
+        self._worker = worker
+
+    def snapshot(self) -> ServerStatus:
+        sessions = tuple(
+            SessionStatus(
+                key[0].hex()[:12], h.state.client, h.span, h.state.received, h.state.finished, h.state.epoch, h.why
+            )
+            for key, h in self._hops.items()
+        )
+        ledger = self.ledger
+        return ServerStatus(sessions, ledger.free_tokens, ledger.total_tokens, self._tokens_served, dict(self._refused))
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._outbox = Outbox(self._rpc, nursery, self._push_failed)
+            task_status.started()
+            while True:
+                await trio.sleep(WATCH_INTERVAL_S)
+                await self._look(trio.current_time())
+
+    # --- what peers send -------------------------------------------------------------------------------------
+
+    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+        """Act on one message about sessions; False when it is none. Raises Refused."""
+        try:
+            if isinstance(message, Op):
+                await self._on_op(peer, message, frame)
+            elif isinstance(message, Progress):
+                self._on_progress(peer, message)
+            elif isinstance(message, OpenSession) and channel is not None:
+                await self._on_open(channel, message)
+            elif isinstance(message, Reroute) and channel is not None:
+                self._on_reroute(channel, message)
+            elif isinstance(message, Replay):
+                await self._on_replay(peer, message)
+            elif isinstance(message, CloseSession):
+                await self._on_close(peer, message)
+            elif isinstance(message, Refusal) and message.session is not None:
+                await self._on_refusal(peer, message)
+            else:
+                return False
+        except Refused as error:
+            self._refused[error.code.value] += 1
+            raise
+        except WorkerLost:
+            raise Refused(Code.SESSION_LOST, "the worker of this hop ended") from None
+        return True
+
+    async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        hop = self._hops.get((op.session, op.start))
+        if hop is None:
+            raise Refused(Code.NO_SESSION, f"no session {op.session.hex()[:8]} starts at block {op.start} here")
+        if unknown := messages.unknown_needs(op.needs):
+            raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+        decision = judge_op(hop.state, op, peer)
+        now = trio.current_time()
+        if decision.action.verdict is Verdict.REFUSE:
+            raise Refused(decision.action.code, decision.reason)
+        hop.sender, hop.used_at = peer, now
+        if decision.action.verdict is Verdict.DUPLICATE:
+            hop.told_finished = -1  # whoever asks twice has not heard
+            if op.seq <= hop.state.finished:
+                await self._resend(op, hop)
+            return
+        accept_op(hop.state, op)
+        hop.watch.on_settled(op.settled)
+        if op.tensor is not None:
+            self._tokens_served += op.tensor.b * op.tensor.t
+        await self._worker.send(frame.raw, "op")
+
+    async def _resend(self, op: Op, hop: HopSession) -> None:
+        """Answer a repeated op from what the worker kept."""
+        request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
+        await self._worker.send(encode(request), "replay")
+
+    async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
+        client, key = channel.peer, (opening.session, opening.start)
+        self._check_open(client, opening)
+        self.ledger.reserve(key, client, opening.batch * opening.max_tokens)
+        state = HopState(client, PeerId(opening.predecessor) or client, opening.epoch)
+        successor = PeerId(opening.successor) if opening.successor else None
+        hop = HopSession(state, Span(opening.start, opening.end), successor, used_at=trio.current_time())
+        if key in self._hops:
+            self._by_end.pop((key[0], self._hops[key].span.end), None)
+        self._hops[key] = hop
+        self._by_end[opening.session, opening.end] = key
+        await self._worker.send(encode(opening))
+        self._nursery.start_soon(self._reply_opened, channel, opening, hop)
+        self.on_change()
+
+    def _check_open(self, client: PeerId, opening: OpenSession) -> None:
+        if unknown := messages.unknown_needs(opening.needs):
+            raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+        self._exchange.require_member(client)
+        if self.is_draining:
+            raise Refused(Code.DRAINING, "this server is leaving")
+        loaded = self._worker.loaded
+        if loaded is None:
+            raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
+        if opening.model != self.model:
+            raise Refused(Code.NOT_SERVING, f"this server holds {self.model[:12]}, not {opening.model[:12]}")
+        if not (opening.start < opening.end and self.span.covers(Span(opening.start, opening.end))):
+            raise Refused(Code.NOT_SERVING, f"this server holds blocks {self.span}, not {opening.start}:{opening.end}")
+        if opening.dtype != self.dtype:
+            raise Refused(Code.UNSUPPORTED, f"this server computes in {self.dtype}, not {opening.dtype}")
+        if opening.numerics and opening.numerics != loaded.numerics:
+            raise Refused(Code.NUMERICS_DIFFER, "this server's numerics differ from those that the session needs")
+        known = self._hops.get((opening.session, opening.start))
+        if known is not None and known.state.client != client:
+            raise Refused(Code.STRANGER, "another client has a session of this name")
+
+    async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: HopSession) -> None:
+        loaded = self._worker.loaded
+        await self._connect_onward(hop, opening.successor_addresses)
+        reply = Opened(
+            re=opening.id,
+            push=hop.push,
+            why=hop.why[:500],
+            numerics=loaded.numerics if loaded else "",
+            layer_arity=loaded.layer_arity if loaded else 0,
+        )
+        await self._tell(channel.peer, encode(reply))
+
+    async def _connect_onward(self, hop: HopSession, addresses: tuple[str, ...]) -> None:
+        """Find out whether this server can push to its successor; ``hop.why`` says so."""
+        successor = hop.successor
+        if successor is None or successor in (hop.state.client, self._rpc.network.peer_id):
+            hop.push, hop.why = True, "answers the client" if successor is None else "the next hop is here too"
+            return
+        self._rpc.network.learn(successor, addresses)
+        try:
+            with trio.fail_after(PUSH_TIMEOUT_S):
+                await self._rpc.channel(successor)
+            hop.push, hop.why = True, f"pushes straight to {successor[-8:]}"
+        except (PeerError, trio.TooSlowError) as error:
+            hop.push = False
+            hop.why = f"returns to the client: {successor[-8:]} cannot be reached from here ({error or 'no answer'})"
+
+    def _on_reroute(self, channel: Channel, message: Reroute) -> None:
+        hop = self._own_hop(channel.peer, message.session, message.start)
+        if message.epoch < hop.state.epoch:
+            raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
+        hop.state.epoch = message.epoch
+        hop.state.predecessor = PeerId(message.predecessor) or hop.state.client
+        hop.successor = PeerId(message.successor) if message.successor else None
+        hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
+        hop.sender = hop.state.predecessor
+        hop.watch.on_settled(message.settled)
+        self._nursery.start_soon(self._reply_rerouted, channel, message, hop)
+
+    async def _reply_rerouted(self, channel: Channel, message: Reroute, hop: HopSession) -> None:
+        await self._connect_onward(hop, message.successor_addresses)
+        reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
+        await self._tell(channel.peer, encode(reply))
+
+    async def _on_replay(self, peer: PeerId, message: Replay) -> None:
+        hop = self._own_hop(peer, message.session, message.start)
+        if message.epoch != hop.state.epoch:
+            raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
+        self._n_replays += 1
+        self._replays[self._n_replays] = (peer, message.id)
+        request = Replay(
+            id=self._n_replays,
+            session=message.session,
+            start=message.start,
+            epoch=message.epoch,
+            have=message.have,
+            silent_through=message.silent_through,
+            replay_end=message.replay_end,
+        )
+        await self._worker.send(encode(request), "replay")
+
+    async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
+        self._own_hop(peer, message.session, message.start)
+        await self._end((message.session, message.start))
+
+    async def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
+        """A successor refused what this hop pushed: its client must know."""
+        assert refusal.session is not None
+        key = self._by_end.get((refusal.session, refusal.start))
+        hop = self._hops.get(key) if key else None
+        if hop is not None and hop.successor == peer and refusal.epoch in (0, hop.state.epoch):
+            await self._tell(hop.state.client, encode(refusal))
+
+    def _on_progress(self, peer: PeerId, progress: Progress) -> None:
+        key = self._by_end.get((progress.session, progress.start))
+        hop = self._hops.get(key) if key else None
+        if hop is not None and hop.successor == peer and progress.epoch == hop.state.epoch:
+            hop.watch.on_progress(progress.finished, trio.current_time())
+
+    def _own_hop(self, peer: PeerId, session: bytes, start: int) -> HopSession:
+        hop = self._hops.get((session, start))
+        if hop is None:
+            raise Refused(Code.NO_SESSION, f"no session {session.hex()[:8]} starts at block {start} here")
+        if hop.state.client != peer:
+            raise Refused(Code.STRANGER, f"{peer} did not open this session")
+        return hop
+
+    # --- what the worker answers -----------------------------------------------------------------------------
+
+    async def on_worker_frame(self, message: AnyMessage, frame: Frame) -> None:
+        """Pass on what the worker gave: an op to the next hop, a refusal or a reply to the client."""
+        if isinstance(message, Op):
+            await self._on_output(message, frame)
+        elif isinstance(message, Done):
+            hop = self._hops.get((message.session, message.start))
+            if hop is not None:
+                hop.state.finished = max(hop.state.finished, message.seq)
+        elif isinstance(message, Replayed):
+            peer, original = self._replays.pop(message.re, (None, 0))
+            if peer is not None:
+                await self._tell(peer, encode(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
+        elif isinstance(message, Refusal) and message.session is not None:
+            await self._on_worker_refusal(message)
+
+    async def _on_output(self, op: Op, frame: Frame) -> None:
+        key = self._by_end.get((op.session, op.start))
+        hop = self._hops.get(key) if key else None
+        if hop is None:
+            return
+        if op.base is None or op.base[0] + 1 == op.base[1]:
+            hop.state.finished = max(hop.state.finished, op.seq)
+        if op.epoch != hop.state.epoch:
+            return  # computed for a chain that is no more; the client asks for it again
+        if hop.successor is None or not hop.push:
+            await self._tell(hop.state.client, frame.raw)
+            return
+        if hop.successor == self._rpc.network.peer_id:
+            await self._to_self(op, frame)
+            return
+        hop.watch.on_sent(op.seq, trio.current_time())
+        await self._outbox.put(hop.successor, frame.raw)
+
+    async def _to_self(self, op: Op, frame: Frame) -> None:
+        try:
+            await self._on_op(self._rpc.network.peer_id, op, frame)
+        except (Refused, WorkerLost) as error:
+            logger.info("a hop on this server refused the one before it: %s", error)
+
+    async def _on_worker_refusal(self, refusal: Refusal) -> None:
+        assert refusal.session is not None
+        if refusal.re:
+            peer, original = self._replays.pop(refusal.re, (None, 0))
+            if peer is not None:
+                await self._tell(peer, encode(Refusal(re=original, code=refusal.code, message=refusal.message)))
+            return
+        self._refused[refusal.code] += 1
+        hop = self._hops.get((refusal.session, refusal.start))
+        if hop is not None:
+            await self._tell(hop.state.client, encode(refusal))
+
+    async def on_worker_change(self) -> None:
+        """Tell every client whose hop went down with the worker."""
+        if self._worker.is_online:
+            return
+        reason = f"the worker of this hop ended: {self._worker.snapshot().reason}"
+        for key, hop in list(self._hops.items()):
+            lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
+            self._forget(key)
+            await self._tell(hop.state.client, encode(lost))
+        for peer, original in self._replays.values():
+            await self._tell(peer, encode(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
+        self._replays.clear()
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """A connection ended: whoever waits for that peer need not wait for silence."""
+        for key, hop in list(self._hops.items()):
+            if hop.successor == peer and hop.push and hop.watch.is_waiting():
+                self._suspect(key, hop, "its connection ended")
+
+    def _push_failed(self, peer: PeerId, reason: str) -> None:
+        for key, hop in list(self._hops.items()):
+            if hop.successor == peer and hop.watch.is_waiting():
+                self._suspect(key, hop, reason)
+
+    async def _look(self, now: float) -> None:
+        for key, hop in list(self._hops.items()):
+            if hop.push and (reason := hop.watch.suspicion(now, SUSPECT_AFTER_S)) is not None:
+                self._suspect(key, hop, reason)
+            busy = hop.state.received > hop.state.finished or (hop.state.next_base_part > 0 and not hop.state.received)
+            if (busy or hop.told_finished < hop.state.finished) and now - hop.told_at >= PROGRESS_INTERVAL_S:
+                await self._report(key, hop, now)
+            lease = LEASE_S if self._rpc.existing(hop.state.client) else ABANDONED_LEASE_S
+            if now - hop.used_at > lease and not busy:
+                logger.info("session %s expired after %.0f s without an op", key[0].hex()[:8], lease)
+                await self._end(key)
+
+    async def _report(self, key: HopKey, hop: HopSession, now: float) -> None:
+        hop.told_at, hop.told_finished = now, hop.state.finished
+        if hop.sender not in (None, self._rpc.network.peer_id):
+            progress = Progress(
+                session=key[0],
+                start=key[1],
+                epoch=hop.state.epoch,
+                received=hop.state.received,
+                finished=hop.state.finished,
+            )
+            await self._outbox.put(hop.sender, encode(progress))
+
+    def _suspect(self, key: HopKey, hop: HopSession, reason: str) -> None:
+        if hop.suspected:
+            return
+        hop.suspected = True
+        logger.info("session %s: suspecting %s: %s", key[0].hex()[:8], hop.successor, reason)
+        suspicion = Suspect(
+            session=key[0], start=hop.span.end, epoch=hop.state.epoch, seq=hop.watch.sent, reason=reason[:500]
+        )
+        self._nursery.start_soon(self._tell, hop.state.client, encode(suspicion))
+
+    async def _tell(self, client: PeerId, frame: bytes) -> None:
+        """Send to a client on the channel that it opened; a client that is gone hears nothing."""
+        if self._rpc.existing(client) is not None:
+            await self._outbox.put(client, frame)
+
+    async def _end(self, key: HopKey) -> None:
+        self._forget(key)
+        try:
+            await self._worker.send(encode(CloseSession(session=key[0], start=key[1])))
+        except WorkerLost:
+            return
+
+    def _forget(self, key: HopKey) -> None:
+        hop = self._hops.pop(key)
+        self._by_end.pop((key[0], hop.span.end), None)
+        self.ledger.release(key)
+        self.on_change()

@@ -1,0 +1,222 @@
+"""The daemon's end of its worker: start it, load a span, pass frames, notice when it dies or stops, start it again.
+
+A worker is alive while it makes progress: with work outstanding it must answer or tick within ``STALL_S``. A worker
+that is silent for longer (stopped, swapped out, hung) is killed and replaced; its sessions are lost and said to be.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import trio
+
+from swarmd.errors import RemoteProtocolError, SwarmUnavailable
+from swarmd.protocol import frames, messages
+from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Message, Refusal, Replayed, Tick, WorkerFailed
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 4.0
+STALL_LOADING_S = 600.0
+CHECK_INTERVAL_S = 0.5
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
+_RECEIVE_BYTES = 4 * 2**20
+
+
+class WorkerLost(SwarmUnavailable):
+    """The worker ended or was ended."""
+
+
+class WorkerProcess(Protocol):
+    """A started worker: the real process, or a simulated one."""
+
+    pid: int
+
+    async def send(self, data: bytes) -> None:
+        """Raises WorkerLost."""
+
+    def received(self) -> AsyncIterator[bytes]:
+        """Bytes from the worker until it ends."""
+
+    def kill(self) -> None: ...
+
+
+Starter = Callable[[], Awaitable[WorkerProcess]]
+Expect = Literal["load", "op", "replay"]
+
+
+class SubprocessWorker:
+    """``python -m swarmd.compute.worker`` on the other end of a socketpair."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        command = [sys.executable, "-m", "swarmd.compute.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self.pid = self._process.pid
+
+    async def send(self, data: bytes) -> None:
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise WorkerLost("the worker is gone") from None
+
+    async def received(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                data = await self._stream.receive_some(_RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            yield data
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._stream.socket.close()
+
+
+async def start_subprocess() -> WorkerProcess:
+    return SubprocessWorker()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What the link says of its worker: state is loading, online, failed or down."""
+
+    state: str
+    pid: int | None
+    restarts: int
+    loaded: Loaded | None
+    reason: str
+
+
+class WorkerLink:
+    """Supervises one worker. ``on_frame`` gets what it answers, ``on_change`` is told of every change of state."""
+
+    def __init__(
+        self,
+        start: Starter,
+        request: LoadSpan,
+        on_frame: Callable[[AnyMessage, Frame], Awaitable[None]],
+        on_change: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.loaded: Loaded | None = None
+        self._start = start
+        self._request = request
+        self._on_frame = on_frame
+        self._on_change = on_change
+        self._process: WorkerProcess | None = None
+        self._sending = trio.Lock()
+        self._expected: deque[Expect] = deque()
+        self._heard_at = 0.0
+        self._restarts = -1
+        self._state = "down"
+        self._reason = "not started"
+
+    @property
+    def is_online(self) -> bool:
+        return self._state == "online"
+
+    def snapshot(self) -> WorkerStatus:
+        pid = self._process.pid if self._process else None
+        return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason)
+
+    async def send(self, frame: bytes, expect: Expect | None = None) -> None:
+        """Hand a frame to the worker, saying what will complete it. Raises WorkerLost."""
+        process = self._process
+        if process is None:
+            raise WorkerLost("no worker is running")
+        if expect is not None:
+            if not self._expected:
+                self._heard_at = trio.current_time()
+            self._expected.append(expect)
+        async with self._sending:
+            await process.send(frame)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load."""
+        task_status.started()
+        pause_s = FIRST_PAUSE_S
+        while self._state != "failed":
+            self._restarts += 1
+            begun = trio.current_time()
+            await self._run_once()
+            pause_s = FIRST_PAUSE_S if trio.current_time() - begun > 60 else min(LONGEST_PAUSE_S, pause_s * 2)
+            if self._state != "failed":
+                await trio.sleep(pause_s)
+
+    async def _run_once(self) -> None:
+        self._process = await self._start()
+        self._expected, self._heard_at = deque(), trio.current_time()
+        self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, nursery.cancel_scope)
+                await self.send(encode(self._request), "load")
+                await self._read(self._process)
+                nursery.cancel_scope.cancel()
+        except* (WorkerLost, RemoteProtocolError) as group:
+            self._reason = str(group.exceptions[0])
+        finally:
+            self._process.kill()
+            self._process, self.loaded = None, None
+            if self._state != "failed":
+                self._set("down", self._reason if self._reason.startswith("no progress") else "the worker ended")
+        await self._on_change()
+
+    async def _read(self, process: WorkerProcess) -> None:
+        decoder = FrameDecoder()
+        async for data in process.received():
+            self._heard_at = trio.current_time()
+            for frame in decoder.feed_untrusted(data):
+                message = messages.decode_untrusted(frame.header)
+                if not isinstance(message, Tick):
+                    self._complete(message)
+                    await self._take(message, frame)
+
+    def _complete(self, message: AnyMessage) -> None:
+        """The worker works in order: what came belongs to the oldest request, which a replay outlives but its end."""
+        if self._expected and (self._expected[0] != "replay" or isinstance(message, Replayed | Refusal)):
+            self._expected.popleft()
+
+    async def _take(self, message: AnyMessage, frame: Frame) -> None:
+        if isinstance(message, Loaded):
+            self.loaded = message
+            self._set("online", f"serving on {message.device}")
+            await self._on_change()
+        elif isinstance(message, WorkerFailed):
+            self._set("failed", message.message)
+            await self._on_change()
+        else:
+            await self._on_frame(message, frame)
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        while True:
+            await trio.sleep(CHECK_INTERVAL_S)
+            silent_s = trio.current_time() - self._heard_at
+            if self._expected and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):
+                self._reason = f"no progress for {silent_s:.1f} s"
+                scope.cancel()
+
+    def _set(self, state: str, reason: str) -> None:
+        logger.log(logging.WARNING if state in ("down", "failed") else logging.INFO, "worker %s: %s", state, reason)
+        self._state, self._reason = state, reason
+
+
+def encode(message: Message) -> bytes:
+    return frames.encode(messages.encode(message))
