@@ -1,0 +1,62 @@
+"""Pool the computers you already have to run and train language models that none of them could alone.
+
+>>> import swarmd
+>>> with swarmd.connect(invite) as swarm:                                                     # doctest: +SKIP
+...     model, tokenizer = swarm.model("demo"), swarm.tokenizer("demo")
+...     ids = model.generate(**tokenizer("A module is", return_tensors="pt"), max_new_tokens=40)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmd.errors import (
+    CacheExhausted,
+    ConfigError,
+    DaemonNotRunning,
+    IntegrityError,
+    NoRoute,
+    NotJoined,
+    PeerError,
+    SwarmError,
+    SwarmUnavailable,
+)
+
+if TYPE_CHECKING:
+    from swarmd.client.swarm import AsyncSwarm, Swarm
+
+__all__ = [
+    "CacheExhausted",
+    "ConfigError",
+    "DaemonNotRunning",
+    "IntegrityError",
+    "NoRoute",
+    "NotJoined",
+    "PeerError",
+    "SwarmError",
+    "SwarmUnavailable",
+    "aconnect",
+    "connect",
+]
+
+
+def connect(invite: str | None = None, *, home: str | Path | None = None) -> Swarm:
+    """Join a swarm as a user of its models: with an invite, or as a guest of the member whose state is in ``home``.
+
+    Without either, the default home (or SWARMD_HOME) is used. The client has an identity of its own, certified by
+    the invite or the member, and never shares a peer id with a daemon. Raises SwarmError.
+    """
+    from swarmd.client.entry import membership
+    from swarmd.client.swarm import Swarm
+
+    return Swarm(membership(invite, home))
+
+
+def aconnect(invite: str | None = None, *, home: str | Path | None = None) -> AbstractAsyncContextManager[AsyncSwarm]:
+    """The same for trio programs: ``async with swarmd.aconnect(invite) as swarm``."""
+    from swarmd.client.entry import membership
+    from swarmd.client.swarm import joined
+
+    return joined(membership(invite, home))

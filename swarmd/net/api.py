@@ -60,6 +60,9 @@ class Network(Protocol):
 class RecordStore(Protocol):
     """The rendezvous: a slow, eventually consistent index that is right for joining and wrong for each request."""
 
+    async def join(self, peers: list[PeerId]) -> None:
+        """Enter through peers that are connected already."""
+
     async def put(self, key: str, value: bytes) -> None: ...
 
     async def get(self, key: str) -> bytes | None: ...

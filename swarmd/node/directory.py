@@ -195,11 +195,24 @@ class Directory:
             await trio.sleep(delay_s)
             delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
             try:
+                await self._enter_index()
                 await self._find_others()
                 await self._store.put(own_key(self.exchange.keys.swarm_id, self._network.peer_id), self._own_value())
                 await self._store.provide(self.exchange.keys.swarm_id)
             except PeerError as error:
                 logger.debug("rendezvous: %s", error)
+
+    async def _enter_index(self) -> None:
+        """Connect to somebody known, and enter the DHT through whoever is connected."""
+        for peer, addresses in list(self.address_book().items()):
+            if self._rpc.peers() - {self._network.peer_id}:
+                break
+            self._network.learn(peer, addresses)
+            try:
+                await self._rpc.channel(peer, "bulk")
+            except (PeerError, IntegrityError) as error:
+                self._reason = f"nobody answers yet; {error}"
+        await self._store.join(sorted(self._rpc.peers()))
 
     async def _find_others(self) -> None:
         found = await self._store.find_providers(self.exchange.keys.swarm_id)

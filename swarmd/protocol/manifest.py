@@ -76,7 +76,7 @@ def read_folder(folder: Path) -> Manifest:
         raise ConfigError(f"{folder}: a tensor appears in more than one shard")
     files = {n: _read_text(folder / n) for n in TOKENIZER_FILES if (folder / n).is_file()}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return Manifest(1, n_blocks(config), canonical, files, tuple(sorted(tensors, key=lambda t: t.name)))
+    return Manifest(1, count_blocks(config), canonical, files, tuple(sorted(tensors, key=lambda t: t.name)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):
             _check_limits(path, section)
-    n_blocks(config)
+    count_blocks(config)
     return config
 
 
-def n_blocks(config: dict[str, Any]) -> int:
+def count_blocks(config: dict[str, Any]) -> int:
     section = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     assert isinstance(section, dict)
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):

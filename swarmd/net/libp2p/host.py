@@ -31,6 +31,7 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerTimeout, Unreachable
 from swarmd.net.api import Purpose, StreamHandler
+from swarmd.net.interfaces import expand
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
 from swarmd.net.libp2p.yamux import READ_BYTES, YamuxConnection, YamuxStream
@@ -126,7 +127,7 @@ class Libp2pNetwork:
 
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
-        found = self._announce or tuple(str(a) for a in self.host.get_transport_addrs())
+        found = self._announce or expand(tuple(str(a) for a in self.host.get_transport_addrs()))
         return tuple(dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found))
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:

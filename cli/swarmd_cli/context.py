@@ -1,0 +1,102 @@
+"""What every verb shares: the chosen home, the control API's client, and how values are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarmd.home import Home
+
+_chosen: list[Path | None] = [None]
+
+
+def set_home(folder: Path | None) -> None:
+    _chosen[0] = folder
+
+
+def home() -> Home:
+    from swarmd.home import Home
+
+    return Home(_chosen[0]) if _chosen[0] is not None else Home.default()
+
+
+def ask(path: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
+    """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
+    import httpx
+
+    from swarmd.errors import DaemonNotRunning
+
+    socket = home().socket
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=timeout_s) as http:
+            answer = http.request(method, f"http://swarmd/v1/{path}", params=query)
+    except httpx.TransportError:
+        home().swarm()  # not joined is the better answer when it is the case
+        raise DaemonNotRunning(f"no daemon answers at {socket}: start it with swarmd up") from None
+    body: dict[str, Any] = answer.json()
+    if answer.status_code != 200:
+        raise _refused(body)
+    return body
+
+
+def is_running() -> bool:
+    from swarmd.errors import SwarmError
+
+    try:
+        ask("status", timeout_s=3.0)
+    except SwarmError:
+        return False
+    return True
+
+
+def _refused(body: dict[str, Any]) -> Exception:
+    from swarmd.errors import SwarmError
+
+    error = SwarmError(body.get("error", "the daemon refused"))
+    error.exit_code = body.get("exit_code", 1)
+    return error
+
+
+def print_json(value: dict[str, Any]) -> None:
+    json.dump({"schema": 1, **value}, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table for people; says so when there is nothing in it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not rows:
+        console.print(f"{title}: none", highlight=False)
+        return
+    drawn = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)
+
+
+def size(n_bytes: float | None) -> str:
+    """Write bytes for people; unknown stays unknown."""
+    if n_bytes is None:
+        return "unknown"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def rate(bytes_per_s: float | None) -> str:
+    return "unknown" if bytes_per_s is None else f"{8 * bytes_per_s / 1e6:.0f} Mbit/s"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    return "unknown" if value is None else f"{value:.4g}{unit}"

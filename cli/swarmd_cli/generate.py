@@ -1,0 +1,88 @@
+"""Verbs that make text: run a hosted model, and the demo."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from swarmd_cli.context import home, print_json
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A name of the swarm's catalog.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; read from standard input if left out.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="How many tokens to add at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait while blocks are missing, and say so.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
+) -> None:
+    """Continue a text with a hosted model.
+
+    Example: swarmd run demo "The function returns" --max-tokens 60
+    """
+    home().swarm()
+    text = prompt or sys.stdin.read()
+    if not text.strip():
+        raise typer.BadParameter("an empty prompt: give a text to continue")
+    import swarmd
+    from swarmd.errors import NoRoute
+
+    with swarmd.connect(home=home().folder) as swarm:
+        loaded = None
+        while loaded is None:
+            try:
+                loaded = swarm.model(model, wait_s=5.0)
+            except NoRoute as error:
+                if not wait:
+                    raise
+                print(f"waiting: {error}", file=sys.stderr)
+        _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json)
+
+
+def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json) -> None:  # type: ignore[no-untyped-def]
+    import time
+
+    import torch
+    from transformers import TextStreamer
+
+    tokenizer = swarm.tokenizer(name)
+    inputs = tokenizer(text, return_tensors="pt")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    begun = time.perf_counter()
+    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **sampling)
+    seconds = time.perf_counter() - begun
+    n_new = ids.shape[1] - inputs["input_ids"].shape[1]
+    session = model.last_session
+    if as_json:
+        print_json(
+            {
+                "text": tokenizer.decode(ids[0], skip_special_tokens=True),
+                "new_tokens": n_new,
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(n_new / seconds, 2),
+                "chain": list(session.chain),
+                "repairs": len(session.statistics.repairs),
+            }
+        )
+        return
+    print(f"{n_new} tokens, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr)
+    for repair in session.statistics.repairs:
+        print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
+
+
+def demo(
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=8, help="How many tokens to generate.")] = 160,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 7,
+) -> None:
+    """Run a private swarm of three volunteers here, kill one in mid-sentence, and show what happened.
+
+    Example: swarmd demo
+    """
+    from swarmd_cli.demo import play
+
+    raise typer.Exit(play(max_tokens, seed))

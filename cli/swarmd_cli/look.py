@@ -1,0 +1,250 @@
+"""Reading verbs: what this daemon and its swarm are doing, as tables for people or --json for scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmd_cli.context import ask, home, is_running, number, print_json, rate, size, table
+
+Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
+models = typer.Typer(
+    help="Models of the swarm: list them, add a checkpoint folder.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+def status(as_json: Json = False) -> None:
+    """Say what this daemon is doing, and why.
+
+    Example: swarmd status --json
+    """
+    now = ask("status")
+    if as_json:
+        print_json(now)
+        return
+    serving, worker, server = now["serving"], now["worker"], now["server"]
+    rows = [
+        ["swarm", f"{now['swarm']}, {now['members']} members known"],
+        ["this peer", now["peer"]],
+        ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
+        ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
+        ["directory", now["directory"]["reason"]],
+    ]
+    if serving:
+        rows.append(["serving", f"{serving['name']} blocks {_span(serving['blocks'])}: {serving['why']}"])
+    if worker:
+        rows.append(["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"])
+    if server:
+        free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
+        rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
+    for model in now["models"]:
+        missing = ", ".join(_span(s) for s in model["missing"])
+        rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else "complete"])
+    table("Status", ["", ""], rows)
+
+
+def peers(as_json: Json = False) -> None:
+    """List the members that are known, what they have and what they serve.
+
+    Example: swarmd peers
+    """
+    found = ask("peers")
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            ("* " if p["is_self"] else "") + p["peer"][-8:],
+            p["device"] or "unknown",
+            f"{size(p['memory_bytes'])}, {p['cores'] or 'unknown'} cores",
+            size(p["free_disk_bytes"]),
+            f"{rate(p['up_bytes_per_s'])} / {rate(p['down_bytes_per_s'])}",
+            number(p["round_trip_ms"], " ms") if not p["is_self"] else "-",
+            "\n".join(f"{s['model']} {_span(s['blocks'])} {s['state']}" for s in p["spans"]) or "-",
+            "\n".join(number(s["decode_tokens_per_s"]) for s in p["spans"]) or "-",
+        ]
+        for p in found["peers"]
+    ]
+    columns = ["peer", "device", "memory", "free disk", "up / down", "round trip", "serves", "tokens/s"]
+    table("Peers (* is this one)", columns, rows)
+
+
+def ps(as_json: Json = False) -> None:
+    """List the sessions that this daemon serves.
+
+    Example: swarmd ps
+    """
+    found = ask("sessions")
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            s["session"],
+            s["client"][-8:],
+            _span(s["blocks"]),
+            f"{s['finished']}/{s['received']}",
+            str(s["epoch"]),
+            s["why"],
+        ]
+        for s in found["sessions"]
+    ]
+    table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
+
+
+def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")], as_json: Json = False) -> None:
+    """Measure the round trip to a peer.
+
+    Example: swarmd ping 7xQm4kHc
+    """
+    from swarmd.errors import SwarmUnavailable
+
+    answer = ask("ping", "POST", peer=peer)
+    if as_json:
+        print_json(answer)
+    elif answer["error"] is None:
+        print(f"{answer['peer']}: {answer['round_trip_ms']} ms")
+    if answer["error"] is not None:
+        raise SwarmUnavailable(f"{answer['peer']}: {answer['error']}")
+
+
+def why(
+    model: Annotated[str, typer.Argument(help="A model's name; all of them if left out.")] = "", as_json: Json = False
+) -> None:
+    """Explain the blocks served here, where outputs go, and the chain that would be chosen.
+
+    Example: swarmd why demo
+    """
+    reasons = ask("why", model=model)
+    if as_json:
+        print_json(reasons)
+        return
+    print(f"placement: {reasons['placement']}")
+    print(f"worker:    {reasons['worker']}")
+    for session in reasons["sessions"]:
+        print(f"session {session['session']} {_span(session['blocks'])}: {session['why']}")
+    for name, chain in reasons["chains"].items():
+        if chain["cost_ms"] is None:
+            print(f"chain for {name}: none: {chain['error']}")
+            continue
+        print(f"chain for {name}: about {chain['cost_ms']} ms a token")
+        for hop in chain["hops"]:
+            print(f"  {hop}")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check this machine's state, daemon and swarm, and say what to do.
+
+    Example: swarmd doctor
+    """
+    checks = _examine()
+    if as_json:
+        print_json({"checks": [{"check": c, "ok": ok, "detail": d} for c, ok, d in checks]})
+    else:
+        table("Doctor", ["", "check", "detail"], [["ok" if ok else "!!", c, d] for c, ok, d in checks])
+    if not all(ok for _, ok, _ in checks):
+        raise typer.Exit(1)
+
+
+def _examine() -> list[tuple[str, bool, str]]:
+    import os
+    import shutil
+
+    state = home()
+    parent = next(p for p in (state.folder, *state.folder.parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    checks = [
+        ("state folder", os.access(parent, os.W_OK), str(state.folder)),
+        ("free disk", free > 1 << 30, size(free)),
+        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else "swarmd join INVITE"),
+    ]
+    if not state.has_joined:
+        return checks
+    running = is_running()
+    checks.append(("daemon", running, "answers" if running else "swarmd up"))
+    if not running:
+        return checks
+    now = ask("status")
+    others = now["members"] - 1
+    checks.append(("other members", others > 0, f"{others} known; {now['directory']['reason']}"))
+    if now["worker"]:
+        checks.append(("worker", now["worker"]["state"] in ("online", "loading"), now["worker"]["why"]))
+    for model in now["models"]:
+        missing = ", ".join(_span(s) for s in model["missing"])
+        checks.append((f"model {model['name']}", not missing, f"missing {missing}" if missing else "complete"))
+    return checks
+
+
+@models.command("ls")
+def models_ls(as_json: Json = False) -> None:
+    """List the models of the swarm's catalog.
+
+    Example: swarmd models ls
+    """
+    listed = ask("models")["models"] if is_running() else _offline_models()
+    if as_json:
+        print_json({"models": listed})
+        return
+    rows = [
+        [
+            m["name"],
+            m["model"][:12],
+            str(m["blocks"]),
+            "yes" if m["here"] else "no",
+            ", ".join(_span(s) for s in m["missing"]) or "none",
+        ]
+        for m in listed
+    ]
+    table("Models", ["name", "hash", "blocks", "copy here", "blocks missing in the swarm"], rows)
+
+
+@models.command("add")
+def models_add(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint folder with config.json and *.safetensors.")],
+    name: Annotated[str, typer.Option("--name", help="What to call the model.")],
+) -> None:
+    """Hash and check a checkpoint folder; the founder's machine also publishes the name.
+
+    Example: swarmd models add ./llama --name llama
+    """
+    import msgspec
+
+    from swarmd.compute.check import check_folder
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import manifest
+
+    state = home()
+    state.swarm()
+    if not 1 <= len(name) <= 64:
+        raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
+    read = manifest.read_folder(folder)
+    check_folder(folder, read)
+    model = manifest.model_id(read)
+    known = state.catalog().models.get(name)
+    if state.is_founder:
+        state.add_folder(model, folder)
+        state.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
+    elif known is None or known[0] != model:
+        what = "has no model of that name" if known is None else f"says {name!r} is {known[0][:12]}"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
+    else:
+        state.add_folder(model, folder)
+    if is_running():
+        ask("reload", "POST")
+    print(f"{name}: {model}  {read.n_blocks} blocks, {len(read.tensors)} tensors")
+
+
+def _offline_models() -> list[dict[str, Any]]:
+    state = home()
+    state.swarm()
+    folders = state.folders()
+    return [
+        {"name": n, "model": m, "blocks": b, "coverage": [0] * b, "missing": [[0, b]], "here": m in folders}
+        for n, (m, b) in sorted(state.catalog().models.items())
+    ]
+
+
+def _span(pair: list[int]) -> str:
+    return f"[{pair[0]},{pair[1]})"

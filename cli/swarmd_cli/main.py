@@ -1,0 +1,71 @@
+"""The ``swarmd`` command: verbs, global options, and how errors become one sentence and an exit code.
+
+Verbs import what they need when they run, so that ``swarmd --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmd_cli import generate, look, member, service
+from swarmd_cli.context import set_home
+
+app = typer.Typer(
+    name="swarmd",
+    help="Pool the computers you already have to run language models that none of them could alone.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def options(
+    home: Annotated[
+        Path | None, typer.Option("--home", envvar="SWARMD_HOME", help="Folder that holds all state.")
+    ] = None,
+) -> None:
+    set_home(home)
+
+
+app.command()(generate.demo)
+app.command()(member.init)
+app.command()(member.invite)
+app.command()(member.join)
+app.command()(member.leave)
+app.command()(member.up)
+app.command()(member.down)
+app.command()(look.status)
+app.command()(look.peers)
+app.command()(look.ps)
+app.command()(look.ping)
+app.command()(look.why)
+app.command()(look.doctor)
+app.command()(generate.run)
+app.add_typer(look.models, name="models")
+app.add_typer(service.app, name="service")
+
+
+def run() -> None:
+    """Entry point: exit codes are those of docs/operating.md."""
+    from swarmd.errors import SwarmError
+
+    try:
+        app(standalone_mode=True)
+    except BaseException as error:
+        first = error
+        while isinstance(first, BaseExceptionGroup) and len(first.exceptions) == 1:
+            first = first.exceptions[0]
+        if not isinstance(first, SwarmError):
+            raise
+        print(f"swarmd: {first}", file=sys.stderr)
+        raise SystemExit(first.exit_code) from None
+
+
+if __name__ == "__main__":
+    run()

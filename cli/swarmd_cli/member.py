@@ -1,0 +1,185 @@
+"""Verbs of membership: found a swarm, invite, join, leave, run the daemon, stop it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from swarmd_cli.context import ask, home, is_running
+
+
+def init(
+    name: Annotated[str, typer.Option("--name", help="What to call the swarm.")],
+) -> None:
+    """Found a private swarm on this machine and print an invite.
+
+    Example: swarmd init --name ours
+    """
+    from swarmd.errors import ConfigError
+
+    if not 1 <= len(name) <= 64:
+        raise ConfigError(f"a swarm's name has 1 to 64 characters, not {len(name)}")
+    state = home()
+    state.found(name)
+    print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)
+    print("Start this machine's daemon with: swarmd up", file=sys.stderr)
+    print("Others join with this invite (valid 7 days; swarmd invite makes more):", file=sys.stderr)
+    print(_new_invite(7.0))
+
+
+def invite(
+    days: Annotated[float, typer.Option("--days", help="How long the invite lets people in.")] = 7.0,
+    revoke: Annotated[str, typer.Option("--revoke", metavar="INVITE", help="Revoke an invite and all it let in.")] = "",
+) -> None:
+    """Print an invite to this swarm, or revoke one. Only the founder can.
+
+    Example: swarmd invite --days 1
+    """
+    if revoke:
+        _revoke(revoke)
+    else:
+        print(_new_invite(days))
+
+
+def join(
+    text: Annotated[str, typer.Argument(metavar="INVITE", help="The line that swarmd invite printed.")],
+) -> None:
+    """Join a swarm by an invite.
+
+    Example: swarmd join swarmd1-abc...
+    """
+    import trio
+
+    from swarmd.errors import ConfigError
+    from swarmd.home import by_peer
+    from swarmd.node.checkin import check_in
+    from swarmd.protocol import invite as invites
+    from swarmd.protocol.identity import Identity
+
+    state = home()
+    ticket = invites.decode_untrusted(text, time.time())
+    if state.has_joined:
+        raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
+    identity = Identity.generate()
+    certificate = ticket.admit(identity.public_key, "member", ticket.expires_at)
+    catalog = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
+    state.enter(ticket, identity, catalog)
+    print(f"Joined the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
+    print("Start this machine's daemon with: swarmd up")
+
+
+def leave() -> None:
+    """Leave the swarm: forget its keys and this machine's identity.
+
+    Example: swarmd leave
+    """
+    from swarmd.errors import ConfigError
+
+    state = home()
+    name = state.swarm().keys.name
+    if is_running():
+        raise ConfigError("the daemon is running: swarmd down first")
+    state.leave()
+    print(f"Left the swarm {name!r}. Settings and added models are still in {state.folder}.")
+
+
+def up(
+    listen: Annotated[str | None, typer.Option(help="Address to listen on, as a multiaddr.")] = None,
+    serve: Annotated[str | None, typer.Option(metavar="MODEL", help="Serve this model.")] = None,
+    blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Serve blocks A to B (exclusive).")] = None,
+    no_serve: Annotated[bool, typer.Option("--no-serve", help="Only help others find each other.")] = False,
+    announce: Annotated[str | None, typer.Option(help="Address to give to others instead.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what happens.")] = False,
+) -> None:
+    """Run the daemon in the foreground. Without flags it serves the least-covered blocks that fit.
+
+    Example: swarmd up --listen /ip4/0.0.0.0/tcp/4117 --serve demo --blocks 0:3
+    """
+    import trio
+
+    from swarmd import config, daemon
+
+    state = home()
+    settings = config.load(
+        state.folder,
+        listen=listen,
+        model=serve,
+        blocks=blocks,
+        announce=announce,
+        serve=False if no_serve else None,
+    )
+    state.swarm()
+    _configure_logging(verbose)
+
+    def ready(running: daemon.Daemon) -> None:
+        print(f"swarmd is up as {running.network.peer_id}", flush=True)
+        for address in running.network.addresses():
+            print(f"  {address}", flush=True)
+
+    trio.run(daemon.main, state, settings, ready)
+
+
+def down() -> None:
+    """Stop the daemon.
+
+    Example: swarmd down
+    """
+    ask("down", "POST")
+    for _ in range(100):
+        if not home().socket.exists():
+            print("stopped")
+            return
+        time.sleep(0.1)
+    print("the daemon was told to stop and is still at it")
+
+
+def _new_invite(days: float) -> str:
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import invite as invites
+
+    if not 0 < days <= 3650:
+        raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
+    return invites.encode(home().invite(_invite_addresses(), int(days * 86_400)))
+
+
+def _invite_addresses() -> tuple[str, ...]:
+    """Addresses to put into an invite: the daemon's and those of other live members, else a guess."""
+    from swarmd import config
+    from swarmd.errors import DaemonNotRunning
+
+    state = home()
+    try:
+        book = ask("addresses")["addresses"]
+        return tuple(address for addresses in book.values() for address in addresses[:2])[:8]
+    except DaemonNotRunning:
+        from swarmd.net.interfaces import expand
+
+        settings = config.load(state.folder)
+        chosen = config.split(settings.announce) or expand(config.split(settings.listen))
+        return tuple(f"{a.split('/p2p/')[0]}/p2p/{state.identity().peer_id}" for a in chosen)
+
+
+def _revoke(text: str) -> None:
+    import msgspec
+
+    from swarmd.protocol import invite as invites
+
+    key = invites.decode_untrusted(text, 0.0).identity.public_key
+    home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
+    if is_running():
+        ask("reload", "POST")
+    print("Revoked the invite and every membership that came from it.")
+
+
+def _configure_logging(verbose: bool) -> None:
+    import libp2p  # noqa: F401 - it resets handlers when imported, so it goes first
+
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(message)s", force=True)
+    logging.getLogger("swarmd").setLevel(level)
+    noisy = logging.getLogger("libp2p")
+    noisy.handlers, noisy.propagate = [logging.NullHandler()], False

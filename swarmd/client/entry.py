@@ -1,0 +1,42 @@
+"""How a client enters: from an invite, or as a guest of the member whose state lies on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from swarmd.client.swarm import Membership
+from swarmd.errors import ConfigError
+from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
+from swarmd.protocol import invite as invites
+from swarmd.protocol.identity import Identity
+from swarmd.values import PeerId
+
+
+def membership(invite: str | None, home: str | Path | None) -> Membership:
+    """Make a throw-away identity and its certificate. Raises SwarmError."""
+    if invite is not None and home is not None:
+        raise ConfigError("connect with an invite or with a home, not with both")
+    state = Home(Path(home)) if home is not None else Home.default()
+    identity = Identity.generate()
+    if invite is not None:
+        ticket = invites.decode_untrusted(invite, time.time())
+        certificate = ticket.admit(identity.public_key, "client", int(time.time()) + CLIENT_LIFETIME_S)
+        return Membership(ticket.swarm, identity, certificate, by_peer(ticket.addresses), state.folders())
+    swarm = state.swarm()
+    certificate = state.client_certificate(identity.public_key)
+    return Membership(swarm.keys, identity, certificate, _members_near(state), state.folders())
+
+
+def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
+    """Addresses from the running daemon if there is one, its own first, else from what it remembered."""
+    if state.socket.exists():
+        import httpx
+
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(state.socket)), timeout=5) as http:
+                found = http.get("http://swarmd/v1/addresses").json()["addresses"]
+            return {PeerId(p): tuple(a) for p, a in found.items() if a}
+        except (httpx.HTTPError, ValueError, KeyError):
+            pass
+    return state.bootstrap()

@@ -1,0 +1,95 @@
+"""Settings of a daemon: defaults, then ``config.toml`` in the home folder, then ``SWARMD_*``, then flags.
+
+Frozen, with units in the names. Whatever cannot be right is refused here with the name of the setting.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a daemon can be told.
+
+    ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
+    ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
+    """
+
+    listen: str = DEFAULT_LISTEN
+    announce: str = ""
+    blocked_peers: str = ""
+    exchange: bool = True
+    serve: bool = True
+    model: str = ""
+    blocks: str = "auto"
+    dtype: str = "float32"
+    threads: int = 0
+    cache_tokens: int = 131_072
+    history_mib: int = 512
+
+    @property
+    def span(self) -> Span | None:
+        return None if self.blocks == "auto" else Span.parse(self.blocks)
+
+    def check(self) -> Config:
+        """Return the settings if they can be right. Raises ConfigError."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name in ("threads", "cache_tokens", "history_mib"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        _ = self.span
+        return self
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Cut a comma-separated setting."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any) -> Config:
+    """Gather the settings; flags that are None were not given. Raises ConfigError."""
+    config = Config()
+    path = folder / "config.toml"
+    if path.is_file():
+        try:
+            config = _apply(config, tomllib.loads(path.read_text()), str(path))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    names = {f.name for f in fields(Config)}
+    from_environment = {n: v for n in names if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
+    config = _apply(config, from_environment, "the environment")
+    return _apply(config, {k: v for k, v in flags.items() if v is not None}, "the command line").check()
+
+
+def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
+    types = {f.name: type(getattr(config, f.name)) for f in fields(Config)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in types:
+            raise ConfigError(f"{source}: unknown setting {name!r}; there are: {', '.join(sorted(types))}")
+        changes[name] = _convert(name, value, types[name], source)
+    return replace(config, **changes)
+
+
+def _convert(name: str, value: Any, kind: type, source: str) -> Any:
+    if kind is bool and isinstance(value, str):
+        if value.lower() in ("1", "true", "yes", "0", "false", "no"):
+            return value.lower() in ("1", "true", "yes")
+    elif kind is int and isinstance(value, str) and value.lstrip("-").isdigit():
+        return int(value)
+    elif isinstance(value, kind) and (kind is not int or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{source}: {name} takes a value of type {kind.__name__}, not {value!r}")

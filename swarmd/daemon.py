@@ -1,0 +1,457 @@
+"""The composition root: the only place that wires a daemon's parts together. It decides nothing by itself.
+
+``Daemon`` takes its world as arguments (network, rendezvous, clock, randomness, how workers start), so that the
+simulator and the tests run the same program; ``main`` gives it the real one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+from swarmd.config import Config, split
+from swarmd.errors import ConfigError, NoRoute, PeerError
+from swarmd.home import Home, by_peer
+from swarmd.net.api import Network, RecordStore
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.control import serve_control
+from swarmd.node.directory import Directory, value_sequence
+from swarmd.node.server import Server
+from swarmd.node.worker_link import Starter, WorkerLink, start_subprocess
+from swarmd.plan.admission import CacheLedger
+from swarmd.plan.placement import blocks_that_fit, choose_span
+from swarmd.plan.routing import best_route, trips_of
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, LoadSpan, Ping, Pong, Records
+from swarmd.protocol.records import Catalog
+from swarmd.values import Decision, ModelId, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 4.0
+ROUND_TRIPS_IN_RECORD = 8
+
+
+class Daemon:
+    """One member of the swarm: directory, and a server with its worker when it serves."""
+
+    def __init__(
+        self,
+        keys: SwarmKeys,
+        identity: Identity,
+        certificate: tuple[bytes, ...],
+        config: Config,
+        folders: dict[str, Path],
+        network: Network,
+        store: RecordStore,
+        wall_clock: Callable[[], float],
+        rng: random.Random,
+        start_worker: Starter,
+        exchange: Exchange,
+        bootstrap: dict[PeerId, tuple[str, ...]],
+        home: Home | None = None,
+    ) -> None:
+        self.network = network
+        self.exchange = exchange
+        self.rpc = Rpc(network, self)
+        peers_file = home.peers_file if home else None
+        self.directory = Directory(
+            identity,
+            certificate,
+            network,
+            self.rpc,
+            store,
+            exchange,
+            wall_clock,
+            rng,
+            bootstrap,
+            peers_file,
+            config.exchange,
+        )
+        self.directory.describe_with(self._describe)
+        self.server: Server | None = None
+        self.worker: WorkerLink | None = None
+        self.placement: Decision[Span] | None = None
+        self._certificate = certificate
+        self._config = config
+        self._folders = folders
+        self._start_worker = start_worker
+        self._home = home
+        self._stopping = trio.Event()
+        self._started_at = trio.current_time()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run until ``stop``."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.rpc.run)
+            await nursery.start(self.directory.run)
+            if self._home is not None:
+                await nursery.start(serve_control, self, self._home.socket)
+            if self._config.serve:
+                nursery.start_soon(self._serve)
+            task_status.started()
+            await self._stopping.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
+        model, n_blocks, folder = await self._choose_model()
+        self.placement = await self._choose_span(model, n_blocks, folder)
+        span = self.placement.action
+        if span.end > n_blocks:
+            raise ConfigError(f"--blocks {span.start}:{span.end} exceeds the model's {n_blocks} blocks")
+        logger.info("serving %s", self.placement.reason)
+        ledger = CacheLedger(self._config.cache_tokens)
+        self.server = Server(self.rpc, self.exchange, model, span, self._config.dtype, ledger)
+        self.server.on_change = self._on_server_change
+        request = LoadSpan(
+            path=str(folder),
+            model=model,
+            start=span.start,
+            end=span.end,
+            dtype=self._config.dtype,
+            threads=self._config.threads,
+            history_bytes=self._config.history_mib << 20,
+            spill_folder=str(self._home.folder) if self._home else "",
+        )
+        self.worker = WorkerLink(self._start_worker, request, self.server.on_worker_frame, self._on_worker_change)
+        self.server.use(self.worker)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.server.run)
+            await nursery.start(self.worker.run)
+
+    async def _choose_model(self) -> tuple[ModelId, int, Path]:
+        """Wait until the catalog lists a model that this machine has: the one asked for, or the least covered."""
+        while True:
+            view = self.directory.view()
+            if self._config.model:
+                found = view.model_named(self._config.model)
+                if found is not None and found[0] not in self._folders:
+                    raise ConfigError(
+                        f"this machine has no copy of {self._config.model!r}: swarmd models add PATH --name NAME"
+                    )
+                candidates = [found] if found else []
+            else:
+                listed = [(ModelId(m), n) for m, n in view.catalog.models.values()]
+                candidates = [(m, n) for m, n in listed if m in self._folders]
+            if candidates:
+                model, n_blocks = min(candidates, key=lambda c: min(view.coverage(c[0], c[1])))
+                return model, n_blocks, self._folders[model]
+            await trio.sleep(0.5)
+
+    async def _choose_span(self, model: ModelId, n_blocks: int, folder: Path) -> Decision[Span]:
+        if self._config.span is not None:
+            return Decision(self._config.span, f"blocks {self._config.span}, as --blocks says")
+        with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
+            while len(self.directory.view().peers) < 2:
+                await trio.sleep(0.2)
+        weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+        n_fit = blocks_that_fit(psutil.virtual_memory().available, weights // n_blocks, n_blocks)
+        coverage = self.directory.view().coverage(model, n_blocks, ("online", "joining"))
+        return choose_span(coverage, n_fit)
+
+    # --- the rpc's guest -------------------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        return Hello(certificate=self._certificate, agent=f"swarmd {version('swarmd')}")
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        self.exchange.admit(peer, hello)
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        if self.server is not None and await self.server.handle(channel.peer, message, frame, channel):
+            return
+        if isinstance(message, Ping):
+            await channel.send(Pong(re=message.id), bytes(message.want_bytes))
+        elif isinstance(message, ExchangeDigest):
+            self.exchange.require_member(channel.peer)
+            await self.exchange.answer(channel, message, frame)
+        elif isinstance(message, Records):
+            version_before = self.exchange.book.catalog.version
+            self.exchange.merge_body_untrusted(frame.payload)
+            if self.exchange.book.catalog.version != version_before:
+                self._save_catalog()
+        elif getattr(message, "session", None) is not None:
+            from swarmd.errors import Code, Refused
+
+            raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
+
+    def gone(self, peer: PeerId) -> None:
+        if self.server is not None:
+            self.server.peer_gone(peer)
+
+    # --- what this peer says of itself -----------------------------------------------------------------------
+
+    def _describe(self) -> list[dict[str, Any]]:
+        loaded = self.worker.loaded if self.worker else None
+        links = self.directory.links
+        peer = {
+            "kind": "peer",
+            "addresses": self.network.addresses()[:16],
+            "version": version("swarmd"),
+            "device": loaded.device if loaded else None,
+            "device_memory_bytes": loaded.device_memory_bytes if loaded else None,
+            "memory_bytes": psutil.virtual_memory().total,
+            "cores": psutil.cpu_count(),
+            "free_disk_bytes": psutil.disk_usage(str(self._home.folder)).free if self._home else None,
+            "up_bytes_per_s": links.up_bytes_per_s,
+            "down_bytes_per_s": links.down_bytes_per_s,
+        }
+        if self.server is None or self.worker is None or self.placement is None:
+            return [peer]
+        nearest = sorted(links.round_trip_s.items(), key=lambda pair: pair[1])[:ROUND_TRIPS_IN_RECORD]
+        span = {
+            "kind": "span",
+            "model": self.server.model,
+            "start": self.server.span.start,
+            "end": self.server.span.end,
+            "state": "online" if self.worker.is_online else "joining",
+            "dtype": self._config.dtype,
+            "numerics": loaded.numerics if loaded else "",
+            "decode_tokens_per_s": loaded.decode_tokens_per_s if loaded else None,
+            "prefill_tokens_per_s": loaded.prefill_tokens_per_s if loaded else None,
+            "free_cache_tokens": self.server.ledger.free_tokens,
+            "round_trip_ms": {p: 1000 * s for p, s in nearest},
+        }
+        return [peer, span]
+
+    async def _on_worker_change(self) -> None:
+        assert self.server is not None
+        await self.server.on_worker_change()
+        self._announced_free = self.server.ledger.free_tokens
+        self.directory.announce_soon()
+
+    _announced_free = -1
+
+    def _on_server_change(self) -> None:
+        assert self.server is not None
+        free, announced = self.server.ledger.free_tokens, self._announced_free
+        if abs(free - announced) > 0.2 * self.server.ledger.total_tokens:
+            self._announced_free = free
+            self.directory.announce_soon()
+
+    # --- the control API -------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        view = self.directory.view()
+        server = asdict(self.server.snapshot()) if self.server else None
+        worker = self.worker.snapshot() if self.worker else None
+        if server is not None:
+            server["sessions"] = len(server["sessions"])
+        return {
+            "swarm": self.exchange.keys.name,
+            "peer": self.network.peer_id,
+            "version": version("swarmd"),
+            "uptime_s": round(trio.current_time() - self._started_at, 1),
+            "addresses": list(self.network.addresses()),
+            "members": len(view.peers),
+            "directory": asdict(self.directory.snapshot()),
+            "serving": None
+            if self.placement is None or self.server is None
+            else {
+                "model": self.server.model,
+                "name": _name_of(view.catalog, self.server.model),
+                "blocks": [self.placement.action.start, self.placement.action.end],
+                "why": self.placement.reason,
+            },
+            "worker": None
+            if worker is None
+            else {"state": worker.state, "pid": worker.pid, "restarts": worker.restarts, "why": worker.reason},
+            "server": server,
+            "models": self.models(),
+            "memory_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
+        }
+
+    def peers(self) -> list[dict[str, Any]]:
+        view = self.directory.view()
+        rows = []
+        for peer, record in sorted(view.peers.items()):
+            spans = [s for s in view.spans if s.peer == peer]
+            rows.append(
+                {
+                    "peer": peer,
+                    "is_self": peer == self.network.peer_id,
+                    "addresses": list(record.addresses),
+                    "version": record.version,
+                    "device": record.device,
+                    "device_memory_bytes": record.device_memory_bytes,
+                    "memory_bytes": record.memory_bytes,
+                    "cores": record.cores,
+                    "free_disk_bytes": record.free_disk_bytes,
+                    "up_bytes_per_s": record.up_bytes_per_s,
+                    "down_bytes_per_s": record.down_bytes_per_s,
+                    "round_trip_ms": _ms(self.directory.links.round_trip_s.get(peer)),
+                    "spans": [
+                        {
+                            "model": _name_of(view.catalog, s.model) or s.model,
+                            "blocks": [s.start, s.end],
+                            "state": s.state,
+                            "decode_tokens_per_s": s.decode_tokens_per_s,
+                            "prefill_tokens_per_s": s.prefill_tokens_per_s,
+                            "free_cache_tokens": s.free_cache_tokens,
+                        }
+                        for s in spans
+                    ],
+                }
+            )
+        return rows
+
+    def sessions(self) -> list[dict[str, Any]]:
+        if self.server is None:
+            return []
+        return [
+            {
+                "session": s.session,
+                "client": s.client,
+                "blocks": [s.span.start, s.span.end],
+                "received": s.received,
+                "finished": s.finished,
+                "epoch": s.epoch,
+                "why": s.why,
+            }
+            for s in self.server.snapshot().sessions
+        ]
+
+    def models(self) -> list[dict[str, Any]]:
+        view = self.directory.view()
+        return [
+            {
+                "name": name,
+                "model": model,
+                "blocks": n_blocks,
+                "coverage": view.coverage(ModelId(model), n_blocks),
+                "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
+                "here": model in self._folders,
+            }
+            for name, (model, n_blocks) in sorted(view.catalog.models.items())
+        ]
+
+    def why(self, model: str) -> dict[str, Any]:
+        """Explain this daemon's own blocks, and the chain it would choose for a model."""
+        view = self.directory.view()
+        names = [model] if model else sorted(view.catalog.models)
+        chains: dict[str, Any] = {}
+        for name in names:
+            found = view.model_named(name)
+            if found is None:
+                raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(view.catalog.models)}")
+            spans = view.serving(found[0])
+            trips = trips_of(
+                spans, self.network.peer_id, {p: s / 2 for p, s in self.directory.links.round_trip_s.items()}
+            )
+            try:
+                route = best_route(spans, Span(0, found[1]), self.network.peer_id, trips)
+                chains[name] = {"cost_ms": round(1000 * route.cost_s, 2), "hops": list(route.why)}
+            except NoRoute as error:
+                chains[name] = {"cost_ms": None, "hops": [], "error": str(error)}
+        return {
+            "placement": self.placement.reason if self.placement else "this daemon serves no blocks",
+            "worker": self.worker.snapshot().reason if self.worker else "no worker",
+            "sessions": self.sessions(),
+            "chains": chains,
+        }
+
+    def addresses(self) -> dict[str, Any]:
+        book = self.directory.address_book()
+        own = {self.network.peer_id: self.network.addresses()}
+        return {"addresses": {p: list(a) for p, a in {**own, **book}.items()}}
+
+    async def ping(self, peer: str) -> dict[str, Any]:
+        view = self.directory.view()
+        matches = [p for p in view.peers if p.endswith(peer)] if peer else []
+        if len(matches) != 1:
+            raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
+        try:
+            return {"peer": matches[0], "round_trip_ms": _ms(await self.directory.ping(matches[0])), "error": None}
+        except PeerError as error:
+            return {"peer": matches[0], "round_trip_ms": None, "error": str(error)}
+
+    def reload(self) -> dict[str, Any]:
+        """Take over a catalog and models that the command line changed."""
+        if self._home is not None:
+            self._folders.update(self._home.folders())
+            raw = self._home.catalog_raw()
+            if raw is not None and self.exchange.merge_catalog_untrusted(raw):
+                self.directory.announce_soon()
+        return {"catalog_version": self.exchange.book.catalog.version}
+
+    def stop(self) -> dict[str, Any]:
+        self._stopping.set()
+        return {"stopping": True}
+
+    def _save_catalog(self) -> None:
+        if self._home is not None and self.exchange.book.catalog_raw is not None:
+            self._home.save_catalog(self.exchange.book.catalog_raw)
+
+
+def _name_of(catalog: Catalog, model: str) -> str | None:
+    return next((name for name, (known, _) in catalog.models.items() if known == model), None)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 2)
+
+
+def load_view(home: Home) -> SwarmView:
+    """The view of a daemon that is not running: the catalog, nobody else."""
+    exchange = Exchange(home.swarm().keys, time.time)
+    raw = home.catalog_raw()
+    if raw is not None:
+        exchange.merge_catalog_untrusted(raw)
+    return exchange.view()
+
+
+async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
+    """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
+    from swarmd.net.libp2p.host import Libp2pNetwork
+    from swarmd.net.libp2p.kademlia import KademliaStore
+
+    swarm, identity = home.swarm(), home.identity()
+    exchange = Exchange(swarm.keys, time.time)
+    if (raw := home.catalog_raw()) is not None:
+        exchange.merge_catalog_untrusted(raw)
+    blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
+    network = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
+    with home.locked():
+        async with network.running():
+            store = KademliaStore(network, value_sequence(exchange, time.time))
+            async with store.running(), trio.open_nursery() as nursery:
+                daemon = Daemon(
+                    swarm.keys,
+                    identity,
+                    swarm.certificate,
+                    config,
+                    home.folders(),
+                    network,
+                    store,
+                    time.time,
+                    random.Random(),
+                    start_subprocess,
+                    exchange,
+                    by_peer(swarm.bootstrap),
+                    home,
+                )
+                nursery.start_soon(_stop_on_signal, daemon)
+                ready(daemon)
+                await daemon.run()
+                nursery.cancel_scope.cancel()
+
+
+async def _stop_on_signal(daemon: Daemon) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            logger.info("stopping on %s", signal.Signals(number).name)
+            daemon.stop()

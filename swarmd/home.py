@@ -1,0 +1,226 @@
+"""The state folder of one member: identity, the swarm's keys, catalog and models, as files of their own.
+
+Secrets are mode 0600. Every file is written whole, to a new name, and renamed, so that a crash leaves the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from swarmd.errors import ConfigError, NotJoined
+from swarmd.protocol import invite as invites
+from swarmd.protocol import manifest
+from swarmd.protocol.identity import Identity, certify
+from swarmd.protocol.invite import Invite, SwarmKeys
+from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog
+from swarmd.values import ModelId, PeerId
+
+MEMBERSHIP_LIFETIME_S = 365 * 86_400
+CLIENT_LIFETIME_S = 7 * 86_400
+BUNDLED_NAME = "demo"
+
+
+class SwarmFile(msgspec.Struct, frozen=True):
+    """What ``swarm.json`` holds: the keys, this member's certificate, and addresses to join through."""
+
+    keys: SwarmKeys
+    certificate: tuple[bytes, ...]
+    bootstrap: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One state folder."""
+
+    folder: Path
+
+    @classmethod
+    def default(cls) -> Home:
+        chosen = os.environ.get("SWARMD_HOME")
+        return cls(Path(chosen) if chosen else Path.home() / ".local" / "share" / "swarmd")
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "control.sock"
+
+    @property
+    def peers_file(self) -> Path:
+        return self.folder / "peers.json"
+
+    @property
+    def is_founder(self) -> bool:
+        return (self.folder / "founder.key").is_file()
+
+    @property
+    def has_joined(self) -> bool:
+        return (self.folder / "swarm.json").is_file()
+
+    # --- founding, joining, leaving --------------------------------------------------------------------------
+
+    def found(self, name: str) -> SwarmKeys:
+        """Create a swarm with this machine as founder and first member. Raises ConfigError."""
+        if self.has_joined:
+            raise ConfigError(
+                f"{self.folder} belongs to the swarm {self.swarm().keys.name!r} already: swarmd leave first"
+            )
+        founder, node = Identity.generate(), Identity.generate()
+        keys = SwarmKeys(name, founder.public_key, os.urandom(32))
+        expires_at = int(time.time()) + MEMBERSHIP_LIFETIME_S
+        self._write("founder.key", founder.seed.hex(), secret=True)
+        self._write("node.key", node.seed.hex(), secret=True)
+        self._save(SwarmFile(keys, (certify(founder, node.public_key, "member", expires_at),)))
+        bundled, n_blocks = bundled_model()
+        self.change_catalog(lambda c: msgspec.structs.replace(c, models={BUNDLED_NAME: (bundled, n_blocks)}))
+        return keys
+
+    def enter(self, invite: Invite, identity: Identity, catalog: bytes | None) -> None:
+        """Become a member by an invite that was checked with the swarm."""
+        expires_at = int(time.time()) + MEMBERSHIP_LIFETIME_S
+        self._write("node.key", identity.seed.hex(), secret=True)
+        if catalog is not None:
+            self.save_catalog(catalog)
+        self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
+
+    def leave(self) -> None:
+        for name in ("swarm.json", "node.key", "founder.key", "catalog.bin", "peers.json"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def swarm(self) -> SwarmFile:
+        """Read what this member knows of its swarm. Raises NotJoined or ConfigError."""
+        path = self.folder / "swarm.json"
+        if not path.is_file():
+            raise NotJoined(f"{self.folder} is no member of a swarm: swarmd init --name NAME, or swarmd join INVITE")
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=SwarmFile)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} is damaged ({error}): join again with an invite") from None
+
+    def identity(self) -> Identity:
+        return self._key("node.key")
+
+    def founder(self) -> Identity:
+        if not self.is_founder:
+            raise ConfigError("only the swarm's founder can do this: run it on the machine that ran swarmd init")
+        return self._key("founder.key")
+
+    def invite(self, addresses: tuple[str, ...], lifetime_s: int) -> Invite:
+        return invites.create(self.swarm().keys, self.founder(), addresses, int(time.time()) + lifetime_s)
+
+    def client_certificate(self, key: bytes) -> tuple[bytes, ...]:
+        """Certify a throw-away client key with this member's own."""
+        expires_at = int(time.time()) + CLIENT_LIFETIME_S
+        return (*self.swarm().certificate, certify(self.identity(), key, "client", expires_at))
+
+    def bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
+        """Every address known to have led into the swarm, by peer."""
+        found: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found |= {PeerId(p): tuple(a) for p, a in json.loads(self.peers_file.read_text()).items()}
+        return found
+
+    # --- catalog and models ----------------------------------------------------------------------------------
+
+    def catalog_raw(self) -> bytes | None:
+        path = self.folder / "catalog.bin"
+        return path.read_bytes() if path.is_file() else None
+
+    def catalog(self) -> Catalog:
+        raw = self.catalog_raw()
+        return Catalog() if raw is None else read_catalog_untrusted(raw, self.swarm().keys.founder_key)
+
+    def save_catalog(self, raw: bytes) -> None:
+        self._write("catalog.bin", raw)
+
+    def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
+        """Sign the next version of the catalog. Raises ConfigError when this is not the founder's home."""
+        old = self.catalog()
+        new = msgspec.structs.replace(change(old), version=max(old.version + 1, int(time.time())))
+        self.save_catalog(sign_catalog(new, self.founder()))
+        return new
+
+    def folders(self) -> dict[str, Path]:
+        """Checkpoint folders on this machine, by model hash; the bundled model is always there."""
+        path = self.folder / "models.json"
+        try:
+            listed = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError:
+            raise ConfigError(f"{path} is damaged: remove it and add the models again") from None
+        return {bundled_model()[0]: bundled_folder(), **{m: Path(p) for m, p in listed.items()}}
+
+    def add_folder(self, model: ModelId, folder: Path) -> None:
+        listed = {m: str(p) for m, p in self.folders().items() if p != bundled_folder()}
+        self._write("models.json", json.dumps({**listed, model: str(folder.resolve())}, indent=2))
+
+    # --- files -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold this folder for one daemon. Raises ConfigError when another holds it."""
+        self._make_folder()
+        with (self.folder / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another daemon runs on {self.folder}: swarmd down, or use another --home") from None
+            yield
+
+    def _save(self, swarm: SwarmFile) -> None:
+        self._write("swarm.json", msgspec.json.encode(swarm), secret=True)
+
+    def _key(self, name: str) -> Identity:
+        path = self.folder / name
+        try:
+            return Identity(bytes.fromhex(path.read_text().strip()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as a key: {error}") from None
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"cannot use {self.folder} for state: {error.strerror}: choose another --home") from None
+
+    def _write(self, name: str, content: str | bytes, secret: bool = False) -> None:
+        self._make_folder()
+        new = self.folder / f".{name}.{os.getpid()}.new"
+        data = content.encode() if isinstance(content, str) else content
+        try:
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.folder / name)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {self.folder / name}: {error.strerror}") from None
+
+
+def by_peer(addresses: tuple[str, ...]) -> dict[PeerId, tuple[str, ...]]:
+    """Group multiaddrs that end in /p2p/ID by that id; others are dropped."""
+    found: dict[PeerId, tuple[str, ...]] = {}
+    for address in addresses:
+        _, marker, peer = address.rpartition("/p2p/")
+        if marker:
+            found[PeerId(peer)] = (*found.get(PeerId(peer), ()), address)
+    return found
+
+
+def bundled_folder() -> Path:
+    return Path(str(resources.files("swarmd") / "bundled"))
+
+
+def bundled_model() -> tuple[ModelId, int]:
+    """Hash and number of blocks of the model that ships with swarmd."""
+    read = manifest.read_folder(bundled_folder())
+    return manifest.model_id(read), read.n_blocks

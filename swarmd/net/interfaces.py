@@ -1,0 +1,24 @@
+"""Which addresses a listen address stands for on this machine."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+
+def expand(listen: tuple[str, ...]) -> tuple[str, ...]:
+    """Replace the wildcard host of each multiaddr by this machine's own addresses; loopback only if nothing else."""
+    found: list[str] = []
+    for address in listen:
+        if "/ip4/0.0.0.0/" not in address:
+            found.append(address)
+            continue
+        hosts = [
+            a.address
+            for name, addresses in sorted(psutil.net_if_addrs().items())
+            for a in addresses
+            if a.family == socket.AF_INET and not a.address.startswith("127.")
+        ]
+        found += [address.replace("0.0.0.0", host) for host in hosts or ["127.0.0.1"]]
+    return tuple(found)

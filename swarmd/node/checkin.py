@@ -1,0 +1,79 @@
+"""Joining: ask one member whether an invite still counts, before anything is written down."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import trio
+
+from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmUnavailable
+from swarmd.net.exchange import Exchange
+from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import AnyMessage, Hello
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class _Visitor:
+    """A guest that says hello and listens to nothing else."""
+
+    def __init__(self, exchange: Exchange, certificate: tuple[bytes, ...]) -> None:
+        self._exchange = exchange
+        self._certificate = certificate
+
+    def hello(self) -> Hello:
+        return Hello(certificate=self._certificate, agent="swarmd join")
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        self._exchange.admit(peer, hello)
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        return
+
+    def gone(self, peer: PeerId) -> None:
+        return
+
+
+async def check_in(
+    keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
+) -> bytes | None:
+    """Exchange once with any of ``bootstrap``; returns the catalog.
+
+    Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
+    """
+    network = Libp2pNetwork(identity, keys.psk)
+    exchange = Exchange(keys, time.time)
+    rpc = Rpc(network, _Visitor(exchange, certificate))
+    said: list[str] = []
+    mismatches = 0
+    async with network.running(), trio.open_nursery() as nursery:
+        await nursery.start(rpc.run)
+        for peer, addresses in bootstrap.items():
+            network.learn(peer, addresses)
+            try:
+                await exchange.pull(rpc, peer)
+                said = []
+                break
+            except Refused as error:
+                if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
+                    said = [f"refused: {error}"]
+                    mismatches = len(bootstrap)
+                    break
+                said.append(f"{', '.join(addresses)}: {error}")
+            except HandshakeFailed as error:
+                mismatches += 1
+                said.append(str(error))
+            except PeerError as error:
+                said.append(str(error))
+        nursery.cancel_scope.cancel()
+    if not said and bootstrap:
+        return exchange.book.catalog_raw
+    if mismatches == len(bootstrap) and said:
+        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
+    raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")

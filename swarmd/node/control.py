@@ -1,0 +1,96 @@
+"""The control API: HTTP over a Unix socket that only its owner can open; the one door for the command line.
+
+Routes return plain JSON with "schema": 1. docs/operating.md lists them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import trio
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.trio import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from swarmd.errors import SwarmError
+
+
+class Controlled(Protocol):
+    """What the control API can ask of a daemon."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def peers(self) -> list[dict[str, Any]]: ...
+
+    def sessions(self) -> list[dict[str, Any]]: ...
+
+    def models(self) -> list[dict[str, Any]]: ...
+
+    def why(self, model: str) -> dict[str, Any]: ...
+
+    def addresses(self) -> dict[str, Any]: ...
+
+    async def ping(self, peer: str) -> dict[str, Any]: ...
+
+    def reload(self) -> dict[str, Any]: ...
+
+    def stop(self) -> dict[str, Any]: ...
+
+
+Answer = Callable[[Request], Any]
+
+
+def application(daemon: Controlled) -> Starlette:
+    """Build the ASGI application."""
+
+    def route(path: str, answer: Answer, method: str = "GET") -> Route:
+        async def endpoint(request: Request) -> JSONResponse:
+            try:
+                value = answer(request)
+                if isinstance(value, Awaitable):
+                    value = await value
+            except SwarmError as error:
+                body = {"schema": 1, "error": str(error), "exit_code": error.exit_code}
+                return JSONResponse(body, status_code=409)
+            return JSONResponse({"schema": 1, **value})
+
+        return Route(path, endpoint, methods=[method])
+
+    return Starlette(
+        routes=[
+            route("/v1/status", lambda _: daemon.status()),
+            route("/v1/peers", lambda _: {"peers": daemon.peers()}),
+            route("/v1/sessions", lambda _: {"sessions": daemon.sessions()}),
+            route("/v1/models", lambda _: {"models": daemon.models()}),
+            route("/v1/why", lambda r: daemon.why(r.query_params.get("model", ""))),
+            route("/v1/addresses", lambda _: daemon.addresses()),
+            route("/v1/ping", lambda r: daemon.ping(r.query_params.get("peer", "")), "POST"),
+            route("/v1/reload", lambda _: daemon.reload(), "POST"),
+            route("/v1/down", lambda _: daemon.stop(), "POST"),
+        ]
+    )
+
+
+async def serve_control(
+    daemon: Controlled, path: Path, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve the API on a Unix socket of mode 0600 until cancelled."""
+    path.unlink(missing_ok=True)
+    config = HypercornConfig()
+    config.bind = [f"unix:{path}"]
+    config.umask = 0o177
+    config.accesslog = config.errorlog = None
+    config.graceful_timeout = 0.2
+    task_status.started()
+    try:
+        await serve(application(daemon), config, shutdown_trigger=trio.sleep_forever)
+    finally:
+        with trio.CancelScope(shield=True):
+            if path.exists():
+                os.unlink(path)
