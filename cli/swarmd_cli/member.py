@@ -176,10 +176,5 @@ def _revoke(text: str) -> None:
 
 
 def _configure_logging(verbose: bool) -> None:
-    import libp2p  # noqa: F401 - it resets handlers when imported, so it goes first
-
-    level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(message)s", force=True)
-    logging.getLogger("swarmd").setLevel(level)
-    noisy = logging.getLogger("libp2p")
-    noisy.handlers, noisy.propagate = [logging.NullHandler()], False
+    logging.getLogger("swarmd").setLevel(logging.DEBUG if verbose else logging.INFO)

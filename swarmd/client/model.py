@@ -7,13 +7,14 @@ A ``RemoteCache`` stands for the caches on the servers: what generation does to 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from swarmd.compute import skeleton
@@ -26,7 +27,8 @@ FALLBACK_MAX_TOKENS = 2_048
 class Session(Protocol):
     """A session as the model uses it: blocking calls from any thread."""
 
-    layer_arity: int
+    @property
+    def layer_arity(self) -> int: ...
 
     def step(
         self,
@@ -133,12 +135,16 @@ class _Call(threading.local):
     owns_cache: bool = False
 
 
-def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the client's part of a checkpoint and connect its layer 0 to the swarm."""
-    model = skeleton.load(folder, None, dtype)
-    layers = skeleton.decoder_layers(model)
+def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = torch.float32) -> Any:
+    """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
+
+    Returns the family's own class (a PreTrainedModel) with two more attributes: ``new_cache()``, for loops of one's
+    own, and ``last_session``, whose chain and statistics tell what happened in the last ``generate``.
+    """
+    model: Any = skeleton.load(folder, None, dtype)
+    layers: Any = skeleton.decoder_layers(model)
+    limit = int(getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
     call = _Call()
-    limit = getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
         assert call.cache is not None
@@ -149,26 +155,38 @@ def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = t
             layer.returns_tuple = call.cache.session.layer_arity
         return out.to(hidden.device)
 
+    layers[0].call = through_the_swarm
+    model.max_session_tokens = limit
+    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
+    _hook_forward(model, call)
+    _own_generate(model)
+    return model
+
+
+def _hook_forward(model: Any, call: _Call) -> None:
+    """Before each forward give it a remote cache and explicit positions; after it, close what was only for it."""
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             kwargs["input_ids"], args = args[0], args[1:]
-        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        n_new = given.shape[1]
-        cache = kwargs.get("past_key_values")
-        if cache is not None and not isinstance(cache, RemoteCache):
-            raise ConfigError(f"expected a RemoteCache of this model as past_key_values, got {type(cache).__name__}")
+        given = kwargs.get("input_ids")
+        n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
+        cache = kwargs.get("past_key_values")
         if cache is None:
-            cache = model.new_cache(limit if wants_cache else n_new)
-        kwargs["past_key_values"], kwargs["use_cache"] = cache, True
-        if kwargs.get("position_ids") is None and takes_positions:
-            kwargs["position_ids"] = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
+            cache = model.new_cache(model.max_session_tokens if wants_cache else n_new)
+        if not isinstance(cache, RemoteCache):
+            raise ConfigError(f"expected a RemoteCache of this model as past_key_values, got {type(cache).__name__}")
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
+        if takes_positions:
+            kwargs["position_ids"] = positions
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
+        kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         call.cache, call.positions, call.mask, call.owns_cache = cache, positions, mask, not wants_cache
         return args, kwargs
 
@@ -179,23 +197,11 @@ def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = t
         call.cache = None
         return output
 
-    layers[0].call = through_the_swarm
-    takes_positions = "position_ids" in skeleton_arguments(model)
-    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
-    model.max_session_tokens = limit
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
-    _own_generate(model)
-    return model
 
 
-def skeleton_arguments(model: PreTrainedModel) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(type(model).forward).parameters)
-
-
-def _own_generate(model: PreTrainedModel) -> None:
+def _own_generate(model: Any) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate = model.generate
 
@@ -217,7 +223,7 @@ def _own_generate(model: PreTrainedModel) -> None:
 
 def _reserve(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
     """Tokens to reserve on every server: prompt, new tokens, and what speculation may append in excess."""
-    n_prompt = 1 if inputs is None else inputs.shape[1]
+    n_prompt = 1 if inputs is None else int(inputs.shape[1])
     new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     total = n_prompt + new if new is not None else kwargs.get("max_length", getattr(config, "max_length", None))
     if total is None:

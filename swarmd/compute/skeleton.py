@@ -23,8 +23,14 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+
+def quiet() -> None:
+    """Keep transformers' progress bars and advice off the terminal."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+quiet()
 
 
 class Stub(nn.Module):

@@ -31,4 +31,5 @@ def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tenso
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().cpu().view(torch.uint8).numpy()).cast("B")
+    flat = tensor.detach().contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+    return memoryview(flat.data)

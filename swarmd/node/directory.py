@@ -127,14 +127,14 @@ class Directory:
             await trio.sleep(EXCHANGE_INTERVAL_S * self._rng.uniform(0.75, 1.25))
 
     async def _exchange_once(self) -> None:
-        targets = self._others()
+        targets = sorted(self._others())
         strangers = [p for p in self._known if p not in self.view().peers and p != self._network.peer_id]
         if strangers and (not targets or self._rng.random() < 0.1):
             targets = strangers
         if not targets:
             self._reason = "alone: nobody is known yet"
             return
-        peer = self._rng.choice(sorted(targets))
+        peer = self._rng.choice(targets)
         self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
         try:
             await self.exchange.pull(self._rpc, peer)
@@ -174,7 +174,7 @@ class Directory:
     def _own_records(self) -> list[AnyRecord]:
         now = int(self._wall_clock())
         self._sequence = max(self._sequence + 1, int(self._wall_clock() * 1000))
-        common = {
+        common: dict[str, Any] = {
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,

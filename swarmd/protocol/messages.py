@@ -30,7 +30,7 @@ class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
     """What every header has in common: a tag."""
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, tag="hello", frozen=True):
     """First frame on every stream, each way: who I am and why I may be here."""
 
     certificate: Certificate = ()
@@ -38,7 +38,7 @@ class Hello(Message, tag="hello"):
     needs: Needs = ()
 
 
-class Refusal(Message, tag="refusal"):
+class Refusal(Message, tag="refusal", frozen=True):
     """No, and why. ``re`` names the request; session and op are named where there is one."""
 
     re: Count = 0
@@ -51,35 +51,35 @@ class Refusal(Message, tag="refusal"):
     epoch: Count = 0
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, tag="ping", frozen=True):
     """Measure a link: the payload is discarded, and ``want_bytes`` of zeros come back."""
 
     id: Count = 0
     want_bytes: Annotated[int, msgspec.Meta(ge=0, le=4 * 2**20)] = 0
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, tag="pong", frozen=True):
     re: Count = 0
 
 
-class ExchangeDigest(Message, tag="digest"):
+class ExchangeDigest(Message, tag="digest", frozen=True):
     """What I know: the payload is a msgpack map of record key to sequence number."""
 
     id: Count = 0
     catalog_version: Count = 0
 
 
-class ExchangeReply(Message, tag="digest_reply"):
+class ExchangeReply(Message, tag="digest_reply", frozen=True):
     """What you lack, and in ``want`` what I lack: the payload is an ``ExchangeBody``."""
 
     re: Count = 0
 
 
-class Records(Message, tag="records"):
+class Records(Message, tag="records", frozen=True):
     """Records (and perhaps a catalog) that the receiver asked for or that just changed; payload: ``ExchangeBody``."""
 
 
-class OpenSession(Message, tag="open"):
+class OpenSession(Message, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session."""
 
     id: Count = 0
@@ -99,7 +99,7 @@ class OpenSession(Message, tag="open"):
     needs: Needs = ()
 
 
-class Opened(Message, tag="opened"):
+class Opened(Message, tag="opened", frozen=True):
     """Yes. ``push`` is false when the successor could not be reached: outputs then return to the client."""
 
     re: Count = 0
@@ -126,7 +126,7 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: Rows | None = None
 
 
-class Op(Message, tag="op"):
+class Op(Message, tag="op", frozen=True):
     """One change of a session, addressed to the hop that starts at block ``start`` (or, past the last, the client).
 
     ``seq`` is consecutive from 1. ``settled`` is the highest op whose answer the client holds. Ops up to
@@ -149,7 +149,7 @@ class Op(Message, tag="op"):
     needs: Needs = ()
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, tag="progress", frozen=True):
     """Sent by a hop to its predecessor while work is under way: what it received, what its worker finished."""
 
     session: SessionKey = b"\0" * 16
@@ -159,7 +159,7 @@ class Progress(Message, tag="progress"):
     finished: Count = 0
 
 
-class Suspect(Message, tag="suspect"):
+class Suspect(Message, tag="suspect", frozen=True):
     """A hop tells the client that its direct successor, the hop starting at ``start``, gives no sign of life."""
 
     session: SessionKey = b"\0" * 16
@@ -169,7 +169,7 @@ class Suspect(Message, tag="suspect"):
     reason: Text = ""
 
 
-class Reroute(Message, tag="reroute"):
+class Reroute(Message, tag="reroute", frozen=True):
     """The client gives a surviving hop its neighbours in a new epoch and asks how far it has come."""
 
     id: Count = 0
@@ -182,14 +182,14 @@ class Reroute(Message, tag="reroute"):
     successor_addresses: Addresses = ()
 
 
-class Rerouted(Message, tag="rerouted"):
+class Rerouted(Message, tag="rerouted", frozen=True):
     re: Count = 0
     received: Count = 0
     push: bool = True
     why: Text = ""
 
 
-class Replay(Message, tag="replay"):
+class Replay(Message, tag="replay", frozen=True):
     """Send your successor what it lacks: everything (``have`` is None) or the ops after ``have``."""
 
     id: Count = 0
@@ -201,7 +201,7 @@ class Replay(Message, tag="replay"):
     replay_end: Block = 0
 
 
-class Replayed(Message, tag="replayed"):
+class Replayed(Message, tag="replayed", frozen=True):
     """A replay has left this hop: how many ops, and how many tokens of merged history."""
 
     re: Count = 0
@@ -209,12 +209,12 @@ class Replayed(Message, tag="replayed"):
     tokens: Count = 0
 
 
-class CloseSession(Message, tag="close"):
+class CloseSession(Message, tag="close", frozen=True):
     session: SessionKey = b"\0" * 16
     start: Block = 0
 
 
-class LoadSpan(Message, tag="load"):
+class LoadSpan(Message, tag="load", frozen=True):
     """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
 
     path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -227,7 +227,7 @@ class LoadSpan(Message, tag="load"):
     spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
-class Loaded(Message, tag="loaded"):
+class Loaded(Message, tag="loaded", frozen=True):
     """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
 
     device: Text = ""
@@ -242,7 +242,7 @@ class Loaded(Message, tag="loaded"):
     prefill_tokens_per_s: float = 0.0
 
 
-class Done(Message, tag="done"):
+class Done(Message, tag="done", frozen=True):
     """Worker to daemon: a silent op was executed; nothing travels on."""
 
     session: SessionKey = b"\0" * 16
@@ -250,11 +250,11 @@ class Done(Message, tag="done"):
     seq: Count = 0
 
 
-class Tick(Message, tag="tick"):
+class Tick(Message, tag="tick", frozen=True):
     """Worker to daemon: blocks are being executed, still; sent at most twice a second."""
 
 
-class WorkerFailed(Message, tag="worker_failed"):
+class WorkerFailed(Message, tag="worker_failed", frozen=True):
     """Worker to daemon: the load cannot succeed, and why."""
 
     message: Annotated[str, msgspec.Meta(max_length=4096)] = ""

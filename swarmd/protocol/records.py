@@ -40,7 +40,7 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
     certificate: Certificate
 
 
-class PeerRecord(Record, tag="peer"):
+class PeerRecord(Record, tag="peer", frozen=True):
     """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown."""
 
     addresses: Addresses = ()
@@ -54,7 +54,7 @@ class PeerRecord(Record, tag="peer"):
     down_bytes_per_s: Rate | None = None
 
 
-class SpanRecord(Record, tag="span"):
+class SpanRecord(Record, tag="span", frozen=True):
     """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span."""
 
     model: Name = ""

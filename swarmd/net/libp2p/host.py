@@ -44,8 +44,16 @@ CONNECT_TIMEOUT_S = 4.5
 OPEN_TIMEOUT_S = 4.0
 ADDRESS_TTL_S = 3_600
 MAX_STREAMS_PER_PEER = 64
-OPEN_ERRORS = (SwarmException, HostException, StreamError, MuxedConnError, MuxedStreamError, MultiselectError)
-OPEN_ERRORS += (MultiselectClientError, OpenConnectionError)
+OPEN_ERRORS = (
+    SwarmException,
+    HostException,
+    StreamError,
+    MuxedConnError,
+    MuxedStreamError,
+    MultiselectError,
+    MultiselectClientError,
+    OpenConnectionError,
+)
 
 
 class HandshakeFailed(Unreachable):

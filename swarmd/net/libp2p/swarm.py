@@ -103,7 +103,8 @@ class GuardedSwarm(Swarm):
             addresses = self.peerstore.addrs(peer_id)
         except PeerStoreError:
             addresses = []
-        refused, garbled = [], []
+        refused: list[str] = []
+        garbled: list[str] = []
         for address in addresses:
             try:
                 with trio.fail_after(UPGRADE_TIMEOUT_S):

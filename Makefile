@@ -1,0 +1,41 @@
+# One way in. `make demo` and `make test` set up what they need; nothing outside .venv is touched.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SEEDS  ?= 20
+
+.PHONY: help setup demo fix check test prove bench clean
+help:
+	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
+
+setup: $(VENV)/.ready
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/swarmd demo
+
+fix: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+
+check: setup
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest -m "not prove"
+
+prove: setup
+	$(BIN)/python -m tests.prove --seeds $(SEEDS)
+
+bench: setup
+	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/wan.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,187 @@
+"""Real daemons as real processes on loopback, for tests that kill things.
+
+Every process that is started here is ended here, by its id. Homes live in the test's own temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from swarmd.home import Home
+from swarmd.plan.routing import Hop
+from swarmd.protocol import invite as invites
+from swarmd.values import PeerId, Span
+
+READY_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Volunteer:
+    """One daemon process and its home."""
+
+    home: Home
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def peer(self) -> PeerId:
+        return self.home.identity().peer_id
+
+    @property
+    def worker_pid(self) -> int:
+        return int(self.ask("status")["worker"]["pid"])
+
+    def start(self) -> None:
+        log = (self.home.folder / "daemon.log").open("ab")
+        command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(self.home.folder), "up", *self.arguments]
+        environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.environment}
+        self.process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+        log.close()
+
+    def signal(self, number: int, what: str = "daemon") -> None:
+        """Send a signal to the daemon, its worker, or both."""
+        assert self.process is not None
+        pids = {"daemon": [self.process.pid], "worker": [self.worker_pid]}.get(what)
+        for pid in pids or [self.worker_pid, self.process.pid]:
+            os.kill(pid, number)
+
+    def ask(self, path: str, method: str = "GET", **query: str) -> dict[str, Any]:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.home.socket)), timeout=20) as http:
+            answer = http.request(method, f"http://swarmd/v1/{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def log(self) -> str:
+        return (self.home.folder / "daemon.log").read_text()
+
+    def stop(self) -> None:
+        """End the daemon and, by its session, whatever it started."""
+        if self.process is None:
+            return
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+        self.process.wait()
+        self.process = None
+
+
+@dataclass
+class LocalSwarm:
+    """A founder and volunteers on loopback."""
+
+    folder: Path
+    volunteers: list[Volunteer] = field(default_factory=list)
+
+    def add(self, *arguments: str, models: dict[str, Path] | None = None, **environment: str) -> Volunteer:
+        """Start a volunteer; the first one founds the swarm."""
+        home = Home(self.folder / f"peer{len(self.volunteers)}")
+        if not self.volunteers:
+            home.found("test")
+        else:
+            self.join(home)
+        for name, model_folder in (models or {}).items():
+            add_model(home, name, model_folder)
+        volunteer = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", *arguments), environment)
+        self.volunteers.append(volunteer)
+        volunteer.start()
+        self.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
+        return volunteer
+
+    def join(self, home: Home) -> None:
+        founder = self.volunteers[0]
+        from swarmd.protocol.identity import Identity
+
+        ticket = founder.home.invite(self.addresses(), 3_600)
+        home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
+
+    def invite(self) -> str:
+        return invites.encode(self.volunteers[0].home.invite(self.addresses(), 3_600))
+
+    def addresses(self) -> tuple[str, ...]:
+        found = []
+        for volunteer in self.volunteers:
+            if volunteer.process is not None and volunteer.home.socket.exists():
+                found += volunteer.ask("status")["addresses"]
+        return tuple(found)
+
+    def serving(self, *spans: tuple[int, int], model: str = "demo", **more: Any) -> list[Volunteer]:
+        """Start one volunteer for each span and wait until all see all online."""
+        started = [self.add("--serve", model, "--blocks", f"{a}:{b}", **more) for a, b in spans]
+        self.wait_online()
+        return started
+
+    def wait_online(self) -> None:
+        live = [v for v in self.volunteers if v.process is not None]
+
+        def everybody_sees_everybody() -> bool:
+            for watcher in live:
+                rows = {r["peer"]: r for r in watcher.ask("peers")["peers"]}
+                for other in live:
+                    spans = rows.get(other.peer, {}).get("spans", [])
+                    if "--no-serve" not in other.arguments and not any(s["state"] == "online" for s in spans):
+                        return False
+            return True
+
+        self.wait(everybody_sees_everybody, "all volunteers online in all views")
+
+    def wait(self, condition: Any, what: str, volunteer: Volunteer | None = None) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not condition():
+            for v in [volunteer] if volunteer else self.volunteers:
+                if v.process is not None and v.process.poll() is not None:
+                    raise AssertionError(f"a daemon ended while waiting for {what}:\n{v.log()[-2000:]}")
+            assert time.monotonic() < deadline, f"no {what} within {READY_TIMEOUT_S} s:\n" + self.logs()
+            time.sleep(0.05)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {v.home.folder.name}\n{v.log()[-1500:]}" for v in self.volunteers)
+
+    def hops(self, *parts: tuple[Volunteer, int, int]) -> tuple[Hop, ...]:
+        return tuple(Hop(v.peer, Span(a, b)) for v, a, b in parts)
+
+    def stop(self) -> None:
+        for volunteer in self.volunteers:
+            volunteer.stop()
+
+
+@contextmanager
+def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
+    swarm = LocalSwarm(folder)
+    try:
+        yield swarm
+    finally:
+        swarm.stop()
+
+
+def add_model(home: Home, name: str, folder: Path) -> None:
+    """What ``swarmd models add`` does, without a process."""
+    import msgspec
+
+    from swarmd.protocol import manifest
+
+    read = manifest.read_folder(folder)
+    model = manifest.model_id(read)
+    home.add_folder(model, folder)
+    if home.is_founder:
+        home.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
+
+
+def as_json(text: str) -> Any:
+    return json.loads(text)
