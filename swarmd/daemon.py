@@ -22,7 +22,7 @@ import trio
 from swarmd.config import Config, split
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home, by_peer
-from swarmd.net.api import Network, RecordStore
+from swarmd.net.api import Network, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.node.control import serve_control
@@ -94,7 +94,7 @@ class Daemon:
         self._stopping = trio.Event()
         self._started_at = trio.current_time()
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Run until ``stop``."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)

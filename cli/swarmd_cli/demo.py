@@ -95,7 +95,8 @@ def _assemble(volunteers: Volunteers) -> None:
 
     def complete() -> bool:
         rows: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
-        return len(NAMES) == sum(s["state"] == "online" for r in rows for s in r["spans"])
+        online = [s for r in rows for s in r["spans"] if s["state"] == "online"]
+        return len(online) == len(NAMES)
 
     volunteers.wait_for(complete, "complete set of blocks")
 

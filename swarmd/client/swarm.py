@@ -26,7 +26,7 @@ from swarmd.client.chain import ChainSession, Repair, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.compute.history import Budget
 from swarmd.errors import ConfigError, NoRoute, PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
-from swarmd.net.api import Network
+from swarmd.net.api import Network, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
@@ -142,7 +142,7 @@ class AsyncSwarm:
                     raise ConfigError(str(error)) from None
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Join, then keep the view fresh until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)

@@ -15,6 +15,12 @@ Purpose = Literal["interactive", "bulk"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "bulk")
 
 
+class TaskStatus(Protocol):
+    """trio's TaskStatus[None], which the stubs of trio-typing (a dependency of libp2p) do not know."""
+
+    def started(self, value: None = None) -> None: ...
+
+
 class Stream(Protocol):
     """One ordered, reliable, authenticated byte stream to one peer."""
 

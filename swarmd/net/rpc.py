@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
-from swarmd.net.api import PURPOSES, Network, Purpose, Stream
+from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Hello, Message, Refusal
@@ -129,7 +129,7 @@ class Rpc:
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from swarmd.errors import SwarmError
+from swarmd.net.api import TaskStatus
 
 
 class Controlled(Protocol):
@@ -77,9 +78,7 @@ def application(daemon: Controlled) -> Starlette:
     )
 
 
-async def serve_control(
-    daemon: Controlled, path: Path, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-) -> None:
+async def serve_control(daemon: Controlled, path: Path, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
     """Serve the API on a Unix socket of mode 0600 until cancelled."""
     path.unlink(missing_ok=True)
     config = HypercornConfig()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.node.outbox import Outbox
@@ -131,7 +132,7 @@ class Server:
         ledger = self.ledger
         return ServerStatus(sessions, ledger.free_tokens, ledger.total_tokens, self._tokens_served, dict(self._refused))
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._outbox = Outbox(self._rpc, nursery, self._push_failed)

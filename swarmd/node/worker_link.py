@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import trio
 
 from swarmd.errors import RemoteProtocolError, SwarmUnavailable
+from swarmd.net.api import TaskStatus
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Message, Refusal, Replayed, Tick, WorkerFailed
@@ -148,7 +149,7 @@ class WorkerLink:
         async with self._sending:
             await process.send(frame)
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load."""
         task_status.started()
         pause_s = FIRST_PAUSE_S
