@@ -94,7 +94,7 @@ class Daemon:
         self._stopping = trio.Event()
         self._started_at = trio.current_time()
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until ``stop``."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)

@@ -142,7 +142,7 @@ class AsyncSwarm:
                     raise ConfigError(str(error)) from None
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Join, then keep the view fresh until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)

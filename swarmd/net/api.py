@@ -7,7 +7,7 @@ behaviour. Streams carry bytes with backpressure; frames and requests are ``net.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from swarmd.values import PeerId
 
@@ -15,10 +15,10 @@ Purpose = Literal["interactive", "bulk"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "bulk")
 
 
-class TaskStatus(Protocol):
-    """trio's TaskStatus[None], which the stubs of trio-typing (a dependency of libp2p) do not know."""
-
-    def started(self, value: None = None) -> None: ...
+if TYPE_CHECKING:  # the stubs of trio-typing, a dependency of libp2p, hide trio's own types and keep this one apart
+    from trio_typing import TaskStatus as TaskStatus
+else:
+    from trio import TaskStatus as TaskStatus
 
 
 class Stream(Protocol):

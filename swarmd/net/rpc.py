@@ -129,7 +129,7 @@ class Rpc:
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:

@@ -149,7 +149,7 @@ class SimNetwork:
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._nursery: trio.Nursery | None = None
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             await trio.sleep_forever()

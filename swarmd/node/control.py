@@ -78,7 +78,9 @@ def application(daemon: Controlled) -> Starlette:
     )
 
 
-async def serve_control(daemon: Controlled, path: Path, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+async def serve_control(
+    daemon: Controlled, path: Path, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
     """Serve the API on a Unix socket of mode 0600 until cancelled."""
     path.unlink(missing_ok=True)
     config = HypercornConfig()

@@ -112,7 +112,7 @@ class Directory:
         live = {p: r.addresses for p, r in self.view().peers.items() if r.addresses}
         return {**live, **{p: a for p, a in self._known.items() if p not in live}}
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce_loop)
             nursery.start_soon(self._rendezvous_loop)

@@ -132,7 +132,7 @@ class Server:
         ledger = self.ledger
         return ServerStatus(sessions, ledger.free_tokens, ledger.total_tokens, self._tokens_served, dict(self._refused))
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._outbox = Outbox(self._rpc, nursery, self._push_failed)

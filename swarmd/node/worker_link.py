@@ -149,7 +149,7 @@ class WorkerLink:
         async with self._sending:
             await process.send(frame)
 
-    async def run(self, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load."""
         task_status.started()
         pause_s = FIRST_PAUSE_S
