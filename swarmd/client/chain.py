@@ -51,6 +51,7 @@ REROUTE_TIMEOUT_S = 5.0
 REPLAY_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.25
 PATIENCE_S = 60.0
+PINNED_PATIENCE_S = 12.0
 RETRY_PAUSE_S = 0.5
 EXCLUDED_FOR_S = 20.0
 BUSY_FOR_S = 2.0
@@ -149,7 +150,7 @@ class ChainSession:
 
     async def open(self) -> None:
         """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
-        deadline = trio.current_time() + PATIENCE_S
+        deadline = trio.current_time() + (PINNED_PATIENCE_S if self.terms.route else PATIENCE_S)
         while True:
             hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
             self.links = [Link(hop) for hop in hops]
@@ -157,11 +158,12 @@ class ChainSession:
             if not failures:
                 return
             self._raise_if_hopeless(failures)
-            if self.terms.route or trio.current_time() > deadline:
+            if trio.current_time() > deadline:
                 raise next(iter(failures.values()))
             for index, error in failures.items():
                 self._drop(self.links[index], error)
             self._trouble = None
+            await trio.sleep(RETRY_PAUSE_S)
             await self._swarm.refresh()
 
     async def step(

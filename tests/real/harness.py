@@ -56,9 +56,10 @@ class Volunteer:
     def signal(self, number: int, what: str = "daemon") -> None:
         """Send a signal to the daemon, its worker, or both."""
         assert self.process is not None
-        pids = {"daemon": [self.process.pid], "worker": [self.worker_pid]}.get(what)
-        for pid in pids or [self.worker_pid, self.process.pid]:
-            os.kill(pid, number)
+        if what in ("worker", "both"):
+            os.kill(self.worker_pid, number)
+        if what in ("daemon", "both"):
+            os.kill(self.process.pid, number)
 
     def ask(self, path: str, method: str = "GET", **query: str) -> dict[str, Any]:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.home.socket)), timeout=20) as http:
@@ -128,18 +129,18 @@ class LocalSwarm:
         return started
 
     def wait_online(self) -> None:
+        """Wait until every worker is online and everybody's view says so, with addresses that are true."""
         live = [v for v in self.volunteers if v.process is not None]
 
-        def everybody_sees_everybody() -> bool:
-            for watcher in live:
-                rows = {r["peer"]: r for r in watcher.ask("peers")["peers"]}
-                for other in live:
-                    spans = rows.get(other.peer, {}).get("spans", [])
-                    if "--no-serve" not in other.arguments and not any(s["state"] == "online" for s in spans):
-                        return False
-            return True
+        def all_online() -> bool:
+            try:
+                own = {v.peer: v.ask("status") for v in live}
+                views = [v.ask("peers")["peers"] for v in live]
+            except httpx.TransportError:
+                return False  # a control socket is not there yet
+            return all(_is_online(status) for status in own.values()) and all(_agrees(rows, own) for rows in views)
 
-        self.wait(everybody_sees_everybody, "all volunteers online in all views")
+        self.wait(all_online, "all volunteers online in all views")
 
     def wait(self, condition: Any, what: str, volunteer: Volunteer | None = None) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -159,6 +160,22 @@ class LocalSwarm:
     def stop(self) -> None:
         for volunteer in self.volunteers:
             volunteer.stop()
+
+
+def _is_online(status: dict[str, Any]) -> bool:
+    return status["directory"]["known_peers"] >= 0 and (status["worker"] or {}).get("state", "online") == "online"
+
+
+def _agrees(rows: list[dict[str, Any]], own: dict[PeerId, dict[str, Any]]) -> bool:
+    """Does one view hold everybody's present addresses and states?"""
+    seen = {row["peer"]: row for row in rows}
+    for peer, status in own.items():
+        row = seen.get(peer)
+        if row is None or row["addresses"] != status["addresses"]:
+            return False
+        if status["worker"] is not None and [s["state"] for s in row["spans"]] != ["online"]:
+            return False
+    return True
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""Hit a hop of a running generation at a moment that is known, and compare with an undisturbed run.
+
+The victim's worker is stopped first, so that the next op is accepted and not answered; only then comes the blow.
+Used by test_faults.py (a few cases) and by ``make prove`` (all of them, with many seeds).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarmd.client.chain import Statistics
+from tests.real.harness import LocalSwarm, Volunteer
+
+GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
+"""docs/protocol.md, "What exact means": how close the two best logits must be where a replayed run may differ."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One thing done to one volunteer: a signal to its daemon, worker or both, when that many tokens are out."""
+
+    at_token: int
+    victims: tuple[int, ...]
+    number: int = signal.SIGKILL
+    what: str = "daemon"
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.number).name}-{self.what}-{'+'.join(map(str, self.victims))}"
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
+    "padded": {"do_sample": False},
+}
+
+
+@dataclass
+class Outcome:
+    """What a disturbed generation gave."""
+
+    sequences: torch.Tensor
+    logits: tuple[torch.Tensor, ...]
+    statistics: Statistics
+    chain: tuple[str, ...]
+    unanswered: list[tuple[int, int]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def inputs_for(mode: str, vocabulary: int, seed: int) -> dict[str, torch.Tensor]:
+    """A prompt of random tokens; in a padded batch, two prompts of which the first is shorter."""
+    rng = torch.Generator().manual_seed(seed)
+    n_rows = 2 if mode == "padded" else 1
+    ids = torch.randint(3, vocabulary, (n_rows, 12), generator=rng)
+    if mode == "lookup":
+        ids = torch.cat([ids[:, :6], ids[:, :6], ids[:, :4]], 1)
+    mask = torch.ones_like(ids)
+    if mode == "padded":
+        ids[0, :5], mask[0, :5] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, mode: str, inputs: dict[str, torch.Tensor], n_tokens: int, seed: int, **more: Any) -> Any:
+    torch.manual_seed(seed)
+    length = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens}
+    return model.generate(**inputs, **length, **MODES[mode], return_dict_in_generate=True, output_logits=True, **more)
+
+
+class Attacker:
+    """Counts steps of a session and strikes at the right one, from the thread that generates."""
+
+    def __init__(self, model: Any, volunteers: list[Volunteer], blows: tuple[Blow, ...]) -> None:
+        self.session: Any = None
+        self.unanswered: list[tuple[int, int]] = []
+        self.failure: BaseException | None = None
+        self._volunteers = volunteers
+        self._blows = list(blows)
+        self._threads: list[threading.Thread] = []
+        self._n_steps = 0
+        new_cache = model.new_cache
+
+        def watched_cache(*args: Any) -> Any:
+            cache = new_cache(*args)
+            open_session, append = cache._open_session, cache.append
+
+            def opening(*a: Any) -> Any:
+                self.session = open_session(*a)
+                return self.session
+
+            def appending(*a: Any) -> Any:
+                self._before_step()
+                return append(*a)
+
+            cache._open_session, cache.append = opening, appending
+            return cache
+
+        model.new_cache = watched_cache
+        self._restore = lambda: setattr(model, "new_cache", new_cache)
+
+    def finish(self) -> None:
+        self._restore()
+        for thread in self._threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _before_step(self) -> None:
+        self._n_steps += 1
+        while self._blows and self._blows[0].at_token <= self._n_steps:
+            blow = self._blows.pop(0)
+            victims = [self._find(v) for v in blow.victims]
+            for victim in victims:
+                victim.signal(signal.SIGSTOP, "worker")  # the next op is accepted and stays unanswered
+            thread = threading.Thread(target=self._strike, args=(blow, victims), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _find(self, victim: int) -> Volunteer:
+        """A volunteer by number; -1 - i is whoever serves hop i now."""
+        if victim >= 0:
+            return self._volunteers[victim]
+        peer = self.session.chain_session.links[-1 - victim].hop.peer
+        return next(v for v in self._volunteers if v.process is not None and v.peer == peer)
+
+    def _strike(self, blow: Blow, victims: list[Volunteer]) -> None:
+        try:
+            first = victims[0]  # with several victims only the first of the chain is reached by the op
+            deadline = time.monotonic() + 3.5
+            while not self._holds_unanswered(first):
+                assert time.monotonic() < deadline, "the victim was never given an op"
+                time.sleep(0.02)
+            for victim in victims:
+                if (blow.number, blow.what) != (signal.SIGSTOP, "worker"):
+                    victim.signal(blow.number, blow.what)
+        except BaseException as error:  # noqa: BLE001 - handed to the test's thread by finish()
+            self.failure = error
+
+    def _holds_unanswered(self, victim: Volunteer) -> bool:
+        for session in victim.ask("sessions")["sessions"]:
+            if session["received"] > session["finished"]:
+                self.unanswered.append((session["received"], session["finished"]))
+                return True
+        return False
+
+
+def disturbed(
+    model: Any,
+    volunteers: list[Volunteer],
+    mode: str,
+    inputs: dict[str, torch.Tensor],
+    n_tokens: int,
+    seed: int,
+    blows: tuple[Blow, ...],
+) -> Outcome:
+    attacker = Attacker(model, volunteers, blows)
+    begun = time.monotonic()
+    try:
+        out = generate(model, mode, inputs, n_tokens, seed)
+    finally:
+        attacker.finish()
+    session = model.last_session
+    seconds = time.monotonic() - begun
+    return Outcome(out.sequences, out.logits, session.statistics, session.chain, attacker.unanswered, seconds)
+
+
+def check_recovery(outcome: Outcome, volunteers: list[Volunteer], blows: tuple[Blow, ...], first_hop: int = 0) -> None:
+    """What every recovery must show, whatever was hit."""
+    assert outcome.unanswered, "the victim had accepted an op and not answered it"
+    repairs = outcome.statistics.repairs
+    assert repairs, "the chain was repaired"
+    assert sum(r.replayed_ops for r in repairs) > 0, "ops were replayed"
+    hit = {volunteers[v].peer for blow in blows for v in blow.victims if v >= 0}
+    chosen = any(v < 0 for blow in blows for v in blow.victims)
+    blamed = {peer for peer, _ in outcome.statistics.blamed}
+    assert chosen or blamed <= hit, f"healthy peers were blamed: {outcome.statistics.blamed}"
+    restarted = [r for r in repairs if r.from_client]
+    allowed = any(first_hop in blow.victims or min(blow.victims) < 0 for blow in blows)
+    assert allowed or not restarted, "history came from the client although a predecessor was alive"
+
+
+def check_gap_rule(outcome: Outcome, expected: Any, n_prompt: int, dtype: str) -> int | None:
+    """Check the rule for the *replayed* grade; returns where the runs first differ, or None."""
+    ours, theirs = outcome.sequences, expected.sequences
+    if torch.equal(ours, theirs):
+        return None
+    first = int((ours != theirs).any(0).nonzero()[0])
+    row = int((ours[:, first] != theirs[:, first]).nonzero()[0])
+    best = expected.logits[first - n_prompt][row].topk(2).values
+    gap = float(best[0] - best[1])
+    assert gap <= GAP_BOUND[dtype], f"tokens differ at {first} where the two best logits are {gap:.3g} apart"
+    return first
+
+
+def check_identical(outcome: Outcome, expected: Any) -> None:
+    """Check the rule for the *exact* grade: the same tokens and, bit for bit, the same logits."""
+    assert torch.equal(outcome.sequences, expected.sequences)
+    for step, (ours, theirs) in enumerate(zip(outcome.logits, expected.logits, strict=True)):
+        assert torch.equal(ours, theirs), f"logits of step {step} differ by {(ours - theirs).abs().max():.3g}"
+
+
+def revive(swarm: LocalSwarm, volunteers: list[Volunteer], revived: Callable[[Volunteer], None] | None = None) -> None:
+    """Let stopped processes go on, start ended ones again, and wait until everybody is online."""
+    for volunteer in volunteers:
+        if volunteer.process is None or volunteer.process.poll() is not None:
+            volunteer.stop()
+            volunteer.start()
+        else:
+            volunteer.signal(signal.SIGCONT, "daemon")
+    swarm.wait_online()
