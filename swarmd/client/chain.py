@@ -178,12 +178,12 @@ class ChainSession:
         self._seq += 1
         self.statistics.steps += 1
         sent = Sent(self._seq, edits, hidden, positions, mask, record_past)
-        self._history.settle(self._answered)
-        self._history.add(sent)
         self._answer, self._fatal = None, None
         if self._trouble is None:
             frame = encode_op(self.key, 0, self._epoch, self._answered, sent, Op(), None)
             await self._send_to(0, self._seq, frame)
+        self._history.settle(self._answered)  # while the chain computes
+        self._history.add(sent)
         await self._await_answer()
         self._answered = self._seq
         assert self._answer is not None

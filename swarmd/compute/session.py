@@ -36,8 +36,8 @@ class HopSession:
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
 
-    def apply(self, op: Op, payload: memoryview) -> bytes:
-        """Execute one op; returns the frame to send: the next hop's op, or Done. Raises Refused."""
+    def apply(self, op: Op, payload: memoryview) -> Iterator[bytes]:
+        """Execute one op: yields the frame to send (the next hop's op, or Done), then keeps it. Raises Refused."""
         entering = self._read_untrusted(op, payload)
         for edit in op.edits:
             self._edit(edit)
@@ -48,11 +48,12 @@ class HopSession:
             hidden, positions, mask = entering
             out = self._append(hidden, positions, mask)
             sent = Sent(op.seq, op.edits, out.cpu(), positions, mask, op.record_past)
-        self.history.add(sent)
-        self.history.settle(op.seq if op.base else op.settled)
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
-            return frames.encode(messages.encode(Done(session=self.session, start=self.hop.start, seq=op.seq)))
-        return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
+            yield frames.encode(messages.encode(Done(session=self.session, start=self.hop.start, seq=op.seq)))
+        else:
+            yield encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
+        self.history.add(sent)  # after the frame is on its way: the next hop need not wait for this
+        self.history.settle(op.seq if op.base else op.settled)
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""

@@ -59,15 +59,14 @@ class Worker:
     def run(self) -> None:
         while data := self._connection.recv(_RECEIVE_BYTES):
             for frame in self._decoder.feed_untrusted(data):
-                answers = b"".join(self._handle(frame))
-                if answers:
-                    self._connection.sendall(answers)
+                for answer in self._handle(frame):
+                    self._connection.sendall(answer)
 
     def _handle(self, frame: Frame) -> Iterator[bytes]:
         message = messages.decode_untrusted(frame.header)
         try:
             if isinstance(message, Op):
-                yield self._find(message.session, message.start).apply(message, frame.payload)
+                yield from self._find(message.session, message.start).apply(message, frame.payload)
             elif isinstance(message, OpenSession):
                 self._open(message)
             elif isinstance(message, CloseSession):

@@ -17,6 +17,7 @@ import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
+from swarmd.net.write_lock import WriteLock
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Hello, Message, Refusal
@@ -52,7 +53,7 @@ class Channel:
         self.purpose = purpose
         self.is_open = True
         self._stream = stream
-        self._sending = trio.Lock()
+        self._lock = WriteLock()
         self._pending: dict[int, _Reply] = {}
         self._n_calls = 0
 
@@ -63,8 +64,11 @@ class Channel:
         """Send one encoded frame. Raises Unreachable."""
         if not self.is_open:
             raise Unreachable(f"the channel to {self.peer} has ended")
-        async with self._sending:
+        await self._lock.acquire(is_bulk=False)
+        try:
             await self._stream.send(frame)
+        finally:
+            self._lock.release()
 
     async def call(
         self, request: Callable[[int], Message], payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S

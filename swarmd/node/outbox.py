@@ -30,10 +30,12 @@ class Outbox:
         waiting = self._waiting.get(peer)
         if waiting is None and len(frame) <= SMALL_BYTES and (channel := self._rpc.existing(peer)) is not None:
             try:
-                with trio.fail_after(SEND_TIMEOUT_S):
+                with trio.CancelScope(deadline=trio.current_time() + SEND_TIMEOUT_S) as scope:
                     await channel.send_raw(frame)
-            except (PeerError, trio.TooSlowError) as error:
-                self._failed(peer, str(error) or f"it took nothing for {SEND_TIMEOUT_S} s")
+            except PeerError as error:
+                self._failed(peer, str(error))
+            if scope.cancelled_caught:
+                self._failed(peer, f"it took nothing for {SEND_TIMEOUT_S} s")
             return
         if waiting is None:
             waiting = self._waiting[peer] = deque()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +22,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF,
 from multiaddr import Multiaddr
 
 from swarmd.net.libp2p.yamux_core import StreamState, YamuxCore, YamuxError
+from swarmd.net.write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
 
@@ -31,37 +31,6 @@ PING_INTERVAL_S = 2.0
 MAX_UNANSWERED_PINGS = 4
 WRITE_TIMEOUT_S = 10.0
 CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
-
-
-class WriteLock:
-    """A lock whose interactive waiters go before bulk ones."""
-
-    def __init__(self) -> None:
-        self._held = False
-        self._waiting: tuple[deque[trio.Event], deque[trio.Event]] = (deque(), deque())
-
-    async def acquire(self, is_bulk: bool) -> None:
-        if not self._held:
-            self._held = True
-            return
-        turn = trio.Event()
-        queue = self._waiting[is_bulk]
-        queue.append(turn)
-        try:
-            await turn.wait()
-        except trio.Cancelled:
-            if turn.is_set():
-                self.release()
-            else:
-                queue.remove(turn)
-            raise
-
-    def release(self) -> None:
-        for queue in self._waiting:
-            if queue:
-                queue.popleft().set()
-                return
-        self._held = False
 
 
 class YamuxStream(IMuxedStream):
@@ -216,9 +185,12 @@ class YamuxConnection(IMuxedConn):
         try:
             if self._closed:
                 raise MuxedStreamReset
-            with trio.CancelScope(shield=True), trio.fail_after(WRITE_TIMEOUT_S):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_TIMEOUT_S) as scope:
                 await self.secured.write(frame)
-        except (trio.TooSlowError, *CONNECTION_ERRORS) as error:
+            if scope.cancelled_caught:
+                self._fail()
+                raise MuxedStreamReset
+        except CONNECTION_ERRORS as error:
             logger.debug("write to %s failed: %s", self.peer_id, error)
             self._fail()
             raise MuxedStreamReset from error
