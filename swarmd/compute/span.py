@@ -49,7 +49,7 @@ class LoadedSpan:
     def new_cache(self, hop: Span | None = None) -> SpanCache:
         return SpanCache(self.config, hop or self.span)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(
         self,
         hidden: torch.Tensor,

@@ -1,0 +1,38 @@
+"""A lock for writers that costs nothing while nobody else writes, and lets interactive writers go first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import trio
+
+
+class WriteLock:
+    """A lock whose interactive waiters go before bulk ones."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: tuple[deque[trio.Event], deque[trio.Event]] = (deque(), deque())
+
+    async def acquire(self, is_bulk: bool) -> None:
+        if not self._held:
+            self._held = True
+            return
+        turn = trio.Event()
+        queue = self._waiting[is_bulk]
+        queue.append(turn)
+        try:
+            await turn.wait()
+        except trio.Cancelled:
+            if turn.is_set():
+                self.release()
+            else:
+                queue.remove(turn)
+            raise
+
+    def release(self) -> None:
+        for queue in self._waiting:
+            if queue:
+                queue.popleft().set()
+                return
+        self._held = False
