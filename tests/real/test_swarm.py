@@ -1,0 +1,152 @@
+"""Finding each other, being cut off, and servers that cannot reach each other: as real processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+import swarmd
+from swarmd.home import Home
+from tests.real.faults import generate, inputs_for
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+pytestmark = pytest.mark.slow
+
+
+def members_seen_by(volunteer: Volunteer) -> set[str]:
+    return {row["peer"] for row in volunteer.ask("peers")["peers"]}
+
+
+def start_blocking(swarm: LocalSwarm, blocked: Volunteer, *arguments: str) -> Volunteer:
+    return swarm.add(*arguments, SWARMD_BLOCKED_PEERS=blocked.peer)
+
+
+def test_servers_that_cannot_reach_each_other_are_joined_by_the_client(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        meeting_point = swarm.add("--no-serve")
+        first = swarm.add("--serve", "demo", "--blocks", "0:3")
+        second = start_blocking(swarm, first, "--serve", "demo", "--blocks", "3:6")
+        swarm.wait_online()
+        with swarmd.connect(home=meeting_point.home.folder) as client:
+            model = client.model("demo")
+            inputs = inputs_for("greedy", 1024, 1)
+            generate(model, "greedy", inputs, 12, 1)
+            statistics = model.last_session.statistics
+            assert statistics.forwarded == statistics.steps == 12
+            assert not statistics.repairs
+            cache = model.new_cache()
+            model(inputs["input_ids"], past_key_values=cache)
+            why = [s["why"] for s in first.ask("why")["sessions"]]
+            assert any("returns to the client" in w and "cannot be reached" in w for w in why), why
+            cache.close()
+        assert second.ask("status")["server"]["tokens_served"] > 0
+
+
+def test_newcomer_finds_through_the_dht_what_its_invite_does_not_name(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        founder = swarm.add("--no-serve", SWARMD_EXCHANGE="0")
+        server = swarm.add("--serve", "demo", "--blocks", "0:3", SWARMD_EXCHANGE="0")
+        swarm.wait(lambda: "online" in server.ask("status")["worker"]["state"], "a worker")
+        home = Home(tmp_path / "newcomer")
+        from swarmd.protocol.identity import Identity
+
+        ticket = founder.home.invite(tuple(founder.ask("status")["addresses"]), 3_600)
+        home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
+        assert server.peer not in home.bootstrap()
+        newcomer = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-serve"), {"SWARMD_EXCHANGE": "0"})
+        swarm.volunteers.append(newcomer)
+        newcomer.start()
+        swarm.wait(home.socket.exists, "its control socket", newcomer)
+        swarm.wait(lambda: server.peer in members_seen_by(newcomer), "the server in the newcomer's view")
+        spans = [s for row in newcomer.ask("peers")["peers"] for s in row["spans"]]
+        assert [s["blocks"] for s in spans] == [[0, 3]]
+
+
+def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        founder, second, third = (swarm.add("--no-serve") for _ in range(3))
+        everybody = {founder.peer, second.peer, third.peer}
+        swarm.wait(lambda: all(members_seen_by(v) == everybody for v in (second, third)), "complete views")
+        invite = founder.home.invite(swarm.addresses(), 3_600)
+        founder.signal(signal.SIGKILL)
+        founder.stop()
+        from swarmd.protocol.identity import Identity
+
+        home = Home(tmp_path / "late")
+        home.enter(invite, Identity.generate(), None)
+        late = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-serve"))
+        swarm.volunteers.append(late)
+        late.start()
+        swarm.wait(home.socket.exists, "its control socket", late)
+        newer = {second.peer, third.peer, late.peer}
+        swarm.wait(lambda: all(newer <= members_seen_by(v) for v in (second, third, late)), "the newcomer in all views")
+        assert late.ask("models")["models"], "the catalog came from a member that is not the founder"
+
+
+def test_daemon_that_was_cut_off_comes_back_and_serves(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        a, b = swarm.serving((0, 3), (3, 6))
+        b.signal(signal.SIGSTOP)
+        time.sleep(10)  # long enough for every connection to be given up (yamux: four pings of 2 s)
+        b.signal(signal.SIGCONT)
+        swarm.wait_online()
+        with swarmd.connect(home=a.home.folder) as client:
+            model = client.model("demo")
+            generate(model, "greedy", inputs_for("greedy", 1024, 1), 8, 1)
+            assert not model.last_session.statistics.repairs
+
+
+def test_client_for_trio_programs_and_client_beside_a_daemon(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        (only,) = swarm.serving((0, 6))
+
+        async def look() -> None:
+            async with swarmd.aconnect(home=only.home.folder) as inside:
+                assert only.peer in inside.view().peers
+                assert inside.rpc.network.peer_id != only.peer
+                assert inside.resolve("demo")[1] == 6
+
+        trio.run(look)
+        with swarmd.connect(swarm.invite()) as client:
+            assert set(client.view().peers) == {only.peer}, "clients do not announce themselves"
+            with pytest.raises(swarmd.ConfigError, match="the swarm's catalog has no model 'nope'; it has: demo"):
+                client.model("nope")
+            model = client.model("demo")
+            with pytest.raises(swarmd.CacheExhausted, match="limit is 2048"):
+                model.generate(torch.zeros(1, 2000, dtype=torch.long) + 5, max_new_tokens=100)
+
+
+def test_missing_blocks_are_named(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        (only,) = swarm.serving((1, 4))
+        with swarmd.connect(home=only.home.folder) as client, pytest.raises(swarmd.NoRoute) as caught:
+            client.model("demo", wait_s=0.5)
+        assert [(s.start, s.end) for s in caught.value.missing] == [(0, 1), (4, 6)]
+
+
+def test_a_range_of_one_dead_hop_is_recovered_on_two(tmp_path: Path) -> None:
+    from tests import checkpoints
+    from tests.real.faults import Blow, check_gap_rule, check_recovery, disturbed
+
+    torch.set_num_threads(1)
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=8)
+    with local_swarm(tmp_path) as swarm:
+        spans = ((0, 2), (2, 6), (6, 8), (0, 4), (4, 8))
+        volunteers = swarm.serving(*spans, model="eight", models={"eight": folder})
+        a, b, c = volunteers[:3]
+        with swarmd.connect(home=a.home.folder) as client:
+            model = client.model("eight", chain=swarm.hops((a, 0, 2), (b, 2, 6), (c, 6, 8)))
+            inputs = inputs_for("greedy", 320, 2)
+            expected = generate(model, "greedy", inputs, 30, 2)
+            blows = (Blow(12, (1,)),)
+            outcome = disturbed(model, volunteers, "greedy", inputs, 30, 2, blows)
+        check_recovery(outcome, volunteers, blows)
+        check_gap_rule(outcome, expected, inputs["input_ids"].shape[1], "float32")
+        assert [hop.split(" ")[0] for hop in outcome.chain] == ["[0,2)", "[2,4)", "[4,6)", "[6,8)"]
