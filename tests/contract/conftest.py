@@ -1,0 +1,42 @@
+"""Two networks for one suite: the same tests run over libp2p on loopback and over the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import trio
+
+from swarmd.net.api import Network
+from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.sim import SimWorld
+from swarmd.protocol.identity import Identity
+
+Pair = Callable[[], AbstractAsyncContextManager[tuple[Network, Network]]]
+
+
+@asynccontextmanager
+async def simulated() -> AsyncIterator[tuple[Network, Network]]:
+    world = SimWorld(seed=1)
+    a, b = world.join(Identity.generate().peer_id), world.join(Identity.generate().peer_id)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(a.run)
+        await nursery.start(b.run)
+        yield a, b
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def real() -> AsyncIterator[tuple[Network, Network]]:
+    psk, listen = b"k" * 32, ("/ip4/127.0.0.1/tcp/0",)
+    a, b = Libp2pNetwork(Identity.generate(), psk, listen), Libp2pNetwork(Identity.generate(), psk, listen)
+    async with a.running(), b.running():
+        a.learn(b.peer_id, b.addresses())
+        b.learn(a.peer_id, a.addresses())
+        yield a, b
+
+
+@pytest.fixture(params=["sim", "libp2p"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return simulated if request.param == "sim" else real
