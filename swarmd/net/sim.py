@@ -19,6 +19,7 @@ from swarmd.values import PeerId
 
 CONNECT_TIMEOUT_S = 4.0
 WINDOW_BYTES = 4 * 2**20
+INDEX = PeerId("index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class SimNetwork:
 
 
 class SimRecordStore:
-    """See ``net.api.RecordStore``: one table in the world, slow to answer."""
+    """See ``net.api.RecordStore``: one table in the world, slow to answer, and out of reach when cut from INDEX."""
 
     def __init__(self, world: SimWorld, peer: PeerId) -> None:
         self._world = world
@@ -202,21 +203,27 @@ class SimRecordStore:
         await trio.lowlevel.checkpoint()
 
     async def put(self, key: str, value: bytes) -> None:
-        await trio.sleep(self._world.lookup_s)
+        await self._ask()
         self._world.values[key] = value
 
     async def get(self, key: str) -> bytes | None:
-        await trio.sleep(self._world.lookup_s)
+        await self._ask()
         return self._world.values.get(key)
 
     async def provide(self, key: str) -> None:
-        await trio.sleep(self._world.lookup_s)
+        await self._ask()
         network = self._world.networks.get(self._peer)
         if network is not None:
             self._world.providers.setdefault(key, {})[self._peer] = network.addresses()
 
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
-        await trio.sleep(self._world.lookup_s)
+        await self._ask()
         found = self._world.providers.get(key, {})
         live = [p for p in found if p != self._peer]
         return {p: found[p] for p in self._world.rng.sample(live, min(20, len(live)))}
+
+    async def _ask(self) -> None:
+        await trio.sleep(self._world.lookup_s)
+        if self._world.is_cut(self._peer, INDEX):
+            await trio.sleep(CONNECT_TIMEOUT_S)
+            raise PeerTimeout("the index does not answer")

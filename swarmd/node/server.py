@@ -107,6 +107,7 @@ class Server:
         self.ledger = ledger
         self.on_change: Callable[[], None] = lambda: None
         self.is_draining = False
+        self._is_running = False
         self._rpc = rpc
         self._exchange = exchange
         self._worker: WorkerLink
@@ -136,15 +137,21 @@ class Server:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._outbox = Outbox(self._rpc, nursery, self._push_failed)
+            self._is_running = True
             task_status.started()
-            while True:
-                await trio.sleep(WATCH_INTERVAL_S)
-                await self._look(trio.current_time())
+            try:
+                while True:
+                    await trio.sleep(WATCH_INTERVAL_S)
+                    await self._look(trio.current_time())
+            finally:
+                self._is_running = False  # connections end after this; nothing may be started then
 
     # --- what peers send -------------------------------------------------------------------------------------
 
     async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
         """Act on one message about sessions; False when it is none. Raises Refused."""
+        if not self._is_running:
+            return False
         try:
             if isinstance(message, Op):
                 await self._on_op(peer, message, frame)
@@ -423,7 +430,7 @@ class Server:
             await self._outbox.put(hop.sender, encode(progress))
 
     def _suspect(self, key: HopKey, hop: HopSession, reason: str) -> None:
-        if hop.suspected:
+        if hop.suspected or not self._is_running:
             return
         hop.suspected = True
         logger.info("session %s: suspecting %s: %s", key[0].hex()[:8], hop.successor, reason)
@@ -434,7 +441,7 @@ class Server:
 
     async def _tell(self, client: PeerId, frame: bytes) -> None:
         """Send to a client on the channel that it opened; a client that is gone hears nothing."""
-        if self._rpc.existing(client) is not None:
+        if self._is_running and self._rpc.existing(client) is not None:
             await self._outbox.put(client, frame)
 
     async def _end(self, key: HopKey) -> None:

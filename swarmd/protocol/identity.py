@@ -7,6 +7,7 @@ protobuf-encoded ed25519 public key, in base58 (libp2p specs, peer-ids).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -117,6 +118,19 @@ def verify_certificate_untrusted(
     An empty certificate is the founder's own. Raises IntegrityError for anything forged and Refused (with
     NOT_A_MEMBER or REVOKED) for an honest certificate that no longer counts.
     """
+    membership = _follow_untrusted(certificate, founder_key)
+    if membership.peer != peer:
+        raise IntegrityError(f"the certificate was issued to {membership.peer}, not to {peer}")
+    if membership.expires_at <= now:
+        raise Refused(Code.NOT_A_MEMBER, f"the membership of {peer} expired {int(now - membership.expires_at)} s ago")
+    if revoked.intersection(membership.keys):
+        raise Refused(Code.REVOKED, f"the membership of {peer} was revoked by the founder")
+    return membership
+
+
+@functools.lru_cache(maxsize=4_096)  # every record of a peer carries the same certificate
+def _follow_untrusted(certificate: tuple[bytes, ...], founder_key: bytes) -> Membership:
+    """Check every signature and role of a chain; what depends on time is checked by the caller."""
     signer, role, expires_at, keys = founder_key, "founder", 2**53, [founder_key]
     for link in read_links_untrusted(certificate):
         if link.role not in _MAY_SIGN.get(role, ()):
@@ -124,10 +138,4 @@ def verify_certificate_untrusted(
         verify(signer, _LINK_DOMAIN, link.body(), link.signature, f"the {link.role} link of a certificate")
         signer, role, expires_at = link.key, link.role, min(expires_at, link.expires_at)
         keys.append(link.key)
-    if peer_id_of(signer) != peer:
-        raise IntegrityError(f"the certificate was issued to {peer_id_of(signer)}, not to {peer}")
-    if expires_at <= now:
-        raise Refused(Code.NOT_A_MEMBER, f"the membership of {peer} expired {int(now - expires_at)} s ago")
-    if revoked.intersection(keys):
-        raise Refused(Code.REVOKED, f"the membership of {peer} was revoked by the founder")
-    return Membership(PeerId(peer), role, tuple(keys), expires_at)
+    return Membership(peer_id_of(signer), role, tuple(keys), expires_at)

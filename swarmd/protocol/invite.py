@@ -7,7 +7,6 @@ is told apart from a wrong one.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from typing import Annotated
 
@@ -76,7 +75,7 @@ def decode_untrusted(text: str, now: float) -> Invite:
         raise ConfigError(f"the invite has version {version!r}, this swarmd reads version {_VERSION}: update swarmd")
     try:
         raw = base64.b32decode(tail.upper() + "=" * (-len(tail) % 8))
-    except binascii.Error:
+    except ValueError:  # binascii.Error among them
         raise ConfigError("the invite's text was cut short or mistyped: copy the whole line again") from None
     body, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
     if hashlib.sha256(body).digest()[:_CHECK_BYTES] != check:

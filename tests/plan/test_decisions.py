@@ -1,0 +1,162 @@
+"""Routing, placement, admission and the record book decide as they say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmd.errors import Code, NoRoute, Refused
+from swarmd.plan.admission import CacheLedger
+from swarmd.plan.placement import blocks_that_fit, choose_span
+from swarmd.plan.routing import best_route
+from swarmd.plan.view import RecordBook
+from swarmd.protocol.identity import Identity, Membership
+from swarmd.protocol.records import Catalog, SpanRecord, Verified
+from swarmd.values import PeerId, Span, ranges
+
+ME = PeerId("me")
+
+
+def span(peer: str, start: int, end: int, speed: float = 100.0, sequence: int = 1) -> SpanRecord:
+    common = {"issued_at": 0, "expires_at": 60, "certificate": ()}
+    return SpanRecord(
+        peer=peer,
+        sequence=sequence,
+        model="m",
+        start=start,
+        end=end,
+        state="online",
+        decode_tokens_per_s=speed,
+        **common,
+    )
+
+
+def test_route_takes_the_fastest_server() -> None:
+    route = best_route([span("slow", 0, 4, 10), span("fast", 0, 4, 1000)], Span(0, 4), ME, {})
+    assert [h.peer for h in route.hops] == ["fast"]
+    assert "compute 1.0 ms" in route.why[0]
+
+
+def test_route_prefers_one_near_hop_to_two_far_ones() -> None:
+    trips = {("me", "a"): 0.001, ("me", "b"): 0.2, ("a", "b"): 0.2}
+    route = best_route([span("a", 0, 6, 50), span("b", 3, 6, 500)], Span(0, 6), ME, trips)
+    assert [str(h.span) for h in route.hops] == ["[0,6)"]
+
+
+def test_route_uses_part_of_a_span() -> None:
+    route = best_route([span("a", 0, 4), span("b", 2, 6)], Span(0, 6), ME, {})
+    assert [h.peer for h in route.hops] == ["a", "b"]
+    assert route.hops[0].span.end == route.hops[1].span.start
+
+
+def test_route_avoids_the_ineligible_and_names_missing_blocks() -> None:
+    spans = [span("a", 0, 4), span("b", 2, 6)]
+    with pytest.raises(NoRoute, match=r"blocks \[4,6\)") as caught:
+        best_route(spans, Span(0, 6), ME, {}, lambda s: s.peer != "b")
+    assert caught.value.missing == (Span(4, 6),)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10), st.floats(1, 1000)), min_size=1, max_size=12))
+def test_a_route_covers_exactly_what_was_asked_for(servers: list[tuple[int, int, float]]) -> None:
+    spans = [span(f"p{i}", a, min(10, a + n), v) for i, (a, n, v) in enumerate(servers)]
+    covered = {b for s in spans for b in range(s.start, s.end)}
+    if covered != set(range(10)):
+        with pytest.raises(NoRoute):
+            best_route(spans, Span(0, 10), ME, {})
+        return
+    route = best_route(spans, Span(0, 10), ME, {})
+    assert [h.span.start for h in route.hops] == [0, *(h.span.end for h in route.hops[:-1])]
+    assert route.hops[-1].span.end == 10
+    by_peer = {s.peer: s for s in spans}
+    assert all(Span(by_peer[h.peer].start, by_peer[h.peer].end).covers(h.span) for h in route.hops)
+
+
+@pytest.mark.parametrize(
+    ("coverage", "n_fit", "expected"),
+    [
+        ([0, 0, 0, 0], 2, Span(0, 2)),
+        ([1, 1, 0, 0], 2, Span(2, 4)),
+        ([2, 1, 1, 2], 2, Span(1, 3)),
+        ([1, 0, 1, 1], 1, Span(1, 2)),
+        ([0, 0, 0], 9, Span(0, 3)),
+    ],
+)
+def test_a_newcomer_takes_the_rarest_blocks(coverage: list[int], n_fit: int, expected: Span) -> None:
+    decision = choose_span(coverage, n_fit)
+    assert decision.action == expected
+    assert str(expected) in decision.reason
+
+
+def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:
+    assert blocks_that_fit(10, 1 << 30, 8) == 1
+    assert blocks_that_fit(1 << 40, 1 << 20, 8) == 8
+
+
+def test_cache_is_promised_once_and_shared_fairly() -> None:
+    ledger, a, b = CacheLedger(1000), PeerId("a"), PeerId("b")
+    ledger.reserve((b"1", 0), a, 400)
+    with pytest.raises(Refused, match="holds 400 of at most 500"):
+        ledger.reserve((b"2", 0), a, 200)
+    ledger.reserve((b"3", 0), b, 500)
+    with pytest.raises(Refused, match="200 cache tokens asked for, 100 of 1000 are free") as caught:
+        ledger.reserve((b"4", 0), PeerId("c"), 200)
+    assert caught.value.code is Code.NO_CAPACITY
+    assert caught.value.retry_after_s
+    with pytest.raises(Refused, match="2000 cache tokens asked for, this server has 1000") as caught:
+        ledger.reserve((b"5", 0), a, 2000)
+    assert caught.value.code is Code.TOO_LONG
+    ledger.release((b"1", 0))
+    assert ledger.free_tokens == 500
+
+
+def verified(record: SpanRecord) -> Verified:
+    return Verified(
+        record, Membership(PeerId(record.peer), "member", (record.peer.encode(),), 100), record.peer.encode()
+    )
+
+
+def test_the_newer_record_wins_and_expired_ones_go() -> None:
+    book = RecordBook()
+    assert book.add(verified(span("a", 0, 2, sequence=5))).action
+    assert not book.add(verified(span("a", 0, 4, sequence=5))).action
+    assert book.add(verified(span("a", 0, 4, sequence=6))).action
+    assert book.view().coverage("m", 4) == [1, 1, 1, 1]  # type: ignore[arg-type]
+    assert book.expire(61) == ["a/span/m"]
+
+
+def test_an_exchange_makes_two_books_equal() -> None:
+    ours, theirs = RecordBook(), RecordBook()
+    for peer in "abc":
+        ours.add(verified(span(peer, 0, 2)))
+    for peer in "cde":
+        theirs.add(verified(span(peer, 0, 2, sequence=2)))
+    send, want = theirs.compare(ours.digest())
+    assert set(send) == {b"c", b"d", b"e"}
+    assert set(want) == {"a/span/m", "b/span/m"}
+
+
+def test_an_older_catalog_never_replaces_a_newer_one_and_revocation_empties_the_book() -> None:
+    book = RecordBook()
+    book.add(verified(span("a", 0, 2)))
+    assert book.add_catalog(Catalog(version=3, revoked=(b"a",)), b"raw3").action
+    assert not book.add_catalog(Catalog(version=2), b"raw2").action
+    assert book.catalog_raw == b"raw3"
+    assert not book.entries
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranges_name_exactly_the_blocks(blocks: set[int]) -> None:
+    spans = ranges(blocks)
+    assert {b for s in spans for b in range(s.start, s.end)} == blocks
+    assert all(x.end < y.start for x, y in itertools.pairwise(spans))
+
+
+def test_peer_ids_are_those_of_libp2p() -> None:
+    from libp2p.crypto.ed25519 import Ed25519PrivateKey
+    from libp2p.peer.id import ID
+
+    identity = Identity.generate()
+    assert ID.from_pubkey(Ed25519PrivateKey.from_bytes(identity.seed).get_public_key()).to_base58() == identity.peer_id

@@ -1,0 +1,18 @@
+"""Virtual time and one order of events: trio's MockClock with its scheduler seeded (shared facts, trio-simulation)."""
+
+from __future__ import annotations
+
+import pytest
+import trio._core._run as trio_run
+import trio.testing
+
+
+@pytest.fixture(autouse=True)
+def deterministic_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
+    trio_run._r.seed(0)
+
+
+@pytest.fixture
+def virtual_time(autojump_clock: trio.testing.MockClock) -> trio.testing.MockClock:
+    return autojump_clock

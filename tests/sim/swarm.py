@@ -1,0 +1,217 @@
+"""Whole swarms in memory: real daemons and clients on a simulated network, with workers that compute a toy model."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from swarmd.client.chain import Terms
+from swarmd.client.swarm import AsyncSwarm, Membership
+from swarmd.compute.worker import Worker
+from swarmd.config import Config
+from swarmd.daemon import Daemon
+from swarmd.net.exchange import Exchange
+from swarmd.net.sim import SimRecordStore, SimWorld
+from swarmd.node.worker_link import WorkerLost, WorkerProcess
+from swarmd.protocol import frames, messages
+from swarmd.protocol.identity import Identity, certify
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import Loaded, LoadSpan
+from swarmd.protocol.records import Catalog, sign_catalog
+from swarmd.values import ModelId, PeerId, Span
+
+MODEL = ModelId("0" * 64)
+HIDDEN = 4
+EPOCH_S = 1_700_000_000
+NO_HOPE_S = 10**6
+
+
+class ToyCache:
+    """What a block remembers: the sum of all it has seen, so that any loss of state shows in every later output."""
+
+    def __init__(self, hop: Span) -> None:
+        self.sums = {block: torch.zeros(HIDDEN) for block in range(hop.start, hop.end)}
+
+    def record_past(self) -> None: ...
+
+
+class ToySpan:
+    """A model of one line: every block adds a share of its memory to each token, one token after the other."""
+
+    hidden_size, dtype, device, layer_arity = HIDDEN, torch.float32, torch.device("cpu"), 0
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+
+    def new_cache(self, hop: Span | None = None) -> ToyCache:
+        return ToyCache(hop or self.span)
+
+    def forward(self, hidden: torch.Tensor, positions: Any, mask: Any, cache: Any, n_past: int, hop: Span) -> Any:
+        out = hidden.clone()
+        for token in range(hidden.shape[1]):
+            for block in range(hop.start, hop.end):
+                cache.sums[block] = cache.sums[block] + out[0, token]
+                out[0, token] = torch.tanh(out[0, token] + 0.3 * cache.sums[block] + 0.01 * block)
+        return out
+
+
+class SimWorker:
+    """The real worker's frame handling, inline, on a toy span; computing costs virtual time."""
+
+    def __init__(self, step_s: float, load_s: float) -> None:
+        self.pid = 0
+        self._worker = Worker(None)  # type: ignore[arg-type]
+        self._decoder = frames.FrameDecoder()
+        self._inbox: deque[frames.Frame] = deque()
+        self._changed = trio.Event()
+        self._is_dead = False
+        self._step_s, self._load_s = step_s, load_s
+
+    async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        if self._is_dead:
+            raise WorkerLost("the simulated worker is dead")
+        self._inbox.extend(self._decoder.feed_untrusted(data))
+        self._wake()
+
+    async def received(self) -> AsyncIterator[bytes]:
+        while not self._is_dead:
+            if not self._inbox:
+                await self._changed.wait()
+                continue
+            frame = self._inbox.popleft()
+            message = messages.decode_untrusted(frame.header)
+            if isinstance(message, LoadSpan):
+                await trio.sleep(self._load_s)
+                self._worker._span = ToySpan(Span(message.start, message.end))  # type: ignore[assignment]
+                loaded = Loaded(device="toy", numerics="toy", decode_tokens_per_s=1 / self._step_s)
+                yield frames.encode(messages.encode(loaded))
+                continue
+            await trio.sleep(self._step_s)
+            for answer in self._worker._handle(frame):
+                yield answer
+
+    def kill(self) -> None:
+        self._is_dead = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+class SimSwarm:
+    """A founder's keys, a world, and whoever is in it."""
+
+    def __init__(self, nursery: trio.Nursery, n_blocks: int, seed: int) -> None:
+        self.world = SimWorld(seed)
+        self.n_blocks = n_blocks
+        self.rng = random.Random(seed)
+        self.daemons: dict[PeerId, tuple[Daemon, trio.CancelScope, Span]] = {}
+        founder = Identity(bytes([seed % 256]) * 32)
+        self.keys = SwarmKeys("sim", founder.public_key, b"\0" * 32)
+        self.catalog = sign_catalog(Catalog(version=1, models={"toy": (MODEL, n_blocks)}), founder)
+        self._founder = founder
+        self._nursery = nursery
+
+    def wall_clock(self) -> float:
+        return EPOCH_S + trio.current_time()
+
+    def _identity(self) -> tuple[Identity, tuple[bytes, ...]]:
+        identity = Identity(self.rng.randbytes(32))
+        return identity, (certify(self._founder, identity.public_key, "member", EPOCH_S + NO_HOPE_S),)
+
+    def _bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
+        chosen = self.rng.sample(sorted(self.daemons), min(2, len(self.daemons)))
+        return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
+
+    async def add(self, span: Span) -> PeerId:
+        identity, certificate = self._identity()
+        network = self.world.join(identity.peer_id)
+        exchange = Exchange(self.keys, self.wall_clock)
+        exchange.merge_catalog_untrusted(self.catalog)
+        step_s = self.rng.uniform(0.002, 0.02)
+
+        async def start_worker() -> WorkerProcess:
+            return SimWorker(step_s, load_s=2.0)
+
+        daemon = Daemon(
+            self.keys,
+            identity,
+            certificate,
+            Config(blocks=f"{span.start}:{span.end}", model="toy", cache_tokens=10**6),
+            {MODEL: Path("/toy")},
+            network,
+            SimRecordStore(self.world, identity.peer_id),
+            self.wall_clock,
+            random.Random(self.rng.random()),
+            start_worker,
+            exchange,
+            self._bootstrap(),
+        )
+        scope = trio.CancelScope()
+
+        async def live() -> None:
+            with scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(network.run)
+                    await daemon.run()
+
+        self._nursery.start_soon(live)
+        self.daemons[identity.peer_id] = (daemon, scope, span)
+        return identity.peer_id
+
+    def crash(self, peer: PeerId) -> None:
+        """Power off: the network is gone first, then the program."""
+        _, scope, _ = self.daemons.pop(peer)
+        self.world.crash(peer)
+        scope.cancel()
+
+    def coverage(self) -> list[int]:
+        counts = [0] * self.n_blocks
+        for daemon, _, span in self.daemons.values():
+            if daemon.worker is not None and daemon.worker.is_online:
+                for block in range(span.start, span.end):
+                    counts[block] += 1
+        return counts
+
+    def may_go(self, peer: PeerId) -> bool:
+        """Does every block keep a live holder without this peer?"""
+        span = self.daemons[peer][2]
+        counts = self.coverage()
+        return all(counts[block] >= 2 for block in range(span.start, span.end))
+
+    async def client(self) -> AsyncSwarm:
+        identity, certificate = self._identity()
+        network = self.world.join(identity.peer_id)
+        membership = Membership(self.keys, identity, certificate, self._bootstrap(), {})
+        swarm = AsyncSwarm(membership, network, self.wall_clock)
+        self._nursery.start_soon(network.run)
+        await self._nursery.start(swarm.run)
+        return swarm
+
+    def terms(self, max_tokens: int) -> Terms:
+        return Terms(MODEL, self.n_blocks, 1, max_tokens)
+
+    def views_agree(self) -> bool:
+        """Does everybody know exactly who is there?"""
+        live = set(self.daemons)
+        return all(set(d.directory.view().peers) == live for d, _, _ in self.daemons.values())
+
+
+class Reference:
+    """The same model in one place."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._span = Span(0, n_blocks)
+        self._toy = ToySpan(self._span)
+        self._cache = self._toy.new_cache()
+
+    def step(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self._toy.forward(hidden, None, None, self._cache, 0, self._span))
