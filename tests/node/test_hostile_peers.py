@@ -1,0 +1,228 @@
+"""A member that sends nonsense gets a refusal code; the server goes on, and other sessions are unharmed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from swarmd.client.chain import ChainSession
+from swarmd.compute.wire import pack
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.protocol import frames, messages
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity, certify
+from swarmd.protocol.messages import AnyMessage, Edit, Hello, Message, Op, OpenSession, Refusal, TensorMeta
+from swarmd.protocol.records import ExchangeBody, PeerRecord, sign
+from swarmd.values import PeerId, Span
+from tests.sim.swarm import EPOCH_S, HIDDEN, MODEL, Reference, SimSwarm
+
+pytest_plugins = ["tests.sim.conftest"]
+KEY = b"a" * 16
+
+
+class Attacker:
+    """A member with a valid certificate and bad intentions: sends anything, notes every refusal."""
+
+    def __init__(self, swarm: SimSwarm, certificate: tuple[bytes, ...] | None = None) -> None:
+        self.identity, own = swarm._identity()
+        self.certificate = own if certificate is None else certificate
+        self.network = swarm.world.join(self.identity.peer_id)
+        self.rpc = Rpc(self.network, self)
+        self.exchange = Exchange(swarm.keys, swarm.wall_clock)
+        self.refusals: list[Refusal] = []
+
+    def hello(self) -> Hello:
+        return Hello(certificate=self.certificate)
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        self.exchange.admit(peer, hello)
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        if isinstance(message, Refusal):
+            self.refusals.append(message)
+
+    def gone(self, peer: PeerId) -> None: ...
+
+    async def codes_for(self, peer: PeerId, message: Message, payload: bytes = b"") -> list[str]:
+        """Send one message and wait for what comes back."""
+        self.refusals.clear()
+        channel = await self.rpc.channel(peer)
+        await channel.send(message, payload)
+        await trio.sleep(1)
+        return [r.code for r in self.refusals]
+
+    async def open(self, peer: PeerId, **changes: object) -> None:
+        fields = {"session": KEY, "model": MODEL, "start": 0, "end": 4, "epoch": 1, "max_tokens": 64, **changes}
+        await self.rpc.call(peer, lambda i: OpenSession(id=i, **fields))  # type: ignore[arg-type]
+
+
+class Scene:
+    def __init__(self, swarm: SimSwarm, server: PeerId, attacker: Attacker, victim: ChainSession) -> None:
+        self.swarm, self.server, self.attacker, self.victim = swarm, server, attacker, victim
+        self._reference = Reference(4)
+
+    async def victim_is_well(self) -> None:
+        hidden = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            out = await self.victim.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+            torch.testing.assert_close(out, self._reference.step(hidden))
+        assert not self.victim.statistics.repairs
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    with trio.fail_after(300):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=2)
+            server = await swarm.add(Span(0, 4))
+            while min(swarm.coverage()) < 1:
+                await trio.sleep(0.5)
+            attacker = Attacker(swarm)
+            nursery.start_soon(attacker.network.run)
+            await nursery.start(attacker.rpc.run)
+            client = await swarm.client()
+            victim = await client.open_session(swarm.terms(1000))
+            stage = Scene(swarm, server, attacker, victim)
+            await stage.victim_is_well()
+            yield stage
+            await stage.victim_is_well()
+            nursery.cancel_scope.cancel()
+
+
+def op(n_tokens: int = 1, hidden: int = HIDDEN, fill: float = 0.5, **changes: object) -> tuple[Op, bytes]:
+    tensor = torch.full((1, n_tokens, hidden), fill)
+    meta, payload = pack(tensor, torch.zeros(1, n_tokens, dtype=torch.int32), None)
+    fields = {"session": KEY, "epoch": 1, "seq": 1, "tensor": meta, **changes}
+    return Op(**fields), payload  # type: ignore[arg-type]
+
+
+async def test_ops_without_session_or_by_strangers_are_refused(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        assert await s.attacker.codes_for(s.server, *op()) == [Code.NO_SESSION]
+        stolen, payload = op(session=s.victim.key, seq=4)
+        assert await s.attacker.codes_for(s.server, stolen, payload) == [Code.STRANGER]
+        with pytest.raises(Refused) as caught:
+            await s.attacker.open(s.server, session=s.victim.key)
+        assert caught.value.code is Code.STRANGER
+        close = messages.CloseSession(session=s.victim.key)
+        assert await s.attacker.codes_for(s.server, close) == [Code.STRANGER]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"seq": 3}, Code.OP_GAP),
+        ({"epoch": 0}, Code.STALE_EPOCH),
+        ({"epoch": 9}, Code.STALE_EPOCH),
+        ({"needs": ("telepathy",)}, Code.UNSUPPORTED),
+        ({"hidden": 7}, Code.BAD_SHAPE),
+        ({"fill": float("nan")}, Code.NOT_FINITE),
+        ({"fill": float("inf")}, Code.NOT_FINITE),
+        ({"n_tokens": 65}, Code.TOO_LONG),
+        ({"edits": (Edit(crop=5),)}, Code.BAD_SHAPE),
+        ({"edits": (Edit(rows=(0, 3)),)}, Code.BAD_SHAPE),
+        ({"base": (1, 3), "silent_through": 9}, Code.OP_GAP),
+        ({"tensor": TensorMeta(1, 2, HIDDEN)}, Code.MALFORMED),
+        ({"tensor": TensorMeta(1, 1, HIDDEN, "float8")}, Code.BAD_SHAPE),
+    ],
+    ids=str,
+)
+async def test_bad_ops_get_their_code(
+    virtual_time: trio.testing.MockClock, changes: dict[str, object], code: Code
+) -> None:
+    async with scene() as s:
+        await s.attacker.open(s.server)
+        assert await s.attacker.codes_for(s.server, *op(**changes)) == [code]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"model": "f" * 64}, Code.NOT_SERVING),
+        ({"end": 9}, Code.NOT_SERVING),
+        ({"start": 2, "end": 2}, Code.NOT_SERVING),
+        ({"dtype": "float16"}, Code.UNSUPPORTED),
+        ({"needs": ("telepathy",)}, Code.UNSUPPORTED),
+        ({"numerics": "other"}, Code.NUMERICS_DIFFER),
+        ({"max_tokens": 2_000_000}, Code.TOO_LONG),
+    ],
+    ids=str,
+)
+async def test_bad_openings_get_their_code(
+    virtual_time: trio.testing.MockClock, changes: dict[str, object], code: Code
+) -> None:
+    async with scene() as s:
+        with pytest.raises(Refused) as caught:
+            await s.attacker.open(s.server, **changes)
+        assert caught.value.code is code
+
+
+async def test_nobody_reserves_more_than_a_share(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        await s.attacker.open(s.server, max_tokens=450_000)
+        with pytest.raises(Refused, match="holds 450000 of at most 500000") as caught:
+            await s.attacker.open(s.server, session=b"b" * 16, max_tokens=100_000)
+        assert caught.value.retry_after_s
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 64,
+        b"\1\0\0\5\xff\xff\xff\xff",
+        frames.encode(b"no header at all"),
+        frames.encode(messages.encode(Op())[:-3]),
+        frames.encode(messages.encode(messages.Records()), b"not records"),
+    ],
+    ids=["random", "absurd length", "no header", "half a header", "bad records"],
+)
+async def test_garbage_ends_that_channel_only(virtual_time: trio.testing.MockClock, data: bytes) -> None:
+    async with scene() as s:
+        channel = await s.attacker.rpc.channel(s.server)
+        await channel._stream.send(data)
+        await trio.sleep(1)
+        assert not channel.is_open
+        daemon = s.swarm.daemons[s.server][0]
+        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
+
+
+async def test_half_a_frame_and_silence_holds_nobody_up(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        channel = await s.attacker.rpc.channel(s.server)
+        await channel._stream.send(frames.encode(messages.encode(Op()), bytes(1000))[:200])
+        await trio.sleep(1)
+
+
+async def test_strangers_do_not_get_in(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        foreign = Identity(b"\7" * 32)
+        for certificate in [(certify(foreign, foreign.public_key, "member", EPOCH_S * 2),), (), (b"junk",)]:
+            outsider = Attacker(s.swarm, certificate)
+            s.swarm._nursery.start_soon(outsider.network.run)
+            await s.swarm._nursery.start(outsider.rpc.run)
+            with pytest.raises(PeerError):
+                await outsider.open(s.server)
+
+
+async def test_records_of_others_cannot_be_forged(virtual_time: trio.testing.MockClock) -> None:
+    import msgspec
+
+    async with scene() as s:
+        now = int(s.swarm.wall_clock())
+        lie = PeerRecord(
+            peer=s.server, sequence=2**50, issued_at=now, expires_at=now + 60, certificate=s.attacker.certificate
+        )
+        body = msgspec.msgpack.encode(ExchangeBody(envelopes=[sign(lie, s.attacker.identity)]))
+        channel = await s.attacker.rpc.channel(s.server)
+        await channel.send(messages.Records(), body)
+        await trio.sleep(1)
+        daemon = s.swarm.daemons[s.server][0]
+        assert daemon.directory.view().peers[s.server].sequence < 2**50
+        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
