@@ -20,7 +20,7 @@ import psutil
 import trio
 
 from swarmd.config import Config, split
-from swarmd.errors import ConfigError, NoRoute, PeerError
+from swarmd.errors import Code, ConfigError, NoRoute, PeerError, Refused
 from swarmd.home import Home, by_peer
 from swarmd.net.api import Network, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
@@ -32,7 +32,6 @@ from swarmd.node.worker_link import Starter, WorkerLink, start_subprocess
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
 from swarmd.plan.routing import best_route, trips_of
-from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -91,6 +90,7 @@ class Daemon:
         self._folders = folders
         self._start_worker = start_worker
         self._home = home
+        self._announced_free = -1
         self._stopping = trio.Event()
         self._started_at = trio.current_time()
 
@@ -185,8 +185,6 @@ class Daemon:
             if self.exchange.book.catalog.version != version_before:
                 self._save_catalog()
         elif getattr(message, "session", None) is not None:
-            from swarmd.errors import Code, Refused
-
             raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
 
     def gone(self, peer: PeerId) -> None:
@@ -233,8 +231,6 @@ class Daemon:
         await self.server.on_worker_change()
         self._announced_free = self.server.ledger.free_tokens
         self.directory.announce_soon()
-
-    _announced_free = -1
 
     def _on_server_change(self) -> None:
         assert self.server is not None
@@ -388,9 +384,8 @@ class Daemon:
                 self.directory.announce_soon()
         return {"catalog_version": self.exchange.book.catalog.version}
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> None:
         self._stopping.set()
-        return {"stopping": True}
 
     def _save_catalog(self) -> None:
         if self._home is not None and self.exchange.book.catalog_raw is not None:
@@ -403,15 +398,6 @@ def _name_of(catalog: Catalog, model: str) -> str | None:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000 * seconds, 2)
-
-
-def load_view(home: Home) -> SwarmView:
-    """The view of a daemon that is not running: the catalog, nobody else."""
-    exchange = Exchange(home.swarm().keys, time.time)
-    raw = home.catalog_raw()
-    if raw is not None:
-        exchange.merge_catalog_untrusted(raw)
-    return exchange.view()
 
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:

@@ -14,6 +14,7 @@ import trio
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio import serve
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -41,7 +42,7 @@ class Controlled(Protocol):
 
     def reload(self) -> dict[str, Any]: ...
 
-    def stop(self) -> dict[str, Any]: ...
+    def stop(self) -> None: ...
 
 
 Answer = Callable[[Request], Any]
@@ -50,7 +51,7 @@ Answer = Callable[[Request], Any]
 def application(daemon: Controlled) -> Starlette:
     """Build the ASGI application."""
 
-    def route(path: str, answer: Answer, method: str = "GET") -> Route:
+    def route(path: str, answer: Answer, method: str = "GET", after: Callable[[], object] | None = None) -> Route:
         async def endpoint(request: Request) -> JSONResponse:
             try:
                 value = answer(request)
@@ -59,9 +60,12 @@ def application(daemon: Controlled) -> Starlette:
             except SwarmError as error:
                 body = {"schema": 1, "error": str(error), "exit_code": error.exit_code}
                 return JSONResponse(body, status_code=409)
-            return JSONResponse({"schema": 1, **value})
+            return JSONResponse({"schema": 1, **value}, background=BackgroundTask(after) if after else None)
 
         return Route(path, endpoint, methods=[method])
+
+    async def stop_daemon() -> None:  # once the answer is on its way
+        daemon.stop()
 
     return Starlette(
         routes=[
@@ -73,7 +77,7 @@ def application(daemon: Controlled) -> Starlette:
             route("/v1/addresses", lambda _: daemon.addresses()),
             route("/v1/ping", lambda r: daemon.ping(r.query_params.get("peer", "")), "POST"),
             route("/v1/reload", lambda _: daemon.reload(), "POST"),
-            route("/v1/down", lambda _: daemon.stop(), "POST"),
+            route("/v1/down", lambda _: {"stopping": True}, "POST", after=stop_daemon),
         ]
     )
 

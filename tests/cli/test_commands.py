@@ -1,0 +1,171 @@
+"""Every command typed wrongly once: one sentence that says what to do, and the exit code of docs/operating.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swarmd.errors import ConfigError
+from swarmd.home import Home, bundled_folder
+from swarmd.protocol import invite as invites
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.invite import Invite, SwarmKeys, create
+from tests.real.harness import LocalSwarm, local_swarm
+
+pytestmark = pytest.mark.slow
+NOBODY = "/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+def swarmd(*arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment}
+    )
+
+
+def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def some_invite(address: str, expires_in_s: int = 600, psk: bytes = b"k" * 32) -> Invite:
+    founder = Identity.generate()
+    keys = SwarmKeys("elsewhere", founder.public_key, psk)
+    return create(keys, founder, (address,), int(time.time()) + expires_in_s)
+
+
+def test_help_has_an_example_for_every_verb() -> None:
+    program = [sys.executable, "-m", "swarmd_cli.main"]
+    top = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True)
+    verbs = re.findall(r"^  (\w+) ", top.stdout.split("Commands:")[1], re.MULTILINE)
+    assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= set(verbs)
+    groups = {"models": ["ls", "add"], "service": ["install", "uninstall", "status", "logs"]}
+    for verb in verbs:
+        for words in [[verb, sub] for sub in groups[verb]] if verb in groups else [[verb]]:
+            shown = subprocess.run([*program, *words, "--help"], capture_output=True, text=True, check=True)
+            assert "Example: swarmd" in shown.stdout, words
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, swarmd_cli.main; assert not {'torch', 'libp2p', 'trio', 'httpx'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_before_anything(tmp_path: Path) -> None:
+    fails(swarmd("status", home=tmp_path), 4, "swarmd init --name NAME, or swarmd join INVITE")
+    fails(swarmd("up", home=tmp_path), 4, "is no member of a swarm")
+    fails(swarmd("run", "demo", "hello", home=tmp_path), 4)
+    fails(swarmd("nonsense", home=tmp_path), 2)
+
+
+def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
+    done = swarmd("init", "--name", "ours", home=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("swarmd1-")
+    assert oct((tmp_path / "founder.key").stat().st_mode)[-3:] == "600"
+    fails(swarmd("init", "--name", "again", home=tmp_path), 2, "swarmd leave first")
+    fails(swarmd("status", home=tmp_path), 3, "start it with swarmd up")
+    fails(swarmd("down", home=tmp_path), 3)
+    fails(swarmd("up", "--blocks", "4:2", home=tmp_path), 2, "START:END with START < END")
+    fails(swarmd("up", "--listen", "nowhere", home=tmp_path), 2, "expected a listen address such as")
+    (tmp_path / "config.toml").write_text("lisen = 3")
+    fails(swarmd("up", home=tmp_path), 2, "unknown setting 'lisen'")
+    (tmp_path / "config.toml").unlink()
+    listed = json.loads(swarmd("models", "ls", "--json", home=tmp_path).stdout)
+    assert listed["schema"] == 1
+    assert [m["name"] for m in listed["models"]] == ["demo"]
+    fails(swarmd("models", "add", str(tmp_path), "--name", "x", home=tmp_path), 2, "config.json is missing")
+    added = swarmd("models", "add", str(bundled_folder()), "--name", "twin", home=tmp_path)
+    assert added.returncode == 0, added.stderr
+    assert "6 blocks" in added.stdout
+    assert swarmd("leave", home=tmp_path).returncode == 0
+    fails(swarmd("status", home=tmp_path), 4)
+
+
+def test_invites_that_cannot_work(tmp_path: Path) -> None:
+    address = NOBODY.format(port=free_port(), peer=Identity.generate().peer_id)
+    good = invites.encode(some_invite(address))
+    fails(swarmd("join", good[:-5], home=tmp_path), 2, "cut short or mistyped")
+    fails(swarmd("join", good.replace("swarmd1", "swarmd9"), home=tmp_path), 2, "version '9'")
+    fails(swarmd("join", invites.encode(some_invite(address, -60)), home=tmp_path), 2, "expired")
+    fails(swarmd("join", good, home=tmp_path), 75, "no member answers", address.split("/p2p/")[0], "connection refused")
+    assert not (tmp_path / "swarm.json").exists()
+
+
+def test_wrong_key_and_revoked_invite(tmp_path: Path) -> None:
+    with local_swarm(tmp_path / "swarm") as swarm:
+        founder = swarm.add("--no-serve")
+        address = swarm.addresses()[0]
+        wrong = invites.encode(some_invite(address, psk=b"z" * 32))
+        fails(
+            swarmd("join", wrong, home=tmp_path / "a"),
+            2,
+            "the swarm key does not match",
+            "or something else listens at",
+        )
+        invite = swarm.invite()
+        assert swarmd("join", invite, home=tmp_path / "b").returncode == 0
+        assert swarmd("invite", "--revoke", invite, home=founder.home.folder).returncode == 0
+        fails(swarmd("join", invite, home=tmp_path / "c"), 2, "revoked by the founder")
+        fails(swarmd("invite", home=tmp_path / "b"), 2, "only the swarm's founder")
+        check_running(swarm, tmp_path)
+
+
+def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
+    founder = swarm.volunteers[0]
+    home = founder.home.folder
+    for words in (["status"], ["peers"], ["ps"], ["why"], ["models", "ls"]):
+        assert swarmd(*words, home=home).returncode == 0
+        assert json.loads(swarmd(*words, "--json", home=home).stdout)["schema"] == 1
+    assert "unknown" in swarmd("peers", home=home).stdout, "what was not measured is shown as unknown"
+    fails(swarmd("run", "demo", "hello", home=home), 5, "no live server holds blocks [0,6)")
+    fails(swarmd("run", "nope", "hello", home=home), 2, "it has: demo")
+    fails(swarmd("ping", "zzz", home=home), 2, "see swarmd peers")
+    fails(swarmd("leave", home=home), 2, "swarmd down first")
+    fails(swarmd("up", home=home), 2, "another daemon runs on")
+    port = founder.ask("status")["addresses"][0].split("/")[4]
+    other = Home(tmp_path / "other")
+    other.found("other")
+    fails(swarmd("up", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=other.folder), 2, "in use by another program")
+    assert oct(founder.home.socket.stat().st_mode)[-3:] == "600", "only its owner can open the control socket"
+    assert swarmd("down", home=home).returncode == 0
+    fails(swarmd("status", home=home), 3)
+
+
+def test_state_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    fails(swarmd("init", "--name", "x", home=blocked / "home"), 2, "cannot use", "choose another --home")
+
+
+def test_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*No space left on device"):
+        Home(tmp_path / "home").found("x")
+    assert not list((tmp_path / "home").glob(".*.new")), "nothing half-written stays behind"
+
+
+def test_service_unit(tmp_path: Path) -> None:
+    done = swarmd("service", "install", "--dry-run", home=tmp_path)
+    assert done.returncode == 0
+    assert f"--home {tmp_path} up" in done.stdout
+    assert "@" not in done.stdout.replace("user@", "")
