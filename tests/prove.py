@@ -1,0 +1,139 @@
+"""``make prove SEEDS=200``: the promises about faults with many seeds, and a log of evidence with commit and command.
+
+Each seed draws victims, moment, signal, mode, grade and dtype; the scenario is the one of tests/real/faults.py, and
+every fifth seed also runs a simulated swarm. The log goes to docs/evidence/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import swarmd
+from tests.real.faults import (
+    MODES,
+    Blow,
+    check_gap_rule,
+    check_identical,
+    check_recovery,
+    disturbed,
+    generate,
+    inputs_for,
+    revive,
+)
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+ROOT = Path(__file__).parent.parent
+N_TOKENS = 30
+VOCABULARY = 1024
+BLOWS = [
+    (signal.SIGKILL, "daemon"),
+    (signal.SIGKILL, "worker"),
+    (signal.SIGKILL, "both"),
+    (signal.SIGSTOP, "daemon"),
+    (signal.SIGSTOP, "worker"),
+    (signal.SIGSTOP, "both"),
+]
+
+
+def draw(rng: random.Random) -> tuple[str, str, tuple[Blow, ...]]:
+    """Draw (mode, grade, blows)."""
+    mode = rng.choice(sorted(MODES))
+    grade = rng.choice(["replayed", "replayed", "exact"])
+    number, what = rng.choice(BLOWS)
+    victims = rng.choice([(0,), (1,), (2,), (0, 1), (1, 2)])
+    moment = rng.randrange(3, 12)
+    blows = [Blow(moment, victims, number, what)]
+    if rng.random() < 0.2 and len(victims) == 1:
+        blows.append(Blow(moment + 5, (-1 - victims[0],), signal.SIGKILL, "daemon"))
+    return mode, grade, tuple(blows)
+
+
+class Trial:
+    """Five volunteers of one dtype: three hops and two that hold everything."""
+
+    def __init__(self, swarm: LocalSwarm, client: Any, volunteers: list[Volunteer], dtype: str) -> None:
+        self.swarm, self.client, self.volunteers, self.dtype = swarm, client, volunteers, dtype
+        a, b, c = volunteers[:3]
+        chain = swarm.hops((a, 0, 2), (b, 2, 4), (c, 4, 6))
+        options = {"dtype": dtype, "chain": chain}
+        self.models = {g: client.model("demo", exact=g == "exact", **options) for g in ("replayed", "exact")}
+
+    def run(self, seed: int) -> str:
+        mode, grade, blows = draw(random.Random(seed))
+        model, inputs = self.models[grade], inputs_for(mode, VOCABULARY, seed)
+        expected = generate(model, mode, inputs, N_TOKENS, seed)
+        outcome = disturbed(model, self.volunteers, mode, inputs, N_TOKENS, seed, blows)
+        check_recovery(outcome, self.volunteers, blows)
+        if grade == "exact":
+            check_identical(outcome, expected)
+            difference = "identical"
+        else:
+            first = check_gap_rule(outcome, expected, inputs["input_ids"].shape[1], self.dtype)
+            difference = "equal" if first is None else f"differs from token {first}, within the bound"
+        stall = max(r.stall_s for r in outcome.statistics.repairs)
+        replayed = sum(r.replayed_ops for r in outcome.statistics.repairs)
+        blow = " then ".join(map(str, blows))
+        return f"{self.dtype} {mode} {grade} {blow}: {difference}; {replayed} ops replayed, repair {stall:.2f} s"
+
+
+def prove(seeds: range, dtype: str, write: Any) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        spans = ((0, 2), (2, 4), (4, 6), (0, 6), (0, 6))
+        volunteers = swarm.serving(*spans, SWARMD_DTYPE=dtype)
+        with swarmd.connect(swarm.invite()) as client:
+            trial = Trial(swarm, client, volunteers, dtype)
+            for seed in seeds:
+                try:
+                    write(f"seed {seed}: {trial.run(seed)}")
+                    counts["held"] += 1
+                except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
+                    counts["FAILED"] += 1
+                    write(f"seed {seed}: FAILED {draw(random.Random(seed))}: {error!r}\n{traceback.format_exc()}")
+                revive(swarm, volunteers)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
+    path = ROOT / "docs" / "evidence" / f"faults-{stamp}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    with path.open("w") as log:
+
+        def write(line: str) -> None:
+            print(line, flush=True)
+            log.write(line + "\n")
+            log.flush()
+
+        write(f"commit {commit.stdout.strip()}, command: make prove SEEDS={options.seeds}")
+        middle = options.first + (options.seeds + 1) // 2
+        total = prove(range(options.first, middle), "float32", write)
+        total += prove(range(middle, options.first + options.seeds), "bfloat16", write)
+        write(f"{total['held']} held, {total['FAILED']} failed, {time.monotonic() - begun:.0f} s")
+    sys.exit(1 if total["FAILED"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the documents say is there: every setting, flag, exit code and refusal that exists is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from swarmd import errors
+from swarmd.config import Config
+
+ROOT = Path(__file__).parent.parent
+OPERATING = (ROOT / "docs" / "operating.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_setting_is_documented() -> None:
+    for field in dataclasses.fields(Config):
+        assert f"| {field.name} | SWARMD_{field.name.upper()} |" in OPERATING, field.name
+
+
+def test_every_flag_is_documented() -> None:
+    flags = set()
+    for path in (ROOT / "cli" / "swarmd_cli").glob("*.py"):
+        flags |= set(re.findall(r'typer\.Option\([^)]*?"(--[a-z-]+)"', path.read_text()))
+    assert {"--json", "--blocks", "--max-tokens"} <= flags
+    assert not [flag for flag in flags if flag not in OPERATING]
+
+
+def test_every_exit_code_is_documented() -> None:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.SwarmError)]
+    line = next(text for text in OPERATING.splitlines() if text.startswith("0 ok"))
+    assert {str(k.exit_code) for k in kinds} <= set(re.findall(r"\d+", line))
+
+
+def test_paths_that_documents_name_exist() -> None:
+    for document in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        for path in re.findall(r"\b(?:docs|tests|benchmarks|examples)/[\w/.-]+\.(?:md|py)", document.read_text()):
+            assert (ROOT / path).exists(), f"{document.name} names {path}"
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    first_block = README.split("```")[1]
+    assert "make demo" in first_block
+    assert "make test" in first_block
+    assert "can read the activations" in README, "privacy is said plainly"
