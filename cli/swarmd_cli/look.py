@@ -54,21 +54,27 @@ def peers(as_json: Json = False) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [
-        [
-            ("* " if p["is_self"] else "") + p["peer"][-8:],
-            p["device"] or "unknown",
-            f"{size(p['memory_bytes'])}, {p['cores'] or 'unknown'} cores",
-            size(p["free_disk_bytes"]),
-            f"{rate(p['up_bytes_per_s'])} / {rate(p['down_bytes_per_s'])}",
-            number(p["round_trip_ms"], " ms") if not p["is_self"] else "-",
-            "\n".join(f"{s['model']} {_span(s['blocks'])} {s['state']}" for s in p["spans"]) or "-",
-            "\n".join(number(s["decode_tokens_per_s"]) for s in p["spans"]) or "-",
-        ]
-        for p in found["peers"]
-    ]
-    columns = ["peer", "device", "memory", "free disk", "up / down", "round trip", "serves", "tokens/s"]
-    table("Peers (* is this one)", columns, rows)
+    for peer in found["peers"]:
+        print(_peer_lines(peer))
+
+
+def _peer_lines(peer: dict[str, Any]) -> str:
+    """Two or more lines for one peer: what it serves, and what it has."""
+    away = "this one" if peer["is_self"] else f"{number(peer['round_trip_ms'], ' ms')} away"
+    lines = [f"{peer['peer']}  ({away})"]
+    for span in peer["spans"]:
+        speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
+        free = f"{span['free_cache_tokens']} cache tokens free"
+        lines.append(f"  serves {span['model']} {_span(span['blocks'])}: {span['state']}, {speed}, {free}")
+    if not peer["spans"]:
+        lines.append("  serves nothing")
+    own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
+    machine = f"device {peer['device'] or 'unknown'}{own}, memory {size(peer['memory_bytes'])}"
+    lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
+    lines.append(
+        f"  up {rate(peer['up_bytes_per_s'])}, down {rate(peer['down_bytes_per_s'])}, version {peer['version']}"
+    )
+    return "\n".join(lines)
 
 
 def ps(as_json: Json = False) -> None:

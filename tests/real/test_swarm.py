@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -121,6 +122,28 @@ def test_client_for_trio_programs_and_client_beside_a_daemon(tmp_path: Path) -> 
             model = client.model("demo")
             with pytest.raises(swarmd.CacheExhausted, match="limit is 2048"):
                 model.generate(torch.zeros(1, 2000, dtype=torch.long) + 5, max_new_tokens=100)
+
+
+def test_several_threads_share_a_client(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        (only,) = swarm.serving((0, 6))
+        with swarmd.connect(home=only.home.folder) as client:
+            model = client.model("demo")
+            prompts = [inputs_for("greedy", 1024, seed) for seed in range(3)]
+            alone = [generate(model, "greedy", p, 16, 0).sequences for p in prompts]
+            together: dict[int, torch.Tensor] = {}
+
+            def work(index: int) -> None:
+                together[index] = generate(model, "greedy", prompts[index], 16, 0).sequences
+
+            threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert all(torch.equal(together[i], alone[i]) for i in range(3))
+        swarm.wait(lambda: not only.ask("sessions")["sessions"], "the sessions to be closed")
 
 
 def test_missing_blocks_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""A span computes what those layers compute in the whole model, for any part of it, cached or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmd.compute.span import LoadedSpan, pick_device
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+from tests import checkpoints
+
+N_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", sorted(checkpoints.FAMILIES))
+def test_any_part_of_a_span_equals_the_whole_model(family: str, tmp_path: Path) -> None:
+    folder = checkpoints.make(family, tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(3, 320, (1, N_TOKENS), generator=torch.Generator().manual_seed(0))
+    hidden = whole(ids, output_hidden_states=True).hidden_states
+    positions = torch.arange(N_TOKENS).unsqueeze(0)
+    span = LoadedSpan(folder, Span(1, 5), torch.float32)
+    span.self_test()
+    for hop in (Span(1, 5), Span(2, 4), Span(4, 5)):
+        out = span.forward(hidden[hop.start], positions, hop=hop)
+        torch.testing.assert_close(out, hidden[hop.end], rtol=1e-5, atol=1e-5)
+        cache = span.new_cache(hop)
+        parts = []
+        for at in range(0, N_TOKENS, 5):
+            window = slice(at, at + 5)
+            parts.append(span.forward(hidden[hop.start][:, window], positions[:, window], None, cache, at, hop))
+        torch.testing.assert_close(torch.cat(parts, 1), hidden[hop.end], rtol=1e-4, atol=1e-4)
+
+
+def test_a_span_loads_only_its_own_tensors(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path)
+    span = LoadedSpan(folder, Span(2, 4), torch.float32)
+    names = [name for name, _ in span.model.named_parameters()]
+    assert names
+    assert all(".layers.2." in n or ".layers.3." in n for n in names)
+
+
+def test_a_missing_tensor_is_refused_at_load(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = checkpoints.make("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="tensors missing"):
+        LoadedSpan(folder, Span(2, 4), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_span_on_the_gpu_equals_the_cpu(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path)
+    assert pick_device() == "cuda"
+    here, there = (LoadedSpan(folder, Span(1, 5), torch.float32, device) for device in ("cpu", "cuda"))
+    hidden, positions = torch.randn(1, N_TOKENS, 64), torch.arange(N_TOKENS).unsqueeze(0)
+    out = there.forward(hidden.cuda(), positions.cuda()).cpu()
+    torch.testing.assert_close(out, here.forward(hidden, positions), rtol=1e-3, atol=1e-3)
+    there.self_test()
+    assert here.numerics("m") != there.numerics("m")
