@@ -35,8 +35,9 @@ from swarmd.plan.routing import best_route, trips_of
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, LoadSpan, Ping, Pong, Records
+from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Loaded, LoadSpan, Ping, Pong, Records
 from swarmd.protocol.records import Catalog
+from swarmd.protocol.tensors import ITEM_BYTES
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 logger = logging.getLogger(__name__)
@@ -184,8 +185,18 @@ class Daemon:
             self.exchange.merge_body_untrusted(frame.payload)
             if self.exchange.book.catalog.version != version_before:
                 self._save_catalog()
+                await self._turn_out_revoked()
         elif getattr(message, "session", None) is not None:
             raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
+
+    async def _turn_out_revoked(self) -> None:
+        """End the connections of members that a new catalog revokes."""
+        for peer in self.rpc.peers():
+            try:
+                self.exchange.require_member(peer)
+            except Refused as error:
+                logger.info("disconnecting %s: %s", peer, error)
+                await self.network.disconnect(peer)
 
     def gone(self, peer: PeerId) -> None:
         if self.server is not None:
@@ -228,9 +239,18 @@ class Daemon:
 
     async def _on_worker_change(self) -> None:
         assert self.server is not None
+        assert self.worker is not None
+        if self.worker.loaded is not None:
+            self.server.ledger.total_tokens = self._tokens_that_fit(self.worker.loaded)
         await self.server.on_worker_change()
         self._announced_free = self.server.ledger.free_tokens
         self.directory.announce_soon()
+
+    def _tokens_that_fit(self, loaded: Loaded) -> int:
+        """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
+        free = loaded.device_memory_bytes or psutil.virtual_memory().available
+        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self._config.dtype] * loaded.hidden  # history too
+        return min(self._config.cache_tokens, free // 2 // max(1, per_token))
 
     def _on_server_change(self) -> None:
         assert self.server is not None

@@ -31,7 +31,6 @@ from swarmd.protocol.messages import (
     Message,
     Op,
     OpenSession,
-    Refusal,
     Replay,
     Replayed,
     Tick,
@@ -76,10 +75,11 @@ class Worker:
             elif isinstance(message, LoadSpan):
                 yield _frame(self._load(message))
         except (Refused, RemoteProtocolError) as error:
-            code = error.code if isinstance(error, Refused) else Code.MALFORMED
-            yield _frame(_refusal(message, code, str(error)))
+            refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
+            yield _frame(messages.refusal_for(message, refused))
         except torch.OutOfMemoryError as error:
-            yield _frame(_refusal(message, Code.NO_CAPACITY, f"out of memory: {error}"))
+            self._sessions.pop((getattr(message, "session", b""), getattr(message, "start", 0)), None)  # half changed
+            yield _frame(messages.refusal_for(message, Refused(Code.SESSION_LOST, f"out of memory: {error}")))
 
     def _find(self, session: bytes, start: int) -> HopSession:
         found = self._sessions.get((session, start))
@@ -143,18 +143,6 @@ class Worker:
 
 def _frame(message: Message) -> bytes:
     return frames.encode(messages.encode(message))
-
-
-def _refusal(message: messages.AnyMessage, code: Code, text: str) -> Refusal:
-    return Refusal(
-        re=getattr(message, "id", 0),
-        code=code.value,
-        message=text[:500],
-        session=getattr(message, "session", None),
-        start=getattr(message, "start", 0),
-        seq=getattr(message, "seq", 0),
-        epoch=getattr(message, "epoch", 0),
-    )
 
 
 def main() -> None:

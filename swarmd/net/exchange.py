@@ -18,15 +18,17 @@ from swarmd.protocol import records
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Membership, verify_certificate_untrusted
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
+from swarmd.protocol.messages import Count, ExchangeDigest, ExchangeReply, Hello, Records, Text
 from swarmd.protocol.records import ExchangeBody, PeerRecord
+from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
 EXCHANGE_TIMEOUT_S = 8.0
-_digest_decoder = msgspec.msgpack.Decoder(dict[str, int])
-_body_decoder = msgspec.msgpack.Decoder(ExchangeBody)
+MAX_REMEMBERED_MEMBERS = 20_000
+MAX_DIGEST_BYTES = 4 * 2**20
+Digest = dict[Text, Count]
 
 
 class Exchange:
@@ -36,8 +38,10 @@ class Exchange:
         self.book = RecordBook()
         self.keys = keys
         self.members: dict[PeerId, Membership] = {}
+        self.on_catalog: Callable[[], None] = lambda: None
         self._wall_clock = wall_clock
         self._view: SwarmView | None = None
+        self._revoked: frozenset[bytes] = frozenset()
 
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
@@ -47,8 +51,10 @@ class Exchange:
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check the certificate of whoever opened, or answered, a stream. Raises Refused or IntegrityError."""
+        if len(self.members) >= MAX_REMEMBERED_MEMBERS:
+            del self.members[next(iter(self.members))]  # the one admitted first
         self.members[peer] = verify_certificate_untrusted(
-            hello.certificate, self.keys.founder_key, peer, self._wall_clock(), frozenset(self.book.catalog.revoked)
+            hello.certificate, self.keys.founder_key, peer, self._wall_clock(), self._revoked
         )
 
     def require_member(self, peer: PeerId) -> None:
@@ -56,15 +62,20 @@ class Exchange:
         membership = self.members.get(peer)
         if membership is None or membership.expires_at <= self._wall_clock():
             raise Refused(Code.NOT_A_MEMBER, "the membership has expired")
-        if frozenset(self.book.catalog.revoked).intersection(membership.keys):
+        if self._revoked and self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, "the membership was revoked by the founder")
+
+    def principal(self, peer: PeerId) -> bytes:
+        """The key that answers for a peer: its own, or for a throw-away client the one that certified it."""
+        membership = self.members.get(peer)
+        if membership is None:
+            return peer.encode()
+        return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
     def merge_untrusted(self, raw: bytes) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news."""
         try:
-            verified = records.read_untrusted(
-                raw, self.keys.founder_key, self._wall_clock(), frozenset(self.book.catalog.revoked)
-            )
+            verified = records.read_untrusted(raw, self.keys.founder_key, self._wall_clock(), self._revoked)
         except Refused:
             return False
         news = self.book.add(verified).action
@@ -76,18 +87,19 @@ class Exchange:
         catalog = records.read_catalog_untrusted(raw, self.keys.founder_key)
         news = self.book.add_catalog(catalog, raw).action
         if news:
-            self._view = None
+            self._view, self._revoked = None, frozenset(catalog.revoked)
+            self.on_catalog()
         return news
 
     def merge_body_untrusted(self, payload: memoryview) -> ExchangeBody:
         """Take all that one frame brought. Raises RemoteProtocolError when any of it is forged."""
+        body = decode(payload, ExchangeBody, "a records payload")
         try:
-            body = _body_decoder.decode(payload)
             if body.catalog is not None:
                 self.merge_catalog_untrusted(body.catalog)
             for raw in body.envelopes:
                 self.merge_untrusted(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, IntegrityError) as error:
+        except IntegrityError as error:
             raise RemoteProtocolError(f"records that do not verify: {error}") from None
         return body
 
@@ -103,22 +115,20 @@ class Exchange:
         if not isinstance(reply, ExchangeReply):
             raise RemoteProtocolError(f"expected an exchange reply, got {type(reply).__name__}")
         body = self.merge_body_untrusted(frame.payload)
-        wanted = [e.raw for key in body.want if (e := self.book.entries.get(key)) is not None]
+        wanted = self.book.pick(set(body.want))
         if wanted:
             channel = await rpc.channel(peer, "bulk")
             await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
 
     async def answer(self, channel: Channel, message: ExchangeDigest, frame: Frame) -> None:
         """Answer somebody's digest with what it lacks and what this side wants."""
-        try:
-            digest = _digest_decoder.decode(frame.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(f"a digest does not parse: {error}") from None
-        send, want = self.book.compare(digest)
+        if len(frame.payload) > MAX_DIGEST_BYTES:
+            raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
+        send, want = self.book.compare(decode(frame.payload, Digest, "a digest"))
         catalog = self.book.catalog_raw if self.book.catalog.version > message.catalog_version else None
         if self.book.catalog_raw is not None and message.catalog_version == 0:
             catalog = self.book.catalog_raw
-        body = ExchangeBody(envelopes=send, want=want[:4_096], catalog=catalog)
+        body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
         await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 4.0
 CALL_TIMEOUT_S = 10.0
 MAX_PENDING_CALLS = 1_024
+MAX_CHANNELS = 4
 
 
 class Guest(Protocol):
@@ -52,7 +53,7 @@ class Channel:
         self.peer = stream.peer
         self.purpose = purpose
         self.is_open = True
-        self._stream = stream
+        self.stream = stream
         self._lock = WriteLock()
         self._pending: dict[int, _Reply] = {}
         self._n_calls = 0
@@ -66,7 +67,7 @@ class Channel:
             raise Unreachable(f"the channel to {self.peer} has ended")
         await self._lock.acquire(is_bulk=False)
         try:
-            await self._stream.send(frame)
+            await self.stream.send(frame)
         finally:
             self._lock.release()
 
@@ -106,7 +107,7 @@ class Channel:
 
     async def close(self) -> None:
         self.end()
-        await self._stream.reset()
+        await self.stream.reset()
 
     def end(self) -> None:
         self.is_open = False
@@ -156,8 +157,12 @@ class Rpc:
         if peer == self.network.peer_id:
             raise Unreachable("a peer does not dial itself")
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
-        async with lock:
-            return self.existing(peer, purpose) or await self._open(peer, purpose)
+        try:
+            async with lock:
+                return self.existing(peer, purpose) or await self._open(peer, purpose)
+        finally:
+            if not lock.statistics().tasks_waiting:
+                self._opening.pop((peer, purpose), None)
 
     async def call(
         self,
@@ -177,69 +182,83 @@ class Rpc:
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
         channel = Channel(stream, purpose)
-        decoder = FrameDecoder()
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
                 await channel.send(self._guest.hello())
-                first = await _next_frame(stream, decoder)
-                self._enter(channel, messages.decode_untrusted(first[0].header))
+                decoder, early = await self._greet(channel)
         except trio.TooSlowError:
             await stream.reset()
             raise PeerTimeout(f"{peer} did not say hello within {HELLO_TIMEOUT_S} s") from None
-        except (PeerError, IntegrityError):
+        except PeerError:
             await stream.reset()
             raise
+        self._register(channel)
         assert self._nursery is not None, "run() must have started"
-        self._nursery.start_soon(self._read, channel, stream, decoder, first[1:])
+        self._nursery.start_soon(self._serve, channel, decoder, early)
         return channel
 
     def _acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
         async def accept(stream: Stream) -> None:
             channel = Channel(stream, purpose)
-            decoder = FrameDecoder()
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
-                    first = await _next_frame(stream, decoder)
-                    self._enter(channel, messages.decode_untrusted(first[0].header), register=False)
+                    decoder, early = await self._greet(channel)
+                    if len(self._channels.get((channel.peer, purpose), ())) >= MAX_CHANNELS:
+                        raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
                     await channel.send(self._guest.hello())
-            except (trio.TooSlowError, PeerError, IntegrityError) as error:
+            except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
                 return
             self._register(channel)
-            await self._read(channel, stream, decoder, first[1:])
+            await self._serve(channel, decoder, early)
 
         return accept
 
-    def _enter(self, channel: Channel, message: AnyMessage, register: bool = True) -> None:
+    async def _greet(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
+        """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""
+        decoder = FrameDecoder(max_payload_bytes=0)  # nobody sends payloads before being admitted
+        hello: Frame | None = None
+        while hello is None:
+            data = await channel.stream.receive()
+            if not data:
+                raise Unreachable(f"{channel.peer} closed the stream before its hello")
+            frames_in_it = decoder.feed_untrusted(data)
+            hello = next(frames_in_it, None)
+        self._judge(channel, messages.decode_untrusted(hello.header))
+        decoder.max_payload_bytes = frames.MAX_PAYLOAD_BYTES
+        return decoder, list(frames_in_it)
+
+    def _judge(self, channel: Channel, message: AnyMessage) -> None:
         if isinstance(message, Refusal):
             raise Refused(Code(message.code), message.message)
         if not isinstance(message, Hello):
             raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
         if unknown := messages.unknown_needs(message.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._guest.admit(channel.peer, message)
-        if register:
-            self._register(channel)
+        try:
+            self._guest.admit(channel.peer, message)
+        except IntegrityError as error:
+            self.faults[channel.peer] += 1
+            raise RemoteProtocolError(str(error)) from None
 
     def _register(self, channel: Channel) -> None:
         self._channels.setdefault((channel.peer, channel.purpose), []).append(channel)
 
     async def _turn_away(self, channel: Channel, error: Exception) -> None:
         code = error.code if isinstance(error, Refused) else Code.NOT_A_MEMBER
-        if isinstance(error, RemoteProtocolError | IntegrityError):
-            self.faults[channel.peer] += 1
         with trio.move_on_after(1):
             try:
                 await channel.send(Refusal(code=code.value, message=str(error)[:500]))
-                await channel._stream.aclose()
+                await channel.stream.aclose()
             except Unreachable:
                 pass
 
-    async def _read(self, channel: Channel, stream: Stream, decoder: FrameDecoder, early: list[Frame]) -> None:
+    async def _serve(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
+        """Read one channel until its end. Whatever goes wrong ends this channel and nothing else."""
         try:
             for frame in early:
                 await self._handle(channel, frame)
-            while data := await stream.receive():
+            while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
                     await self._handle(channel, frame)
         except RemoteProtocolError as error:
@@ -247,6 +266,8 @@ class Rpc:
             logger.warning("closing the channel from %s: %s", channel.peer, error)
         except Unreachable:
             pass
+        except Exception:
+            logger.exception("a message from %s broke its handler; closing the channel", channel.peer)
         finally:
             self._forget(channel)
             with trio.CancelScope(shield=True):
@@ -259,7 +280,7 @@ class Rpc:
         try:
             await self._guest.handle(channel, message, frame)
         except Refused as error:
-            await channel.send(refusal_for(message, error))
+            await channel.send(messages.refusal_for(message, error))
 
     def _forget(self, channel: Channel) -> None:
         channel.end()
@@ -270,27 +291,3 @@ class Rpc:
                 del self._channels[channel.peer, channel.purpose]
                 if channel.purpose == "interactive":
                     self._guest.gone(channel.peer)
-
-
-def refusal_for(message: AnyMessage, error: Refused) -> Refusal:
-    """Build the refusal that answers ``message``, naming the request or the op it is about."""
-    return Refusal(
-        re=getattr(message, "id", 0),
-        code=error.code.value,
-        message=str(error)[:500],
-        retry_after_ms=None if error.retry_after_s is None else int(error.retry_after_s * 1000),
-        session=getattr(message, "session", None),
-        start=getattr(message, "start", 0),
-        seq=getattr(message, "seq", 0),
-        epoch=getattr(message, "epoch", 0),
-    )
-
-
-async def _next_frame(stream: Stream, decoder: FrameDecoder) -> list[Frame]:
-    """Receive until at least one frame is complete; returns all that came with it."""
-    while True:
-        data = await stream.receive()
-        if not data:
-            raise Unreachable(f"{stream.peer} closed the stream before its hello")
-        if found := list(decoder.feed_untrusted(data)):
-            return found

@@ -25,6 +25,7 @@ from swarmd.protocol import records
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Ping, Records
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord
+from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ class Directory:
             self._network.learn(peer, addresses)
             try:
                 await self._rpc.channel(peer, "bulk")
-            except (PeerError, IntegrityError) as error:
+            except PeerError as error:
                 self._reason = f"nobody answers yet; {error}"
         await self._store.join(sorted(self._rpc.peers()))
 
@@ -288,7 +289,10 @@ class Directory:
         merged = {**fresh, **{p: a for p, a in self._known.items() if p not in fresh}}
         self._known = dict(list(merged.items())[:MAX_REMEMBERED])
         if self._memory_file is not None:
-            self._memory_file.write_text(json.dumps(self._known))
+            try:
+                self._memory_file.write_text(json.dumps(self._known))
+            except OSError as error:
+                logger.warning("cannot remember addresses in %s: %s", self._memory_file, error.strerror)
 
 
 def own_key(swarm_id: str, peer: PeerId) -> str:
@@ -300,10 +304,7 @@ def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Calla
     """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else."""
 
     def sequence(key: str, value: bytes) -> int:
-        try:
-            body = msgspec.msgpack.decode(value, type=ExchangeBody)
-        except msgspec.DecodeError as error:
-            raise IntegrityError(f"a value does not parse: {error}") from None
+        body = decode(value, ExchangeBody, "a value", IntegrityError)
         highest = 0
         for raw in body.envelopes:
             verified = records.read_untrusted(raw, exchange.keys.founder_key, wall_clock(), frozenset())

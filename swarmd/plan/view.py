@@ -10,6 +10,8 @@ from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, SpanRecord, 
 from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 
 MAX_RECORDS = 20_000
+MAX_RECORDS_OF_A_PEER = 8
+MAX_SENT = 4_096
 MAX_REPLY_BYTES = 4 * 2**20
 
 
@@ -61,6 +63,8 @@ class RecordBook:
             return Decision(False, f"sequence {verified.record.sequence} is not newer than {known.record.sequence}")
         if known is None and len(self.entries) >= MAX_RECORDS:
             return Decision(False, f"{MAX_RECORDS} records are known already")
+        if known is None and self._n_records_of(verified.record.peer) >= MAX_RECORDS_OF_A_PEER:
+            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {verified.record.peer} are known already")
         self.entries[verified.key] = verified
         return Decision(True, "new" if known is None else "newer")
 
@@ -91,7 +95,21 @@ class RecordBook:
                 send.append(entry.raw)
                 size += len(entry.raw)
         want = [key for key, sequence in other.items() if sequence > self.sequence(key)]
-        return send, want[:MAX_RECORDS]
+        return send[:MAX_SENT], want[:MAX_SENT]
+
+    def pick(self, keys: set[str]) -> list[bytes]:
+        """The records under ``keys`` that are known, as many as fit one frame."""
+        picked: list[bytes] = []
+        size = 0
+        for key in sorted(keys):
+            entry = self.entries.get(key)
+            if entry is not None and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
+                picked.append(entry.raw)
+                size += len(entry.raw)
+        return picked
+
+    def _n_records_of(self, peer: str) -> int:
+        return sum(key.startswith(f"{peer}/") for key in self.entries)
 
     def sequence(self, key: str) -> int:
         entry = self.entries.get(key)

@@ -39,7 +39,7 @@ class FrameDecoder:
     """Cuts a byte stream into frames, holding at most one incomplete frame and what follows it in one read."""
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        self._max_payload_bytes = max_payload_bytes
+        self.max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
 
     def feed_untrusted(self, data: bytes) -> Iterator[Frame]:
@@ -74,10 +74,10 @@ class FrameDecoder:
         version, _, header_bytes, payload_bytes = _PREFIX.unpack_from(data, at)
         if version != VERSION:
             raise RemoteProtocolError(f"expected frame version {VERSION}, got {version}")
-        if header_bytes > MAX_HEADER_BYTES or payload_bytes > self._max_payload_bytes:
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > self.max_payload_bytes:
             raise RemoteProtocolError(
                 f"frame declares a header of {header_bytes} B and a payload of {payload_bytes} B; "
-                f"the limits are {MAX_HEADER_BYTES} and {self._max_payload_bytes}"
+                f"the limits are {MAX_HEADER_BYTES} and {self.max_payload_bytes}"
             )
         return int(PREFIX_BYTES + header_bytes + payload_bytes)
 

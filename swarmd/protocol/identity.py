@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
@@ -104,10 +105,7 @@ class Membership:
 
 
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
-    try:
-        return [msgspec.msgpack.decode(raw, type=Link) for raw in certificate]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IntegrityError(f"a certificate does not parse: {error}") from None
+    return [decode(raw, Link, "a certificate", IntegrityError) for raw in certificate]
 
 
 def verify_certificate_untrusted(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from swarmd.errors import Code, RemoteProtocolError
+from swarmd.errors import Code, Refused, RemoteProtocolError
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -299,6 +299,20 @@ def decode_untrusted(header: bytes) -> AnyMessage:
         return _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"a header does not parse: {error}") from None
+
+
+def refusal_for(message: AnyMessage, error: Refused) -> Refusal:
+    """Build the refusal that answers ``message``, naming the request or the op it is about."""
+    return Refusal(
+        re=getattr(message, "id", 0),
+        code=error.code.value,
+        message=str(error)[:500],
+        retry_after_ms=None if error.retry_after_s is None else int(error.retry_after_s * 1000),
+        session=getattr(message, "session", None),
+        start=getattr(message, "start", 0),
+        seq=getattr(message, "seq", 0),
+        epoch=getattr(message, "epoch", 0),
+    )
 
 
 def unknown_needs(needs: tuple[str, ...]) -> list[str]:

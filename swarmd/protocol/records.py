@@ -21,6 +21,7 @@ from swarmd.protocol.identity import (
     verify_certificate_untrusted,
 )
 from swarmd.protocol.messages import Addresses, Block, Certificate, Count, Name, Text
+from swarmd.protocol.untrusted import decode
 
 MAX_RECORD_BYTES = 8_192
 MAX_LIFETIME_S = 3_600
@@ -113,11 +114,8 @@ def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozense
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an
     honest record that does not count (expired, skewed, no longer a member), which costs nobody anything.
     """
-    try:
-        envelope = msgspec.msgpack.decode(raw, type=Envelope)
-        record = msgspec.msgpack.decode(envelope.body, type=AnyRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IntegrityError(f"a record does not parse: {error}") from None
+    envelope = decode(raw, Envelope, "a record", IntegrityError)
+    record: AnyRecord = decode(envelope.body, AnyRecord, "a record", IntegrityError)  # type: ignore[arg-type]
     verify(
         public_key_of_untrusted(record.peer), _DOMAIN, envelope.body, envelope.signature, f"the record of {record.peer}"
     )
@@ -150,9 +148,6 @@ def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
 
 def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
     """Check a catalog's signature and read it. Raises IntegrityError."""
-    try:
-        body, signature = msgspec.msgpack.decode(raw, type=tuple[bytes, bytes])
-        verify(founder_key, _CATALOG_DOMAIN, body, signature, "the catalog")
-        return msgspec.msgpack.decode(body, type=Catalog)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IntegrityError(f"a catalog does not parse: {error}") from None
+    body, signature = decode(raw, tuple[bytes, bytes], "a catalog", IntegrityError)
+    verify(founder_key, _CATALOG_DOMAIN, body, signature, "the catalog")
+    return decode(body, Catalog, "a catalog", IntegrityError)

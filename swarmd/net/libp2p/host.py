@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 4.5
 OPEN_TIMEOUT_S = 4.0
 ADDRESS_TTL_S = 3_600
-MAX_STREAMS_PER_PEER = 64
 OPEN_ERRORS = (
     SwarmException,
     HostException,
@@ -139,7 +138,10 @@ class Libp2pNetwork:
         return tuple(dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found))
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        known = ID.from_base58(peer)
+        try:
+            known = ID.from_base58(peer)
+        except ValueError:
+            return  # nobody has such an id
         parsed = [a for address in addresses if (a := _parse_untrusted(address)) is not None]
         if parsed and peer != self.peer_id:
             self.swarm.peerstore.clear_addrs(known)
@@ -189,18 +191,6 @@ class Libp2pNetwork:
             await handler(Libp2pStream(peer, net_stream, purpose))
 
         return handle
-
-
-def peer_of_address(address: str) -> PeerId:
-    """Take the peer id from a multiaddr that ends in /p2p/ID. Raises ConfigError."""
-    _, found, peer = address.rpartition("/p2p/")
-    if not found or _parse_untrusted(address) is None:
-        raise ConfigError(f"expected an address such as /ip4/192.0.2.1/tcp/4001/p2p/12D3..., got {address!r}")
-    return PeerId(peer)
-
-
-def has_yamux(connection: object) -> bool:
-    return isinstance(connection, YamuxConnection)
 
 
 def _build_swarm(keys: KeyPair, psk: bytes | None) -> GuardedSwarm:

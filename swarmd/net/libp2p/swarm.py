@@ -107,7 +107,7 @@ class GuardedSwarm(Swarm):
         garbled: list[str] = []
         for address in addresses:
             try:
-                with trio.fail_after(UPGRADE_TIMEOUT_S):
+                with trio.fail_after(UPGRADE_TIMEOUT_S / min(len(addresses), 2)):
                     return [await self.dial_addr(address, peer_id)]
             except (SwarmException, trio.TooSlowError) as error:
                 causes = _causes(error)

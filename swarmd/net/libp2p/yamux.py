@@ -88,11 +88,14 @@ class YamuxStream(IMuxedStream):
 
     async def close(self) -> None:
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
-            await self.connection.send(self.connection.core.close(self.state), self.is_bulk)
+            frame = self.connection.core.close(self.state)
+            self.connection.forget_if_done(self.state.id)
+            await self.connection.send(frame, self.is_bulk)
 
     async def reset(self) -> None:
         if not (self.state.reset or self.connection.is_closed):
             frame = self.connection.core.reset(self.state)
+            self.connection.forget_if_done(self.state.id)
             self.wake()
             await self.connection.send(frame, is_bulk=False)
 
@@ -211,6 +214,8 @@ class YamuxConnection(IMuxedConn):
                 logger.warning("closing the connection to %s: %s", self.peer_id, error)
                 return
             for event in events:
+                if self._closed:
+                    return
                 self._apply(event.kind, event.stream)
             if replies:
                 try:
@@ -226,14 +231,13 @@ class YamuxConnection(IMuxedConn):
             stream = self.streams[stream_id] = YamuxStream(self, state)
             try:
                 self._accept_send.send_nowait(stream)
-            except trio.WouldBlock:
+            except (trio.WouldBlock, trio.ClosedResourceError):
                 self._fail()
         elif kind == "go_away":
             self._fail()
         elif (known := self.streams.get(stream_id)) is not None:
             known.wake()
-            if state is None:
-                del self.streams[stream_id]
+            self.forget_if_done(stream_id)
 
     async def _ping(self) -> None:
         while True:
@@ -247,6 +251,11 @@ class YamuxConnection(IMuxedConn):
                 except MuxedStreamReset:
                     return
                 await trio.sleep_forever()
+
+    def forget_if_done(self, stream_id: int) -> None:
+        """Drop a stream that the core has forgotten: no event for it will come any more."""
+        if stream_id not in self.core.streams:
+            self.streams.pop(stream_id, None)
 
     def _fail(self) -> None:
         """Mark the connection dead and wake everybody who waits on it."""

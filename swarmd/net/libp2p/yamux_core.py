@@ -83,6 +83,7 @@ class YamuxCore:
 
     def reset(self, stream: StreamState) -> bytes:
         stream.reset = True
+        stream.readable = bytearray()
         self._forget(stream)
         return HEADER.pack(0, WINDOW, RST, stream.id, 0)
 
@@ -123,7 +124,7 @@ class YamuxCore:
             if version != 0 or kind > GO_AWAY:
                 raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
             body = length if kind == DATA else 0
-            if kind == DATA and length > self._allowed(stream_id, flags):
+            if kind == DATA and length > self._allowed(stream_id):
                 raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
             if len(self._buffer) - at < HEADER.size + body:
                 break
@@ -136,7 +137,7 @@ class YamuxCore:
         del self._buffer[:at]
         return events, b"".join(replies)
 
-    def _allowed(self, stream_id: int, flags: int) -> int:
+    def _allowed(self, stream_id: int) -> int:
         stream = self.streams.get(stream_id)
         return stream.credit_left if stream is not None else INITIAL_WINDOW
 
