@@ -92,6 +92,8 @@ class Daemon:
         self._start_worker = start_worker
         self._home = home
         self._announced_free = -1
+        self._catalog_changed = trio.Event()
+        exchange.on_catalog = lambda: self._catalog_changed.set()
         self._stopping = trio.Event()
         self._started_at = trio.current_time()
 
@@ -99,6 +101,7 @@ class Daemon:
         """Run until ``stop``."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)
+            nursery.start_soon(self._follow_catalog)
             await nursery.start(self.directory.run)
             if self._home is not None:
                 await nursery.start(serve_control, self, self._home.socket)
@@ -173,30 +176,30 @@ class Daemon:
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        self.exchange.require_member(channel.peer)
         if self.server is not None and await self.server.handle(channel.peer, message, frame, channel):
             return
         if isinstance(message, Ping):
             await channel.send(Pong(re=message.id), bytes(message.want_bytes))
         elif isinstance(message, ExchangeDigest):
-            self.exchange.require_member(channel.peer)
             await self.exchange.answer(channel, message, frame)
         elif isinstance(message, Records):
-            version_before = self.exchange.book.catalog.version
             self.exchange.merge_body_untrusted(frame.payload)
-            if self.exchange.book.catalog.version != version_before:
-                self._save_catalog()
-                await self._turn_out_revoked()
         elif getattr(message, "session", None) is not None:
             raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
 
-    async def _turn_out_revoked(self) -> None:
-        """End the connections of members that a new catalog revokes."""
-        for peer in self.rpc.peers():
-            try:
-                self.exchange.require_member(peer)
-            except Refused as error:
-                logger.info("disconnecting %s: %s", peer, error)
-                await self.network.disconnect(peer)
+    async def _follow_catalog(self) -> None:
+        """Keep each new catalog, and end the connections of members that it revokes."""
+        while True:
+            await self._catalog_changed.wait()
+            self._catalog_changed = trio.Event()
+            self._save_catalog()
+            for peer in self.rpc.peers():
+                try:
+                    self.exchange.require_member(peer)
+                except Refused as error:
+                    logger.info("disconnecting %s: %s", peer, error)
+                    await self.network.disconnect(peer)
 
     def gone(self, peer: PeerId) -> None:
         if self.server is not None:
@@ -409,7 +412,10 @@ class Daemon:
 
     def _save_catalog(self) -> None:
         if self._home is not None and self.exchange.book.catalog_raw is not None:
-            self._home.save_catalog(self.exchange.book.catalog_raw)
+            try:
+                self._home.save_catalog(self.exchange.book.catalog_raw)
+            except ConfigError as error:
+                logger.warning("the new catalog is used but not kept: %s", error)
 
 
 def _name_of(catalog: Catalog, model: str) -> str | None:

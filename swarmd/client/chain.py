@@ -11,20 +11,27 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import trio
 
+from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms
 from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.session import encode_op, replay_frames
 from swarmd.compute.wire import unpack_untrusted
-from swarmd.errors import CacheExhausted, Code, NoRoute, PeerError, PeerTimeout, Refused, RemoteProtocolError
-from swarmd.net.rpc import Rpc
-from swarmd.plan.routing import Hop, Route, best_route
+from swarmd.errors import (
+    CacheExhausted,
+    Code,
+    ConfigError,
+    NoRoute,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+)
+from swarmd.plan.routing import Route, best_route
 from swarmd.plan.session import Watch
-from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -42,7 +49,7 @@ from swarmd.protocol.messages import (
     Suspect,
 )
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import ModelId, PeerId, Span
+from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
@@ -55,72 +62,8 @@ PINNED_PATIENCE_S = 12.0
 RETRY_PAUSE_S = 0.5
 EXCLUDED_FOR_S = 20.0
 BUSY_FOR_S = 2.0
-HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING, Code.DRAINING)
+HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
 CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER, Code.UNREACHABLE_SUCCESSOR)
-
-
-class Swarm(Protocol):
-    """What a session needs of the swarm around it."""
-
-    rpc: Rpc
-
-    def view(self) -> SwarmView: ...
-
-    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]: ...
-
-    def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
-
-    async def refresh(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What is fixed when a session opens."""
-
-    model: ModelId
-    n_blocks: int
-    batch: int
-    max_tokens: int
-    dtype: str = "float32"
-    grade: str = "replayed"
-    route: tuple[Hop, ...] = ()
-
-
-@dataclass(slots=True)
-class Link:
-    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop."""
-
-    hop: Hop
-    watch: Watch = field(default_factory=Watch)
-    is_lost: bool = False
-    received: int | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """One repair of a chain, for people and tests."""
-
-    lost: tuple[str, ...]
-    chain_before: tuple[str, ...]
-    chain_after: tuple[str, ...]
-    replayed_ops: int
-    replayed_tokens: int
-    from_client: bool
-    stall_s: float
-    reason: str
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What happened in one session."""
-
-    steps: int = 0
-    frames_sent: int = 0
-    frames_received: int = 0
-    forwarded: int = 0
-    repairs: list[Repair] = field(default_factory=list)
-    blamed: list[tuple[PeerId, str]] = field(default_factory=list)
 
 
 class ChainSession:
@@ -143,6 +86,8 @@ class ChainSession:
         self._trouble: str | None = None
         self._fatal: Exception | None = None
         self._excluded: dict[PeerId, float] = {}
+        self._opened: set[tuple[PeerId, int]] = set()
+        self._is_over = False
         self._numerics = ""
         self._changed = trio.Event()
 
@@ -152,19 +97,23 @@ class ChainSession:
         """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
         deadline = trio.current_time() + (PINNED_PATIENCE_S if self.terms.route else PATIENCE_S)
         while True:
-            hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
-            self.links = [Link(hop) for hop in hops]
-            failures = await self._open_hops(range(len(self.links)))
-            if not failures:
-                return
-            self._raise_if_hopeless(failures)
+            reason: SwarmError
+            try:
+                hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
+                self.links = [Link(hop) for hop in hops]
+                failures = await self._open_hops(range(len(self.links)))
+                if not failures:
+                    return
+                self._raise_if_hopeless(failures)
+                reason = next(iter(failures.values()))
+                for index, error in failures.items():
+                    self._drop(self.links[index], error)
+            except NoRoute as error:
+                reason = error
             if trio.current_time() > deadline:
-                raise next(iter(failures.values()))
-            for index, error in failures.items():
-                self._drop(self.links[index], error)
+                raise reason
             self._trouble = None
-            await trio.sleep(RETRY_PAUSE_S)
-            await self._swarm.refresh()
+            await self._look_again()
 
     async def step(
         self,
@@ -174,7 +123,13 @@ class ChainSession:
         mask: torch.Tensor | None,
         record_past: bool,
     ) -> torch.Tensor | None:
-        """Send one op through the chain; returns the last block's output [b, t, d]. Raises SwarmError."""
+        """Send one op through the chain; returns the last block's output [b, t, d].
+
+        Raises SwarmError, after which the session is over: its servers may have changed or not.
+        """
+        if self._is_over:
+            raise ConfigError("this session ended with an error: start a new one")
+        self._is_over = True  # until the answer is here
         self._seq += 1
         self.statistics.steps += 1
         sent = Sent(self._seq, edits, hidden, positions, mask, record_past)
@@ -189,22 +144,39 @@ class ChainSession:
         assert self._answer is not None
         assert self._answer_meta is not None
         if self._answer_meta.tensor is None:
+            self._is_over = False
             return None
         out, _, _ = unpack_untrusted(self._answer_meta.tensor, self._answer.payload)
         if hidden is not None and out.shape != hidden.shape:
             raise RemoteProtocolError(f"expected hidden states {tuple(hidden.shape)}, got {tuple(out.shape)}")
+        self._is_over = False
         return out
 
     async def close(self) -> None:
         self._history.close()
-        for link in self.links:
-            channel = self._swarm.rpc.existing(link.hop.peer)
-            if channel is not None and not link.is_lost:
+        self.links = []
+        await self._close_strays()
+
+    async def _close_strays(self) -> None:
+        """Give back what hops that are no longer in the chain still hold."""
+        kept = {(link.hop.peer, link.hop.span.start) for link in self.links if not link.is_lost}
+        for peer, start in self._opened - kept:
+            channel = self._swarm.rpc.existing(peer)
+            if channel is not None:
                 with trio.move_on_after(1):
                     try:
-                        await channel.send(CloseSession(session=self.key, start=link.hop.span.start))
+                        await channel.send(CloseSession(session=self.key, start=start))
                     except PeerError:
                         continue
+        self._opened &= kept
+
+    async def _look_again(self) -> None:
+        """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
+        await trio.sleep(RETRY_PAUSE_S)
+        try:
+            await self._swarm.refresh()
+        except SwarmError as error:
+            logger.info("no newer records: %s", error)
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -299,8 +271,7 @@ class ChainSession:
                 if trio.current_time() - begun > PATIENCE_S:
                     raise
                 self._trouble = reason
-                await trio.sleep(RETRY_PAUSE_S)
-                await self._swarm.refresh()
+                await self._look_again()
                 continue
             if await self._tell_neighbours() and await self._catch_up(counts):
                 break
@@ -317,6 +288,7 @@ class ChainSession:
             reason,
         )
         self.statistics.repairs.append(repair)
+        await self._close_strays()
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, self.chain, reason)
 
     def _replace_lost(self) -> None:
@@ -504,6 +476,7 @@ class ChainSession:
             failures[index] = error
             return
         if isinstance(reply, Opened):
+            self._opened.add((link.hop.peer, link.hop.span.start))
             link.why, self.layer_arity = reply.why, reply.layer_arity
             link.received = 0 if self._seq == 0 else None
             if is_exact and not self._numerics:

@@ -20,8 +20,10 @@ from transformers.cache_utils import DynamicLayer
 from swarmd.compute import skeleton
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
+from swarmd.protocol.tensors import max_tokens_per_frame
 
 FALLBACK_MAX_TOKENS = 2_048
+MAX_OP_BYTES = 8 * 2**20
 
 
 class Session(Protocol):
@@ -111,10 +113,18 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
         edits, self._edits = tuple(self._edits), []
         positions = positions.to(torch.int32).expand(b, t)
-        out = self.session.step(edits, hidden, positions, chunk if self._has_padding else None, self._records_past)
-        assert out is not None
+        name = str(hidden.dtype).removeprefix("torch.")
+        step = max_tokens_per_frame(b, hidden.shape[2], name, MAX_OP_BYTES)
+        outs = []
+        for at in range(0, t, step):  # a long prompt travels as several ops
+            window = slice(at, at + step)
+            mask_part = chunk[:, window] if chunk is not None and self._has_padding else None
+            out = self.session.step(edits, hidden[:, window], positions[:, window], mask_part, self._records_past)
+            assert out is not None
+            outs.append(out)
+            edits = ()
         self.n_tokens += t
-        return out
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def close(self) -> None:
         if self.session is not None:

@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.chain import ChainSession, Repair, Statistics, Terms
+from swarmd.client.chain import ChainSession
+from swarmd.client.links import Repair, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.compute.history import Budget
 from swarmd.errors import ConfigError, NoRoute, PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.net.api import Network, TaskStatus
 from swarmd.net.exchange import Exchange
-from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.routing import Hop, trips_of
 from swarmd.plan.view import SwarmView
@@ -86,8 +87,9 @@ class AsyncSwarm:
         self._sessions[session.key] = session
         try:
             await session.open()
-        except SwarmError:
-            del self._sessions[session.key]
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self.close_session(session)
             raise
         return session
 
@@ -138,8 +140,6 @@ class AsyncSwarm:
                 raise
             except PeerError as error:
                 tried.append(str(error))
-                if isinstance(error, HandshakeFailed) and len(peers) == 1:
-                    raise ConfigError(str(error)) from None
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -153,7 +153,7 @@ class AsyncSwarm:
                 try:
                     await self.refresh()
                     await self._measure_trips()
-                except (SwarmUnavailable, PeerError) as error:
+                except SwarmError as error:
                     logger.info("the view is getting old: %s", error)
 
     async def _join(self) -> None:
@@ -208,7 +208,9 @@ async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
         try:
             await nursery.start(swarm.run)
         except* SwarmError as group:
-            failure = first_error(group)
+            first = first_error(group)
+            assert isinstance(first, SwarmError)
+            failure = first
         if failure is None:
             yield swarm
         nursery.cancel_scope.cancel()
@@ -216,11 +218,10 @@ async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
         raise failure
 
 
-def first_error(group: BaseExceptionGroup[Any]) -> SwarmError:
-    error: BaseException = group
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, SwarmError)
     return error
 
 
@@ -254,7 +255,11 @@ class BlockingSession:
         if self._is_closed:
             raise ConfigError("this session was closed")
         self._thread.soon(self._submit, work)
-        answer = self._answers.get()
+        try:
+            answer = self._answers.get()
+        except BaseException:  # interrupted: the answer of this step must not be taken for that of another
+            self.close()
+            raise
         if isinstance(answer, BaseException):
             raise answer
         return answer  # type: ignore[no-any-return]
@@ -278,7 +283,7 @@ class BlockingSession:
                     return
                 try:
                     self._answers.put(await self.chain_session.step(*self._work))
-                except SwarmError as error:
+                except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
                     self._answers.put(error)
         finally:
             self._answers.put(Unreachable("the connection to the swarm was closed"))
@@ -317,13 +322,8 @@ class TrioThread:
 
         try:
             trio.run(main)
-        except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            self._ready.put(error)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._ready.put(error)
+            self._ready.put(first_error(error))
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         self._token.run_sync_soon(function, *args)

@@ -60,6 +60,7 @@ class History:
         self.base_seq = 0
         self.n_tokens = 0
         self.record_past = False
+        self.recent_tokens = 0
         self._recent: list[Sent] = []
         self._budget = budget
         self._hidden: torch.Tensor | None = None
@@ -69,15 +70,14 @@ class History:
 
     def add(self, sent: Sent) -> None:
         self._recent.append(sent)
+        self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
 
     def settle(self, seq: int) -> None:
         """Merge what is settled up to ``seq``; the exact grade keeps everything apart."""
         while not self.is_exact and self._recent and self._recent[0].seq <= seq:
-            self._merge(self._recent.pop(0))
-
-    def drop(self, seq: int) -> None:
-        """Forget ops above ``seq``: they were never accepted."""
-        self._recent = [s for s in self._recent if s.seq <= seq]
+            settled = self._recent.pop(0)
+            self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
+            self._merge(settled)
 
     def after(self, seq: int) -> Iterator[Sent]:
         """The separate ops after ``seq``, in order."""

@@ -20,6 +20,7 @@ from swarmd.values import Span
 
 REPLAY_FRAME_BYTES = 4 * 2**20
 MAX_TOKENS_PER_PASS = 512
+KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
 
 class HopSession:
@@ -84,6 +85,10 @@ class HopSession:
         if n_tokens + op.tensor.t > self._max_tokens:
             raise Refused(
                 Code.TOO_LONG, f"{n_tokens} tokens and {op.tensor.t} more, this session reserved {self._max_tokens}"
+            )
+        if self.history.recent_tokens > KEPT_TIMES * self._max_tokens:
+            raise Refused(
+                Code.TOO_LONG, f"{self.history.recent_tokens} tokens of separate ops are kept for replay already"
             )
         hidden, positions, mask = unpack_untrusted(op.tensor, payload)
         if not torch.isfinite(hidden).all():

@@ -280,7 +280,8 @@ class Rpc:
         try:
             await self._guest.handle(channel, message, frame)
         except Refused as error:
-            await channel.send(messages.refusal_for(message, error))
+            if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
+                await channel.send(messages.refusal_for(message, error))
 
     def _forget(self, channel: Channel) -> None:
         channel.end()

@@ -1,9 +1,14 @@
-"""Frames to other peers: in order for each peer, small ones at once, and never holding up anybody else."""
+"""Frames to other peers: in order for each peer, and never holding up whoever hands them over.
+
+``put`` only queues; a task for each peer that has frames waiting sends them. So a peer that does not read delays
+nobody else, and the worker's answers are always taken at once. Frames to this very peer go through a queue as well:
+a hop whose successor is on the same server must not wait for the worker inside the worker's own reader.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -11,48 +16,57 @@ from swarmd.errors import PeerError
 from swarmd.net.rpc import Rpc
 from swarmd.values import PeerId
 
-SMALL_BYTES = 64 * 1024
-SEND_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 20.0
 MAX_WAITING_BYTES = 256 * 2**20
 
 
 class Outbox:
-    """One queue for each peer, drained by a task while it is not empty. ``failed`` hears of frames that were lost."""
+    """A queue for each peer. ``failed`` hears of frames that were lost, ``to_self`` takes those for this peer."""
 
-    def __init__(self, rpc: Rpc, nursery: trio.Nursery, failed: Callable[[PeerId, str], None]) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        nursery: trio.Nursery,
+        failed: Callable[[PeerId, str], None],
+        to_self: Callable[[bytes], Awaitable[None]],
+    ) -> None:
         self._rpc = rpc
         self._nursery = nursery
         self._failed = failed
+        self._to_self = to_self
         self._waiting: dict[PeerId, deque[bytes]] = {}
+        self._waiting_bytes = 0
 
-    async def put(self, peer: PeerId, frame: bytes) -> None:
-        """Send ``frame`` to ``peer``, now or soon."""
-        waiting = self._waiting.get(peer)
-        if waiting is None and len(frame) <= SMALL_BYTES and (channel := self._rpc.existing(peer)) is not None:
-            try:
-                with trio.CancelScope(deadline=trio.current_time() + SEND_TIMEOUT_S) as scope:
-                    await channel.send_raw(frame)
-            except PeerError as error:
-                self._failed(peer, str(error))
-            if scope.cancelled_caught:
-                self._failed(peer, f"it took nothing for {SEND_TIMEOUT_S} s")
+    def put(self, peer: PeerId, frame: bytes) -> None:
+        """Queue ``frame`` for ``peer``; it leaves as soon as those before it have."""
+        if self._waiting_bytes + len(frame) > MAX_WAITING_BYTES:
+            self._failed(peer, f"more than {MAX_WAITING_BYTES >> 20} MiB wait to be sent")
             return
+        waiting = self._waiting.get(peer)
         if waiting is None:
             waiting = self._waiting[peer] = deque()
-            self._nursery.start_soon(self._drain, peer)
+            self._nursery.start_soon(self._drain, peer, waiting)
         waiting.append(frame)
-        if sum(map(len, waiting)) > MAX_WAITING_BYTES:
-            waiting.clear()
-            self._failed(peer, f"more than {MAX_WAITING_BYTES >> 20} MiB wait for it")
+        self._waiting_bytes += len(frame)
 
-    async def _drain(self, peer: PeerId) -> None:
-        waiting = self._waiting[peer]
+    async def _drain(self, peer: PeerId, waiting: deque[bytes]) -> None:
         try:
             while waiting:
-                channel = await self._rpc.channel(peer)
-                while waiting:
-                    await channel.send_raw(waiting.popleft())
+                with trio.CancelScope(deadline=trio.current_time() + SEND_TIMEOUT_S) as scope:
+                    await self._send(peer, waiting[0])
+                if scope.cancelled_caught:
+                    self._failed(peer, f"it took nothing for {SEND_TIMEOUT_S:.0f} s")
+                    return
+                self._waiting_bytes -= len(waiting.popleft())
         except PeerError as error:
             self._failed(peer, str(error))
         finally:
+            self._waiting_bytes -= sum(map(len, waiting))
             del self._waiting[peer]
+
+    async def _send(self, peer: PeerId, frame: bytes) -> None:
+        if peer == self._rpc.network.peer_id:
+            await self._to_self(frame)
+        else:
+            channel = self._rpc.existing(peer) or await self._rpc.channel(peer)
+            await channel.send_raw(frame)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from swarmd.errors import Code, PeerError, Refused
+from swarmd.errors import Code, IntegrityError, PeerError, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
@@ -31,7 +31,8 @@ from swarmd.plan.session import (
     judge_op,
 )
 from swarmd.protocol import messages
-from swarmd.protocol.frames import Frame
+from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.identity import public_key_of_untrusted
 from swarmd.protocol.messages import (
     AnyMessage,
     CloseSession,
@@ -106,7 +107,6 @@ class Server:
         self.dtype = dtype
         self.ledger = ledger
         self.on_change: Callable[[], None] = lambda: None
-        self.is_draining = False
         self._is_running = False
         self._rpc = rpc
         self._exchange = exchange
@@ -136,7 +136,7 @@ class Server:
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self._outbox = Outbox(self._rpc, nursery, self._push_failed)
+            self._outbox = Outbox(self._rpc, nursery, self._push_failed, self._to_self)
             self._is_running = True
             task_status.started()
             try:
@@ -206,7 +206,7 @@ class Server:
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client, key = channel.peer, (opening.session, opening.start)
         self._check_open(client, opening)
-        self.ledger.reserve(key, client, opening.batch * opening.max_tokens)
+        self.ledger.reserve(key, self._exchange.principal(client), opening.batch * opening.max_tokens)
         state = HopState(client, PeerId(opening.predecessor) or client, opening.epoch)
         successor = PeerId(opening.successor) if opening.successor else None
         hop = HopSession(state, Span(opening.start, opening.end), successor, used_at=trio.current_time())
@@ -221,9 +221,7 @@ class Server:
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(client)
-        if self.is_draining:
-            raise Refused(Code.DRAINING, "this server is leaving")
+        _check_ids(opening.predecessor, opening.successor)
         loaded = self._worker.loaded
         if loaded is None:
             raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
@@ -249,7 +247,7 @@ class Server:
             numerics=loaded.numerics if loaded else "",
             layer_arity=loaded.layer_arity if loaded else 0,
         )
-        await self._tell(channel.peer, encode(reply))
+        self._tell(channel.peer, encode(reply))
 
     async def _connect_onward(self, hop: HopSession, addresses: tuple[str, ...]) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so."""
@@ -257,7 +255,7 @@ class Server:
         if successor is None or successor in (hop.state.client, self._rpc.network.peer_id):
             hop.push, hop.why = True, "answers the client" if successor is None else "the next hop is here too"
             return
-        self._rpc.network.learn(successor, addresses)
+        self._rpc.network.learn(successor, self._exchange.addresses_of(successor) or addresses)
         try:
             with trio.fail_after(PUSH_TIMEOUT_S):
                 await self._rpc.channel(successor)
@@ -267,6 +265,7 @@ class Server:
             hop.why = f"returns to the client: {successor[-8:]} cannot be reached from here ({error or 'no answer'})"
 
     def _on_reroute(self, channel: Channel, message: Reroute) -> None:
+        _check_ids(message.predecessor, message.successor)
         hop = self._own_hop(channel.peer, message.session, message.start)
         if message.epoch < hop.state.epoch:
             raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
@@ -281,7 +280,7 @@ class Server:
     async def _reply_rerouted(self, channel: Channel, message: Reroute, hop: HopSession) -> None:
         await self._connect_onward(hop, message.successor_addresses)
         reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
-        await self._tell(channel.peer, encode(reply))
+        self._tell(channel.peer, encode(reply))
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
@@ -310,7 +309,7 @@ class Server:
         key = self._by_end.get((refusal.session, refusal.start))
         hop = self._hops.get(key) if key else None
         if hop is not None and hop.successor == peer and refusal.epoch in (0, hop.state.epoch):
-            await self._tell(hop.state.client, encode(refusal))
+            self._tell(hop.state.client, encode(refusal))
 
     def _on_progress(self, peer: PeerId, progress: Progress) -> None:
         key = self._by_end.get((progress.session, progress.start))
@@ -339,7 +338,7 @@ class Server:
         elif isinstance(message, Replayed):
             peer, original = self._replays.pop(message.re, (None, 0))
             if peer is not None:
-                await self._tell(peer, encode(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
+                self._tell(peer, encode(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
         elif isinstance(message, Refusal) and message.session is not None:
             await self._on_worker_refusal(message)
 
@@ -353,31 +352,33 @@ class Server:
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if hop.successor is None or not hop.push:
-            await self._tell(hop.state.client, frame.raw)
-            return
-        if hop.successor == self._rpc.network.peer_id:
-            await self._to_self(op, frame)
+            self._tell(hop.state.client, frame.raw)
             return
         hop.watch.on_sent(op.seq, trio.current_time())
-        await self._outbox.put(hop.successor, frame.raw)
+        self._outbox.put(hop.successor, frame.raw)
 
-    async def _to_self(self, op: Op, frame: Frame) -> None:
+    async def _to_self(self, raw: bytes) -> None:
+        """Hand an op to the next hop, which is on this server too; its refusal goes to the client."""
+        (frame,) = FrameDecoder().feed_untrusted(raw)
+        op = messages.decode_untrusted(frame.header)
+        assert isinstance(op, Op)
+        me = self._rpc.network.peer_id
         try:
-            await self._on_op(self._rpc.network.peer_id, op, frame)
-        except (Refused, WorkerLost) as error:
-            logger.info("a hop on this server refused the one before it: %s", error)
+            await self.handle(me, op, frame, None)
+        except Refused as error:
+            await self._on_refusal(me, messages.refusal_for(op, error))
 
     async def _on_worker_refusal(self, refusal: Refusal) -> None:
         assert refusal.session is not None
         if refusal.re:
             peer, original = self._replays.pop(refusal.re, (None, 0))
             if peer is not None:
-                await self._tell(peer, encode(Refusal(re=original, code=refusal.code, message=refusal.message)))
+                self._tell(peer, encode(Refusal(re=original, code=refusal.code, message=refusal.message)))
             return
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session, refusal.start))
         if hop is not None:
-            await self._tell(hop.state.client, encode(refusal))
+            self._tell(hop.state.client, encode(refusal))
 
     async def on_worker_change(self) -> None:
         """Tell every client whose hop went down with the worker."""
@@ -387,9 +388,9 @@ class Server:
         for key, hop in list(self._hops.items()):
             lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
             self._forget(key)
-            await self._tell(hop.state.client, encode(lost))
+            self._tell(hop.state.client, encode(lost))
         for peer, original in self._replays.values():
-            await self._tell(peer, encode(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
+            self._tell(peer, encode(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
         self._replays.clear()
 
     # --- time ------------------------------------------------------------------------------------------------
@@ -411,15 +412,17 @@ class Server:
                 self._suspect(key, hop, reason)
             busy = hop.state.received > hop.state.finished or (hop.state.next_base_part > 0 and not hop.state.received)
             if (busy or hop.told_finished < hop.state.finished) and now - hop.told_at >= PROGRESS_INTERVAL_S:
-                await self._report(key, hop, now)
+                self._report(key, hop, now)
             lease = LEASE_S if self._rpc.existing(hop.state.client) else ABANDONED_LEASE_S
             if now - hop.used_at > lease and not busy:
                 logger.info("session %s expired after %.0f s without an op", key[0].hex()[:8], lease)
                 await self._end(key)
 
-    async def _report(self, key: HopKey, hop: HopSession, now: float) -> None:
+    def _report(self, key: HopKey, hop: HopSession, now: float) -> None:
         hop.told_at, hop.told_finished = now, hop.state.finished
-        if hop.sender not in (None, self._rpc.network.peer_id):
+        if hop.sender == self._rpc.network.peer_id:
+            self._progress_to_self(key, hop, now)
+        elif hop.sender is not None:
             progress = Progress(
                 session=key[0],
                 start=key[1],
@@ -427,7 +430,12 @@ class Server:
                 received=hop.state.received,
                 finished=hop.state.finished,
             )
-            await self._outbox.put(hop.sender, encode(progress))
+            self._outbox.put(hop.sender, encode(progress))
+
+    def _progress_to_self(self, key: HopKey, hop: HopSession, now: float) -> None:
+        before = self._hops.get(self._by_end.get(key, key))
+        if before is not None and before is not hop:
+            before.watch.on_progress(hop.state.finished, now)
 
     def _suspect(self, key: HopKey, hop: HopSession, reason: str) -> None:
         if hop.suspected or not self._is_running:
@@ -437,12 +445,12 @@ class Server:
         suspicion = Suspect(
             session=key[0], start=hop.span.end, epoch=hop.state.epoch, seq=hop.watch.sent, reason=reason[:500]
         )
-        self._nursery.start_soon(self._tell, hop.state.client, encode(suspicion))
+        self._tell(hop.state.client, encode(suspicion))
 
-    async def _tell(self, client: PeerId, frame: bytes) -> None:
+    def _tell(self, client: PeerId, frame: bytes) -> None:
         """Send to a client on the channel that it opened; a client that is gone hears nothing."""
         if self._is_running and self._rpc.existing(client) is not None:
-            await self._outbox.put(client, frame)
+            self._outbox.put(client, frame)
 
     async def _end(self, key: HopKey) -> None:
         self._forget(key)
@@ -452,7 +460,19 @@ class Server:
             return
 
     def _forget(self, key: HopKey) -> None:
-        hop = self._hops.pop(key)
+        hop = self._hops.pop(key, None)
+        if hop is None:
+            return
         self._by_end.pop((key[0], hop.span.end), None)
         self.ledger.release(key)
         self.on_change()
+
+
+def _check_ids(*peers: str) -> None:
+    """Refuse neighbours that are no peer ids; an empty one stands for the client."""
+    for peer in peers:
+        if peer:
+            try:
+                public_key_of_untrusted(peer)
+            except IntegrityError as error:
+                raise Refused(Code.MALFORMED, str(error)) from None

@@ -23,7 +23,6 @@ from swarmd.protocol.records import ExchangeBody, PeerRecord, sign
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, HIDDEN, MODEL, Reference, SimSwarm
 
-pytest_plugins = ["tests.sim.conftest"]
 KEY = b"a" * 16
 
 
@@ -186,7 +185,7 @@ async def test_nobody_reserves_more_than_a_share(virtual_time: trio.testing.Mock
 async def test_garbage_ends_that_channel_only(virtual_time: trio.testing.MockClock, data: bytes) -> None:
     async with scene() as s:
         channel = await s.attacker.rpc.channel(s.server)
-        await channel._stream.send(data)
+        await channel.stream.send(data)
         await trio.sleep(1)
         assert not channel.is_open
         daemon = s.swarm.daemons[s.server][0]
@@ -196,7 +195,7 @@ async def test_garbage_ends_that_channel_only(virtual_time: trio.testing.MockClo
 async def test_half_a_frame_and_silence_holds_nobody_up(virtual_time: trio.testing.MockClock) -> None:
     async with scene() as s:
         channel = await s.attacker.rpc.channel(s.server)
-        await channel._stream.send(frames.encode(messages.encode(Op()), bytes(1000))[:200])
+        await channel.stream.send(frames.encode(messages.encode(Op()), bytes(1000))[:200])
         await trio.sleep(1)
 
 

@@ -96,20 +96,24 @@ def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:
 
 
 def test_cache_is_promised_once_and_shared_fairly() -> None:
-    ledger, a, b = CacheLedger(1000), PeerId("a"), PeerId("b")
+    ledger, a, b = CacheLedger(1000), b"a", b"b"
     ledger.reserve((b"1", 0), a, 400)
     with pytest.raises(Refused, match="holds 400 of at most 500"):
         ledger.reserve((b"2", 0), a, 200)
     ledger.reserve((b"3", 0), b, 500)
     with pytest.raises(Refused, match="200 cache tokens asked for, 100 of 1000 are free") as caught:
-        ledger.reserve((b"4", 0), PeerId("c"), 200)
+        ledger.reserve((b"4", 0), b"c", 200)
     assert caught.value.code is Code.NO_CAPACITY
     assert caught.value.retry_after_s
     with pytest.raises(Refused, match="2000 cache tokens asked for, this server has 1000") as caught:
         ledger.reserve((b"5", 0), a, 2000)
     assert caught.value.code is Code.TOO_LONG
-    ledger.release((b"1", 0))
-    assert ledger.free_tokens == 500
+    with pytest.raises(Refused):
+        ledger.reserve((b"1", 0), a, 2000)
+    assert ledger.free_tokens == 100, "a refused promise leaves the old one in place"
+    ledger.reserve((b"1", 0), a, 300)
+    ledger.release((b"3", 0))
+    assert ledger.free_tokens == 700
 
 
 def verified(record: SpanRecord) -> Verified:

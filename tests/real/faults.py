@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from swarmd.client.chain import Statistics
+from swarmd.client.links import Statistics
 from tests.real.harness import LocalSwarm, Volunteer
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.5}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import trio
 
-from swarmd.client.chain import Terms
+from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, Membership
 from swarmd.compute.worker import Worker
 from swarmd.config import Config

@@ -114,7 +114,7 @@ async def test_a_peer_that_was_cut_off_finds_the_swarm_again(virtual_time: trio.
             nursery.cancel_scope.cancel()
 
 
-def test_one_seed_gives_one_history() -> None:
+def test_one_seed_gives_one_history(deterministic_scheduling: None) -> None:
     async def history() -> list[tuple[float, str, str]]:
         seen = []
         async with trio.open_nursery() as nursery:

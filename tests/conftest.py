@@ -7,12 +7,12 @@ import trio._core._run as trio_run
 import trio.testing
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def deterministic_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
     trio_run._r.seed(0)
 
 
 @pytest.fixture
-def virtual_time(autojump_clock: trio.testing.MockClock) -> trio.testing.MockClock:
+def virtual_time(deterministic_scheduling: None, autojump_clock: trio.testing.MockClock) -> trio.testing.MockClock:
     return autojump_clock

@@ -1,0 +1,77 @@
+"""What a chain session is made of: the swarm around it, its terms, its links, and the record of what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swarmd.net.rpc import Rpc
+from swarmd.plan.routing import Hop
+from swarmd.plan.session import Watch
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import ModelId, PeerId
+
+
+class Swarm(Protocol):
+    """What a session needs of the swarm around it."""
+
+    rpc: Rpc
+
+    def view(self) -> SwarmView: ...
+
+    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]: ...
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
+
+    async def refresh(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is fixed when a session opens."""
+
+    model: ModelId
+    n_blocks: int
+    batch: int
+    max_tokens: int
+    dtype: str = "float32"
+    grade: str = "replayed"
+    route: tuple[Hop, ...] = ()
+
+
+@dataclass(slots=True)
+class Link:
+    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop."""
+
+    hop: Hop
+    watch: Watch = field(default_factory=Watch)
+    is_lost: bool = False
+    received: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One repair of a chain, for people and tests."""
+
+    lost: tuple[str, ...]
+    chain_before: tuple[str, ...]
+    chain_after: tuple[str, ...]
+    replayed_ops: int
+    replayed_tokens: int
+    from_client: bool
+    stall_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What happened in one session."""
+
+    steps: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    forwarded: int = 0
+    repairs: list[Repair] = field(default_factory=list)
+    blamed: list[tuple[PeerId, str]] = field(default_factory=list)
