@@ -154,12 +154,10 @@ class ChainSession:
 
     async def close(self) -> None:
         self._history.close()
-        self.links = []
-        await self._close_strays()
+        await self._give_back(set())
 
-    async def _close_strays(self) -> None:
-        """Give back what hops that are no longer in the chain still hold."""
-        kept = {(link.hop.peer, link.hop.span.start) for link in self.links if not link.is_lost}
+    async def _give_back(self, kept: set[tuple[PeerId, int]]) -> None:
+        """Close every hop that was opened, but those in ``kept``."""
         for peer, start in self._opened - kept:
             channel = self._swarm.rpc.existing(peer)
             if channel is not None:
@@ -288,7 +286,7 @@ class ChainSession:
             reason,
         )
         self.statistics.repairs.append(repair)
-        await self._close_strays()
+        await self._give_back({(link.hop.peer, link.hop.span.start) for link in self.links})
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, self.chain, reason)
 
     def _replace_lost(self) -> None:

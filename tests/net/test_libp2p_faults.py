@@ -18,7 +18,17 @@ from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
 from swarmd.net.libp2p.noise import BufferedConnection
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.yamux import YamuxConnection
-from swarmd.net.libp2p.yamux_core import DATA, HEADER, INITIAL_WINDOW, MAX_STREAMS, YamuxCore, YamuxError
+from swarmd.net.libp2p.yamux_core import (
+    DATA,
+    GO_AWAY,
+    HEADER,
+    INITIAL_WINDOW,
+    MAX_STREAMS,
+    SYN,
+    WINDOW,
+    YamuxCore,
+    YamuxError,
+)
 from swarmd.protocol.identity import Identity
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
@@ -193,6 +203,40 @@ async def test_row_10_a_silent_peer_is_given_up(autojump_clock: trio.testing.Moc
     with trio.fail_after(30):
         await connection.start()
     assert connection.is_closed
+
+
+async def test_frames_after_a_goodbye_end_the_connection_quietly() -> None:
+    class Scripted:
+        is_initiator = True
+
+        def __init__(self) -> None:
+            self.script = [HEADER.pack(0, GO_AWAY, 0, 0, 0) + HEADER.pack(0, WINDOW, SYN, 2, 0)]
+
+        async def read(self, n: int | None = None) -> bytes:
+            return self.script.pop() if self.script else b""
+
+        async def write(self, data: bytes) -> None: ...
+
+        async def close(self) -> None: ...
+
+    connection = YamuxConnection(Scripted(), ID(b"x"))  # type: ignore[arg-type]
+    with trio.fail_after(5):
+        await connection.start()
+    assert connection.is_closed
+
+
+async def test_streams_that_end_here_are_forgotten() -> None:
+    a, b = network(), network()
+    async with a.running(), b.running():
+        a.learn(b.peer_id, b.addresses())
+        b.set_handler("interactive", echo)
+        for _ in range(20):
+            stream = await a.open_stream(b.peer_id, "interactive")
+            await stream.send(b"x")
+            await stream.receive()
+            await stream.reset()
+        (connection,) = a.swarm.get_connections(ID.from_base58(b.peer_id))
+        assert len(connection.muxed_conn.streams) <= 1
 
 
 async def test_row_11_reset_is_told_apart_from_end() -> None:

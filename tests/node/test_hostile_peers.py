@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import torch
 import trio
@@ -14,12 +15,13 @@ from swarmd.client.chain import ChainSession
 from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
-from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
+from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.messages import AnyMessage, Edit, Hello, Message, Op, OpenSession, Refusal, TensorMeta
-from swarmd.protocol.records import ExchangeBody, PeerRecord, sign
+from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, HIDDEN, MODEL, Reference, SimSwarm
 
@@ -150,6 +152,8 @@ async def test_bad_ops_get_their_code(
         ({"dtype": "float16"}, Code.UNSUPPORTED),
         ({"needs": ("telepathy",)}, Code.UNSUPPORTED),
         ({"numerics": "other"}, Code.NUMERICS_DIFFER),
+        ({"successor": "0"}, Code.MALFORMED),
+        ({"predecessor": "not a peer id"}, Code.MALFORMED),
         ({"max_tokens": 2_000_000}, Code.TOO_LONG),
     ],
     ids=str,
@@ -179,8 +183,11 @@ async def test_nobody_reserves_more_than_a_share(virtual_time: trio.testing.Mock
         frames.encode(b"no header at all"),
         frames.encode(messages.encode(Op())[:-3]),
         frames.encode(messages.encode(messages.Records()), b"not records"),
+        frames.encode(messages.encode(messages.Records()), b"\x81\xa1x" + b"\x91" * 20_000),
+        frames.encode(messages.encode(messages.ExchangeDigest(id=1)), b"\x91" * 20_000),
+        frames.encode(messages.encode(messages.ExchangeDigest(id=1)), bytes(5 << 20)),
     ],
-    ids=["random", "absurd length", "no header", "half a header", "bad records"],
+    ids=["random", "absurd length", "no header", "half a header", "bad records", "deep", "deep digest", "big digest"],
 )
 async def test_garbage_ends_that_channel_only(virtual_time: trio.testing.MockClock, data: bytes) -> None:
     async with scene() as s:
@@ -210,9 +217,53 @@ async def test_strangers_do_not_get_in(virtual_time: trio.testing.MockClock) -> 
                 await outsider.open(s.server)
 
 
-async def test_records_of_others_cannot_be_forged(virtual_time: trio.testing.MockClock) -> None:
-    import msgspec
+async def test_a_peer_that_answers_a_dial_with_another_ones_certificate_is_a_peer_error(
+    virtual_time: trio.testing.MockClock,
+) -> None:
+    async with scene() as s:
+        daemon = s.swarm.daemons[s.server][0]
+        s.attacker.certificate = daemon.hello().certificate
+        for channel in list(s.attacker.rpc._channels.get((s.server, "interactive"), [])):
+            await channel.close()
+        await trio.sleep(1)
+        with pytest.raises(PeerError, match="was issued to"):
+            await daemon.rpc.channel(s.attacker.identity.peer_id, "bulk")
+        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
 
+
+async def test_one_peer_opens_few_channels_and_announces_few_records(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        channels = []
+        for _ in range(MAX_CHANNELS):
+            channels.append(await s.attacker.rpc._open(s.server, "bulk"))
+        with pytest.raises(PeerError):
+            channels.append(await s.attacker.rpc._open(s.server, "bulk"))
+        now = int(s.swarm.wall_clock())
+        common = {"peer": s.attacker.identity.peer_id, "sequence": 1, "issued_at": now, "expires_at": now + 60}
+        spans = [
+            SpanRecord(**common, certificate=s.attacker.certificate, model=f"{i:064}", start=0, end=1)  # type: ignore[arg-type]
+            for i in range(50)
+        ]
+        body = msgspec.msgpack.encode(ExchangeBody(envelopes=[sign(r, s.attacker.identity) for r in spans]))
+        await channels[0].send(messages.Records(), body)
+        await trio.sleep(1)
+        book = s.swarm.daemons[s.server][0].exchange.book
+        assert sum(k.startswith(s.attacker.identity.peer_id) for k in book.entries) == MAX_RECORDS_OF_A_PEER
+
+
+async def test_a_revoked_member_is_turned_out(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        await s.attacker.open(s.server)
+        catalog = Catalog(version=2, models={"toy": (MODEL, 4)}, revoked=(s.attacker.identity.public_key,))
+        daemon = s.swarm.daemons[s.server][0]
+        daemon.exchange.merge_catalog_untrusted(sign_catalog(catalog, s.swarm._founder))
+        await trio.sleep(1)
+        assert daemon.rpc.existing(s.attacker.identity.peer_id) is None
+        with pytest.raises(PeerError):
+            await s.attacker.open(s.server)
+
+
+async def test_records_of_others_cannot_be_forged(virtual_time: trio.testing.MockClock) -> None:
     async with scene() as s:
         now = int(s.swarm.wall_clock())
         lie = PeerRecord(
