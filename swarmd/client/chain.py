@@ -96,8 +96,8 @@ class ChainSession:
     async def open(self) -> None:
         """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
         deadline = trio.current_time() + (PINNED_PATIENCE_S if self.terms.route else PATIENCE_S)
+        reason: SwarmError | None = None
         while True:
-            reason: SwarmError
             try:
                 hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
                 self.links = [Link(hop) for hop in hops]
@@ -109,7 +109,7 @@ class ChainSession:
                 for index, error in failures.items():
                     self._drop(self.links[index], error)
             except NoRoute as error:
-                reason = error
+                reason = reason or error  # what a server said is worth more than that it is left out meanwhile
             if trio.current_time() > deadline:
                 raise reason
             self._trouble = None
