@@ -29,6 +29,9 @@ class Stream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more."""
 
+    def can_send(self, n_bytes: int) -> bool:
+        """Would ``n_bytes`` leave now, without waiting for the peer to read or for another writer?"""
+
     async def receive(self) -> bytes:
         """Return some bytes, b"" at a clean end. Raises Unreachable when the peer or the connection is gone."""
 

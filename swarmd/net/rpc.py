@@ -71,6 +71,10 @@ class Channel:
         finally:
             self._lock.release()
 
+    def can_send(self, n_bytes: int) -> bool:
+        """Would a frame of ``n_bytes`` leave now, without waiting for anybody?"""
+        return self.is_open and not self._lock.is_held and self.stream.can_send(n_bytes)
+
     async def call(
         self, request: Callable[[int], Message], payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[AnyMessage, Frame]:

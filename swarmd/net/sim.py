@@ -99,6 +99,9 @@ class SimStream:
         other._inbox_bytes += len(data)
         other.wake()
 
+    def can_send(self, n_bytes: int) -> bool:
+        return self.other._inbox_bytes + n_bytes <= WINDOW_BYTES
+
     async def receive(self) -> bytes:
         while True:
             if self._inbox and not self._world.is_cut(self.local, self.peer):

@@ -11,12 +11,12 @@ class WriteLock:
     """A lock whose interactive waiters go before bulk ones."""
 
     def __init__(self) -> None:
-        self._held = False
+        self.is_held = False
         self._waiting: tuple[deque[trio.Event], deque[trio.Event]] = (deque(), deque())
 
     async def acquire(self, is_bulk: bool) -> None:
-        if not self._held:
-            self._held = True
+        if not self.is_held:
+            self.is_held = True
             return
         turn = trio.Event()
         queue = self._waiting[is_bulk]
@@ -35,4 +35,4 @@ class WriteLock:
             if queue:
                 queue.popleft().set()
                 return
-        self._held = False
+        self.is_held = False

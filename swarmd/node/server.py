@@ -352,10 +352,11 @@ class Server:
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if hop.successor is None or not hop.push:
-            self._tell(hop.state.client, frame.raw)
+            if self._rpc.existing(hop.state.client) is not None:
+                await self._outbox.send(hop.state.client, frame.raw)
             return
         hop.watch.on_sent(op.seq, trio.current_time())
-        self._outbox.put(hop.successor, frame.raw)
+        await self._outbox.send(hop.successor, frame.raw)
 
     async def _to_self(self, raw: bytes) -> None:
         """Hand an op to the next hop, which is on this server too; its refusal goes to the client."""

@@ -209,6 +209,7 @@ class WorkerLink:
             await self._on_change()
         else:
             await self._on_frame(message, frame)
+            self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         while True:

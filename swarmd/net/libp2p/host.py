@@ -82,6 +82,9 @@ class Libp2pStream:
                 with trio.CancelScope(shield=True):
                     await self.reset()
 
+    def can_send(self, n_bytes: int) -> bool:
+        return self._muxed.can_write(n_bytes)
+
     async def receive(self) -> bytes:
         try:
             return await self._muxed.read_some(READ_BYTES)

@@ -21,7 +21,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from swarmd.net.libp2p.yamux_core import StreamState, YamuxCore, YamuxError
+from swarmd.net.libp2p.yamux_core import MAX_DATA_BYTES, StreamState, YamuxCore, YamuxError
 from swarmd.net.write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,10 @@ class YamuxStream(IMuxedStream):
         if credit:
             await self.connection.send(credit, is_bulk=False)
         return data
+
+    def can_write(self, n_bytes: int) -> bool:
+        """Is there credit for ``n_bytes`` in one frame, and nobody else writing?"""
+        return n_bytes <= min(self.state.send_window, MAX_DATA_BYTES) and not self.connection.is_writing
 
     async def write(self, data: bytes) -> None:
         """Send all of ``data``, waiting for credit as long as it takes; deadlines are the caller's."""
@@ -135,6 +139,10 @@ class YamuxConnection(IMuxedConn):
     @property
     def is_closed(self) -> bool:
         return self._closed
+
+    @property
+    def is_writing(self) -> bool:
+        return self._lock.is_held
 
     @property
     def is_established(self) -> bool:
