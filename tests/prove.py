@@ -127,7 +127,8 @@ def main() -> None:
             log.write(line + "\n")
             log.flush()
 
-        write(f"commit {commit.stdout.strip()}, command: make prove SEEDS={options.seeds}")
+        command = f"python -m tests.prove --first {options.first} --seeds {options.seeds}"
+        write(f"commit {commit.stdout.strip()}, command: {command}")
         middle = options.first + (options.seeds + 1) // 2
         total = prove(range(options.first, middle), "float32", write)
         total += prove(range(middle, options.first + options.seeds), "bfloat16", write)
