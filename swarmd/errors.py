@@ -31,7 +31,6 @@ class Code(StrEnum):
     TOO_LONG = "too_long"
     NO_CAPACITY = "no_capacity"
     NOT_SERVING = "not_serving"
-    UNREACHABLE_SUCCESSOR = "unreachable_successor"
     NUMERICS_DIFFER = "numerics_differ"
 
     @classmethod

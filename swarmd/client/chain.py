@@ -63,7 +63,7 @@ RETRY_PAUSE_S = 0.5
 EXCLUDED_FOR_S = 20.0
 BUSY_FOR_S = 2.0
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
-CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER, Code.UNREACHABLE_SUCCESSOR)
+CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
 
 
 class ChainSession:
@@ -75,7 +75,6 @@ class ChainSession:
         self.links: list[Link] = []
         self.statistics = Statistics()
         self.layer_arity = 0
-        self.why: tuple[str, ...] = ()
         self._swarm = swarm
         self._history = History(terms.grade == "exact", budget)
         self._epoch = 1
@@ -103,6 +102,7 @@ class ChainSession:
                 self.links = [Link(hop) for hop in hops]
                 failures = await self._open_hops(range(len(self.links)))
                 if not failures:
+                    await self._give_back_strays()
                     return
                 self._raise_if_hopeless(failures)
                 reason = next(iter(failures.values()))
@@ -156,6 +156,10 @@ class ChainSession:
         self._history.close()
         await self._give_back(set())
 
+    async def _give_back_strays(self) -> None:
+        """Close what was opened on the way to the present chain and is no part of it."""
+        await self._give_back({(link.hop.peer, link.hop.span.start) for link in self.links})
+
     async def _give_back(self, kept: set[tuple[PeerId, int]]) -> None:
         """Close every hop that was opened, but those in ``kept``."""
         for peer, start in self._opened - kept:
@@ -204,7 +208,7 @@ class ChainSession:
         if op.epoch != self._epoch:
             return
         if op.start < self.terms.n_blocks:
-            index = next((i for i, link in enumerate(self.links) if link.hop.span.start == op.start), None)
+            index = self._index_at(op.start)
             if index and self.links[index - 1].hop.peer == peer:
                 self.statistics.forwarded += 1
                 await self._send_to(index, op.seq, frame.raw)
@@ -215,7 +219,7 @@ class ChainSession:
             self._notify()
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
-        index = next((i for i, link in enumerate(self.links) if link.hop.span.start == message.start), None)
+        index = self._index_at(message.start)
         is_neighbour = bool(index) and self.links[(index or 1) - 1].hop.peer == peer
         if index is not None and is_neighbour and message.epoch == self._epoch and message.seq > self._answered:
             self._lose(self.links[index], f"{peer[-8:]} says: {message.reason}")
@@ -286,7 +290,7 @@ class ChainSession:
             reason,
         )
         self.statistics.repairs.append(repair)
-        await self._give_back({(link.hop.peer, link.hop.span.start) for link in self.links})
+        await self._give_back_strays()
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, self.chain, reason)
 
     def _replace_lost(self) -> None:
@@ -344,7 +348,7 @@ class ChainSession:
             failures[index] = error
             return
         if isinstance(reply, Rerouted):
-            link.received, link.why = reply.received, reply.why
+            link.received = reply.received
 
     async def _catch_up(self, counts: list[int]) -> bool:
         """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
@@ -475,7 +479,7 @@ class ChainSession:
             return
         if isinstance(reply, Opened):
             self._opened.add((link.hop.peer, link.hop.span.start))
-            link.why, self.layer_arity = reply.why, reply.layer_arity
+            self.layer_arity = reply.layer_arity
             link.received = 0 if self._seq == 0 else None
             if is_exact and not self._numerics:
                 self._numerics = reply.numerics
@@ -498,9 +502,7 @@ class ChainSession:
             return numerics and span.dtype == self.terms.dtype and span.peer not in self._excluded
 
         client = self._swarm.rpc.network.peer_id
-        route = best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous)
-        self.why = route.why
-        return route
+        return best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous)
 
     def _neighbours(self, index: int) -> tuple[Link | None, Link | None]:
         before = self.links[index - 1] if index else None
@@ -549,5 +551,9 @@ class ChainSession:
         self._changed.set()
         self._changed = trio.Event()
 
+    def _index_at(self, start: int) -> int | None:
+        return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
+
     def _link_at(self, start: int) -> Link | None:
-        return next((link for link in self.links if link.hop.span.start == start), None)
+        index = self._index_at(start)
+        return None if index is None else self.links[index]

@@ -48,7 +48,6 @@ class Link:
     watch: Watch = field(default_factory=Watch)
     is_lost: bool = False
     received: int | None = None
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

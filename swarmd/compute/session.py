@@ -13,7 +13,7 @@ from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
-from swarmd.protocol import frames, messages
+from swarmd.protocol import messages
 from swarmd.protocol.messages import Done, Edit, Op, OpenSession, Replay
 from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.values import Span
@@ -50,7 +50,7 @@ class HopSession:
             out = self._append(hidden, positions, mask)
             sent = Sent(op.seq, op.edits, out.cpu(), positions, mask, op.record_past)
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
-            yield frames.encode(messages.encode(Done(session=self.session, start=self.hop.start, seq=op.seq)))
+            yield messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
         else:
             yield encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
         self.history.add(sent)  # after the frame is on its way: the next hop need not wait for this
@@ -171,4 +171,4 @@ def encode_op(
         replay_end=marks.replay_end,
         base=base,
     )
-    return frames.encode(messages.encode(header), payload)
+    return messages.framed(header, payload)

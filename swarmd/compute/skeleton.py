@@ -8,7 +8,7 @@ everything else that owns parameters. tests/real/test_families.py proves five of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,19 @@ def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list
     """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
     with torch.device("meta"):
         hollow = cls(config)
+    targets = target_names(hollow, keys)
+    wanted = hollow.state_dict()
+    return [key for key in keys if targets[key] in wanted]
+
+
+def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Map checkpoint keys to the names that the library gives them in this model."""
     wanted = hollow.state_dict()
     conversions = get_model_conversion_mapping(hollow)
     renames = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     prefix = hollow.base_model_prefix
-    return [k for k in keys if k in wanted or rename_source_key(k, renames, converters, prefix, wanted)[0] in wanted]
+    return {k: k if k in wanted else rename_source_key(k, renames, converters, prefix, wanted)[0] for k in keys}
 
 
 def weight_map(folder: Path) -> dict[str, str]:

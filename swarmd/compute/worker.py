@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import sys
 import time
@@ -22,7 +21,7 @@ from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan, device_description, pick_device
 from swarmd.compute.wire import DTYPES
 from swarmd.errors import Code, ConfigError, Refused, RemoteProtocolError
-from swarmd.protocol import frames, messages
+from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import (
     CloseSession,
@@ -73,13 +72,13 @@ class Worker:
             elif isinstance(message, Replay):
                 yield from self._replay(message)
             elif isinstance(message, LoadSpan):
-                yield _frame(self._load(message))
+                yield messages.framed(self._load(message))
         except (Refused, RemoteProtocolError) as error:
             refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
-            yield _frame(messages.refusal_for(message, refused))
+            yield messages.framed(messages.refusal_for(message, refused))
         except torch.OutOfMemoryError as error:
             self._sessions.pop((getattr(message, "session", b""), getattr(message, "start", 0)), None)  # half changed
-            yield _frame(messages.refusal_for(message, Refused(Code.SESSION_LOST, f"out of memory: {error}")))
+            yield messages.framed(messages.refusal_for(message, Refused(Code.SESSION_LOST, f"out of memory: {error}")))
 
     def _find(self, session: bytes, start: int) -> HopSession:
         found = self._sessions.get((session, start))
@@ -105,7 +104,7 @@ class Worker:
         for frame in session.replay(request):
             n_ops += 1
             yield frame
-        yield _frame(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
+        yield messages.framed(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
 
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:
@@ -125,11 +124,9 @@ class Worker:
             device=name,
             device_memory_bytes=memory_bytes,
             numerics=span.numerics(request.model),
-            weights_bytes=sum(p.numel() * p.element_size() for p in span.model.parameters()),
             hidden=span.hidden_size,
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),
-            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             decode_tokens_per_s=decode,
             prefill_tokens_per_s=prefill,
         )
@@ -138,11 +135,7 @@ class Worker:
         now = time.monotonic()
         if now - self._ticked_at >= TICK_INTERVAL_S:
             self._ticked_at = now
-            self._connection.sendall(_frame(Tick()))
-
-
-def _frame(message: Message) -> bytes:
-    return frames.encode(messages.encode(message))
+            self._connection.sendall(messages.framed(Tick()))
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ class Channel:
         self._n_calls = 0
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        await self.send_raw(frames.encode(messages.encode(message), payload))
+        await self.send_raw(messages.framed(message, payload))
 
     async def send_raw(self, frame: bytes) -> None:
         """Send one encoded frame. Raises Unreachable."""

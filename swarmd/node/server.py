@@ -18,7 +18,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.node.outbox import Outbox
-from swarmd.node.worker_link import WorkerLink, WorkerLost, encode
+from swarmd.node.worker_link import WorkerLink, WorkerLost
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.session import (
     LEASE_S,
@@ -47,6 +47,7 @@ from swarmd.protocol.messages import (
     Reroute,
     Rerouted,
     Suspect,
+    framed,
 )
 from swarmd.values import ModelId, PeerId, Span
 
@@ -201,7 +202,7 @@ class Server:
     async def _resend(self, op: Op, hop: HopSession) -> None:
         """Answer a repeated op from what the worker kept."""
         request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
-        await self._worker.send(encode(request), "replay")
+        await self._worker.send(framed(request), "replay")
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client, key = channel.peer, (opening.session, opening.start)
@@ -214,7 +215,7 @@ class Server:
             self._by_end.pop((key[0], self._hops[key].span.end), None)
         self._hops[key] = hop
         self._by_end[opening.session, opening.end] = key
-        await self._worker.send(encode(opening))
+        await self._worker.send(framed(opening))
         self._nursery.start_soon(self._reply_opened, channel, opening, hop)
         self.on_change()
 
@@ -247,7 +248,7 @@ class Server:
             numerics=loaded.numerics if loaded else "",
             layer_arity=loaded.layer_arity if loaded else 0,
         )
-        self._tell(channel.peer, encode(reply))
+        self._tell(channel.peer, framed(reply))
 
     async def _connect_onward(self, hop: HopSession, addresses: tuple[str, ...]) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so."""
@@ -280,7 +281,7 @@ class Server:
     async def _reply_rerouted(self, channel: Channel, message: Reroute, hop: HopSession) -> None:
         await self._connect_onward(hop, message.successor_addresses)
         reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
-        self._tell(channel.peer, encode(reply))
+        self._tell(channel.peer, framed(reply))
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
@@ -297,7 +298,7 @@ class Server:
             silent_through=message.silent_through,
             replay_end=message.replay_end,
         )
-        await self._worker.send(encode(request), "replay")
+        await self._worker.send(framed(request), "replay")
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         self._own_hop(peer, message.session, message.start)
@@ -309,7 +310,7 @@ class Server:
         key = self._by_end.get((refusal.session, refusal.start))
         hop = self._hops.get(key) if key else None
         if hop is not None and hop.successor == peer and refusal.epoch in (0, hop.state.epoch):
-            self._tell(hop.state.client, encode(refusal))
+            self._tell(hop.state.client, framed(refusal))
 
     def _on_progress(self, peer: PeerId, progress: Progress) -> None:
         key = self._by_end.get((progress.session, progress.start))
@@ -338,7 +339,7 @@ class Server:
         elif isinstance(message, Replayed):
             peer, original = self._replays.pop(message.re, (None, 0))
             if peer is not None:
-                self._tell(peer, encode(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
+                self._tell(peer, framed(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
         elif isinstance(message, Refusal) and message.session is not None:
             await self._on_worker_refusal(message)
 
@@ -374,12 +375,12 @@ class Server:
         if refusal.re:
             peer, original = self._replays.pop(refusal.re, (None, 0))
             if peer is not None:
-                self._tell(peer, encode(Refusal(re=original, code=refusal.code, message=refusal.message)))
+                self._tell(peer, framed(Refusal(re=original, code=refusal.code, message=refusal.message)))
             return
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session, refusal.start))
         if hop is not None:
-            self._tell(hop.state.client, encode(refusal))
+            self._tell(hop.state.client, framed(refusal))
 
     async def on_worker_change(self) -> None:
         """Tell every client whose hop went down with the worker."""
@@ -389,9 +390,9 @@ class Server:
         for key, hop in list(self._hops.items()):
             lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
             self._forget(key)
-            self._tell(hop.state.client, encode(lost))
+            self._tell(hop.state.client, framed(lost))
         for peer, original in self._replays.values():
-            self._tell(peer, encode(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
+            self._tell(peer, framed(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
         self._replays.clear()
 
     # --- time ------------------------------------------------------------------------------------------------
@@ -431,7 +432,7 @@ class Server:
                 received=hop.state.received,
                 finished=hop.state.finished,
             )
-            self._outbox.put(hop.sender, encode(progress))
+            self._outbox.put(hop.sender, framed(progress))
 
     def _progress_to_self(self, key: HopKey, hop: HopSession, now: float) -> None:
         before = self._hops.get(self._by_end.get(key, key))
@@ -446,7 +447,7 @@ class Server:
         suspicion = Suspect(
             session=key[0], start=hop.span.end, epoch=hop.state.epoch, seq=hop.watch.sent, reason=reason[:500]
         )
-        self._tell(hop.state.client, encode(suspicion))
+        self._tell(hop.state.client, framed(suspicion))
 
     def _tell(self, client: PeerId, frame: bytes) -> None:
         """Send to a client on the channel that it opened; a client that is gone hears nothing."""
@@ -456,7 +457,7 @@ class Server:
     async def _end(self, key: HopKey) -> None:
         self._forget(key)
         try:
-            await self._worker.send(encode(CloseSession(session=key[0], start=key[1])))
+            await self._worker.send(framed(CloseSession(session=key[0], start=key[1])))
         except WorkerLost:
             return
 

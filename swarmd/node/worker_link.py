@@ -21,9 +21,9 @@ import trio
 
 from swarmd.errors import RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
-from swarmd.protocol import frames, messages
+from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Message, Refusal, Replayed, Tick, WorkerFailed
+from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Refusal, Replayed, Tick, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class WorkerLink:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
-                await self.send(encode(self._request), "load")
+                await self.send(messages.framed(self._request), "load")
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
         except* (WorkerLost, RemoteProtocolError) as group:
@@ -222,7 +222,3 @@ class WorkerLink:
     def _set(self, state: str, reason: str) -> None:
         logger.log(logging.WARNING if state in ("down", "failed") else logging.INFO, "worker %s: %s", state, reason)
         self._state, self._reason = state, reason
-
-
-def encode(message: Message) -> bytes:
-    return frames.encode(messages.encode(message))

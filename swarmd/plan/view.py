@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -55,6 +56,7 @@ class RecordBook:
     entries: dict[str, Verified] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=Catalog)
     catalog_raw: bytes | None = None
+    _n_of_peer: Counter[str] = field(default_factory=Counter)
 
     def add(self, verified: Verified) -> Decision[bool]:
         """Take a record if it is newer than what is known under its key."""
@@ -63,8 +65,10 @@ class RecordBook:
             return Decision(False, f"sequence {verified.record.sequence} is not newer than {known.record.sequence}")
         if known is None and len(self.entries) >= MAX_RECORDS:
             return Decision(False, f"{MAX_RECORDS} records are known already")
-        if known is None and self._n_records_of(verified.record.peer) >= MAX_RECORDS_OF_A_PEER:
-            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {verified.record.peer} are known already")
+        peer = verified.record.peer
+        if known is None and self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
+            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
+        self._n_of_peer[peer] += known is None
         self.entries[verified.key] = verified
         return Decision(True, "new" if known is None else "newer")
 
@@ -73,15 +77,21 @@ class RecordBook:
             return Decision(False, f"version {catalog.version} is not newer than {self.catalog.version}")
         self.catalog, self.catalog_raw = catalog, raw
         revoked = frozenset(catalog.revoked)
-        self.entries = {k: v for k, v in self.entries.items() if not revoked.intersection(v.membership.keys)}
+        self._drop([k for k, v in self.entries.items() if revoked.intersection(v.membership.keys)])
         return Decision(True, f"version {catalog.version}")
 
     def expire(self, now: float) -> list[str]:
         """Drop what has expired; returns the keys."""
         gone = [k for k, v in self.entries.items() if v.record.expires_at <= now]
-        for key in gone:
-            del self.entries[key]
+        self._drop(gone)
         return gone
+
+    def _drop(self, keys: list[str]) -> None:
+        for key in keys:
+            peer = self.entries.pop(key).record.peer
+            self._n_of_peer[peer] -= 1
+            if not self._n_of_peer[peer]:
+                del self._n_of_peer[peer]
 
     def digest(self) -> dict[str, int]:
         return {key: v.record.sequence for key, v in self.entries.items()}
@@ -107,9 +117,6 @@ class RecordBook:
                 picked.append(entry.raw)
                 size += len(entry.raw)
         return picked
-
-    def _n_records_of(self, peer: str) -> int:
-        return sum(key.startswith(f"{peer}/") for key in self.entries)
 
     def sequence(self, key: str) -> int:
         entry = self.entries.get(key)

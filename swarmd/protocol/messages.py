@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import Code, Refused, RemoteProtocolError
+from swarmd.protocol import frames
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -233,11 +234,9 @@ class Loaded(Message, tag="loaded", frozen=True):
     device: Text = ""
     device_memory_bytes: Count | None = None
     numerics: Name = ""
-    weights_bytes: Count = 0
     hidden: Count = 0
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
-    memory_bytes: Count = 0
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
@@ -291,6 +290,11 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def framed(message: Message, payload: bytes | memoryview = b"") -> bytes:
+    """Encode a message as one whole frame."""
+    return frames.encode(encode(message), payload)
 
 
 def decode_untrusted(header: bytes) -> AnyMessage:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +206,7 @@ def check_identical(outcome: Outcome, expected: Any) -> None:
         assert torch.equal(ours, theirs), f"logits of step {step} differ by {(ours - theirs).abs().max():.3g}"
 
 
-def revive(swarm: LocalSwarm, volunteers: list[Volunteer], revived: Callable[[Volunteer], None] | None = None) -> None:
+def revive(swarm: LocalSwarm, volunteers: list[Volunteer]) -> None:
     """Let stopped processes go on, start ended ones again, and wait until everybody is online."""
     for volunteer in volunteers:
         if volunteer.process is None or volunteer.process.poll() is not None:

@@ -5,7 +5,6 @@ Every process that is started here is ended here, by its id. Homes live in the t
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -198,7 +197,3 @@ def add_model(home: Home, name: str, folder: Path) -> None:
     home.add_folder(model, folder)
     if home.is_founder:
         home.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
-
-
-def as_json(text: str) -> Any:
-    return json.loads(text)
