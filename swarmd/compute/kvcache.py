@@ -1,4 +1,8 @@
-"""A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere."""
+"""A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere.
+
+Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
+cache for every token.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,53 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
+
+
+_FIRST_TOKENS = 64
+
+
+class SlabLayer(DynamicLayer):  # type: ignore[misc]
+    """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slabs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n_past = self.get_seq_length()
+        n_tokens = n_past + key_states.shape[-2]
+        keys, values = self._reserve(n_past, n_tokens, key_states, value_states)
+        keys[:, :, n_past:n_tokens] = key_states
+        values[:, :, n_past:n_tokens] = value_states
+        self.keys, self.values = keys[:, :, :n_tokens], values[:, :, :n_tokens]
+        return self.keys, self.values
+
+    def _reserve(
+        self, n_past: int, n_tokens: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find room for ``n_tokens``; what a reorder or a batch of another size left outside the slabs is copied in."""
+        slabs = self._slabs
+        if (
+            slabs is not None
+            and n_tokens <= slabs[0].shape[2]
+            and slabs[0].shape[0] == key.shape[0]
+            and (not n_past or self.keys.data_ptr() == slabs[0].data_ptr())
+        ):
+            return slabs
+        capacity = max(_FIRST_TOKENS, n_tokens, 2 * n_past)
+        grown = []
+        for old, new in ((self.keys, key), (self.values, value)):
+            b, h, _, d = new.shape
+            slab = new.new_empty(b, h, capacity, d)
+            if n_past:
+                slab[:, :, :n_past] = old
+            grown.append(slab)
+        self._slabs = (grown[0], grown[1])
+        return self._slabs
 
 
 class Ghost(DynamicLayer):  # type: ignore[misc]
@@ -40,6 +91,9 @@ class SpanCache:
         n = text_config(config).num_hidden_layers
         while len(layers) < n:
             layers.append(DynamicLayer())
+        for index in range(span.start, span.end) if span else ():
+            if type(layers[index]) is DynamicLayer:
+                layers[index] = SlabLayer()
         self.cache.layer_class_to_replicate = None
         self.owned = layers[span.start : span.end] if span else []
         by_type: dict[type, Any] = {}
@@ -49,8 +103,9 @@ class SpanCache:
         for index, layer in enumerate(layers):
             if span and span.start <= index < span.end:
                 continue
-            if type(layer) in by_type:
-                layers[index] = by_type[type(layer)]
+            twin = by_type.get(SlabLayer if type(layer) is DynamicLayer else type(layer))
+            if twin is not None:
+                layers[index] = twin
             elif isinstance(layer, CacheLayerMixin):
                 layers[index] = Ghost(getattr(layer, "is_sliding", False))
                 self.ghosts.append(layers[index])

@@ -19,6 +19,7 @@ import transformers
 
 from swarmd.compute import skeleton
 from swarmd.compute.kvcache import SpanCache
+from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -42,9 +43,11 @@ class LoadedSpan:
         self._entering: torch.Tensor | None = None
         self._leaving: torch.Tensor | None = None
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
+        self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self._hop = span
         self._install_gates()
         self._find_arity()
+        self._ragged: RaggedAttention | None = None
 
     def new_cache(self, hop: Span | None = None) -> SpanCache:
         return SpanCache(self.config, hop or self.span)
@@ -62,13 +65,33 @@ class LoadedSpan:
         """Run ``hop`` (or the whole span): hidden [b, t, d], positions [b, t], mask [b, n_past + t] -> [b, t, d]."""
         if cache is not None:
             cache.see(n_past)
-        self._entering, self._hop = hidden, hop or self.span
+        return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
+
+    @torch.inference_mode()
+    def forward_ragged(self, pieces: list[Piece], hop: Span | None = None) -> list[torch.Tensor]:
+        """Run the new tokens of several sessions as one pass; returns [b, t, d] for each piece."""
+        ragged = self._ragged
+        assert ragged is not None, "only a span that can_batch"
+
+        def forward(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self._decode(hidden, positions, None, ragged.cache, hop or self.span)
+
+        return ragged.run(pieces, forward)
+
+    @property
+    def can_batch(self) -> bool:
+        return self._ragged is not None
+
+    def _decode(
+        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any, hop: Span
+    ) -> torch.Tensor:
+        self._entering, self._hop = hidden, hop
         arguments = {
             "inputs_embeds": hidden,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": cache.cache if cache else None,
-            "cache_params": cache.cache if cache else None,
+            "past_key_values": cache,
+            "cache_params": cache,
             "use_cache": cache is not None,
         }
         self._decoder(**{k: v for k, v in arguments.items() if k in self._arguments})
@@ -104,6 +127,36 @@ class LoadedSpan:
                 f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
                 f"(at most {SELF_TEST_TOLERANCE[self.dtype]:g}): this family cannot be served"
             )
+
+        self._test_batching()
+
+    def _test_batching(self) -> None:
+        """Let sessions be computed together if that gives what they give alone; ``batching`` says why (not)."""
+        if not can_batch(self.new_cache(), self.config):
+            self.batching = "one session at a time: this family's layers keep more than plain keys and values"
+            return
+        self._ragged = RaggedAttention(self.config)
+        rng = torch.Generator().manual_seed(1)
+        alone, together = [], []
+        for b, n_past, t in ((1, 5, 1), (2, 3, 1), (1, 4, 3), (1, 0, 2)):
+            hidden = torch.randn(b, n_past + t, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+            positions = torch.arange(n_past + t, device=self.device).expand(b, -1)
+            caches = self.new_cache(), self.new_cache()
+            for cache in caches if n_past else ():
+                self.forward(hidden[:, :n_past], positions[:, :n_past], None, cache, 0)
+            alone.append(self.forward(hidden[:, n_past:], positions[:, n_past:], None, caches[0], n_past))
+            together.append(Piece(hidden[:, n_past:], positions[:, n_past:], caches[1], n_past))
+        try:
+            pairs = list(zip(self.forward_ragged(together), alone, strict=True))
+            errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            self._ragged, self.batching = None, f"one session at a time: a batched pass fails: {error}"
+            return
+        if not max(errors) <= SELF_TEST_TOLERANCE[self.dtype]:
+            self._ragged = None
+            self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
+            return
+        self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
     def cache_bytes_per_token(self) -> int:
         cache = self.new_cache()

@@ -1,0 +1,132 @@
+"""Several sessions in one pass: their tokens flattened into one row, attention for each on its own keys and values.
+
+Linear layers, norms and experts run once over all tokens. Attention goes through a function of transformers'
+attention registry that cuts the row into sessions and calls the family's own function for each, on the family's own
+cache layers; nothing here knows a family. Families that compute attention or masks by other means fail the span's
+self-test and are served one session at a time. docs/performance.md compares this with one slab of padded slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarmd.compute.kvcache import SlabLayer, SpanCache
+from swarmd.compute.skeleton import text_config
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one session: hidden [b, t, d], positions [b, t], its cache holding ``n_past`` tokens of each row."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    cache: SpanCache
+    n_past: int
+
+
+class RaggedAttention:
+    """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = text_config(config)
+        self._original = self._config._attn_implementation
+        self._name = f"swarmd_ragged_{id(self)}"
+        self._cuts: list[tuple[Piece, slice]] = []
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self.cache = Cache(layers=[_Splitter(self, i) for i in range(self._config.num_hidden_layers)])
+        ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
+
+    def run(self, pieces: list[Piece], forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[Any]:
+        """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns each one's part."""
+        at = 0
+        for piece in pieces:
+            b, t, _ = piece.hidden.shape
+            self._cuts.append((piece, slice(at, at + b * t)))
+            at += b * t
+        hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
+        positions = torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+        self._config._attn_implementation = self._name
+        try:
+            out = forward(hidden, positions)
+        finally:
+            self._config._attn_implementation = self._original
+            cuts, self._cuts, self._masks = self._cuts, [], {}
+        return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Give every session its own part of the new keys and values [1, h, n, d]."""
+        self._stored = [
+            piece.cache.cache.layers[layer].update(_rows(key, piece, cut), _rows(value, piece, cut))
+            for piece, cut in self._cuts
+        ]
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        function = self._function(module)
+        outs = []
+        for (piece, cut), (keys, values) in zip(self._cuts, self._stored, strict=True):
+            window = getattr(piece.cache.cache.layers[module.layer_idx], "sliding_window", None)
+            mask = self._mask(piece, keys.shape[2], window)
+            out, _ = function(module, _rows(query, piece, cut), keys, values, mask, *args, **kwargs)
+            outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]))
+        return torch.cat(outs, 1), None
+
+    def _function(self, module: Any) -> Callable[..., Any]:
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self._original, own)
+        return function
+
+    def _mask(self, piece: Piece, n_keys: int, window: int | None) -> torch.Tensor | None:
+        """Which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
+        t = piece.hidden.shape[1]
+        if t == 1:
+            return None  # a cache layer returns only what one new token may see
+        key = (piece.n_past, t, window)
+        if key not in self._masks:
+            end, device = piece.n_past + t, piece.hidden.device
+            queries = torch.arange(piece.n_past, end, device=device)[:, None]
+            keys = torch.arange(end - n_keys, end, device=device)[None]
+            allowed = keys <= queries
+            if window is not None:
+                allowed &= keys > queries - window
+            if self._original == "eager":
+                lowest = torch.finfo(piece.hidden.dtype).min
+                allowed = torch.zeros(allowed.shape, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
+            self._masks[key] = allowed[None, None]
+        return self._masks[key]
+
+
+class _Splitter(DynamicLayer):  # type: ignore[misc]
+    """Stands for one layer's cache in a ragged pass: hands new keys and values to the sessions' own layers."""
+
+    def __init__(self, owner: RaggedAttention, index: int) -> None:
+        super().__init__()
+        self._owner, self._index = owner, index
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._owner.store(self._index, key_states, value_states)
+        return key_states, value_states
+
+
+def can_batch(cache: SpanCache, config: Any) -> bool:
+    """Do all owned layers keep plain keys and values, with full or sliding attention?"""
+    kinds = set(getattr(text_config(config), "layer_types", None) or ["full_attention"])
+    known = all(type(layer) in (SlabLayer, DynamicSlidingWindowLayer) for layer in cache.owned)
+    return known and kinds <= {"full_attention", "sliding_attention"}
+
+
+def _rows(states: torch.Tensor, piece: Piece, cut: slice) -> torch.Tensor:
+    """Cut one session's part out of [1, h, n, d]: [b, h, t, d]."""
+    part = states[:, :, cut]
+    b, t, _ = piece.hidden.shape
+    return part if b == 1 else part[0].view(part.shape[1], b, t, part.shape[3]).transpose(0, 1)
