@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
-
 _FIRST_TOKENS = 64
 
 

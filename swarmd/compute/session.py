@@ -1,15 +1,18 @@
 """One session at one hop, inside a worker: apply ops to its cache, padding and history, in order.
 
-Which ops may come, from whom and in what order is decided in the daemon (``plan.session``); here an op is executed.
+Which ops may come, from whom and in what order is decided in the daemon (``plan.session``); when an op is computed,
+and with which others, is the engine's. Here an op is begun, computed in one or several shares, answered and kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from swarmd.compute.history import Budget, History, Sent
+from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
@@ -19,8 +22,20 @@ from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.values import Span
 
 REPLAY_FRAME_BYTES = 4 * 2**20
-MAX_TOKENS_PER_PASS = 512
+MAX_TOKENS_PER_PASS = 512  # of an op that is computed alone; fixed, so that the exact grade repeats it
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
+
+
+@dataclass(slots=True)
+class _Begun:
+    """An op whose edits are applied and whose tokens are being computed."""
+
+    op: Op
+    hidden: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    n_done: int = 0
+    outs: list[torch.Tensor] = field(default_factory=list)
 
 
 class HopSession:
@@ -29,32 +44,106 @@ class HopSession:
     def __init__(self, span: LoadedSpan, opened: OpenSession, budget: Budget) -> None:
         self.hop = Span(opened.start, opened.end)
         self.session = opened.session
+        self.client = opened.client
+        self.n_rows = opened.batch
         self.history = History(opened.grade == "exact", budget)
         self._span = span
         self._max_tokens = opened.max_tokens
-        self._batch = opened.batch
         self._cache = span.new_cache(self.hop)
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
+        self._begun: _Begun | None = None
 
-    def apply(self, op: Op, payload: memoryview) -> Iterator[bytes]:
-        """Execute one op: yields the frame to send (the next hop's op, or Done), then keeps it. Raises Refused."""
+    @property
+    def is_computing(self) -> bool:
+        """Is an op begun, with tokens to compute or just computed?"""
+        return self._begun is not None and self._begun.hidden is not None
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of each row that the begun op still needs."""
+        begun = self._begun
+        return 0 if begun is None or begun.hidden is None else begun.hidden.shape[1] - begun.n_done
+
+    @property
+    def is_begun(self) -> bool:
+        return self._begun is not None and self._begun.n_done > 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._begun is not None and not self.tokens_left
+
+    @property
+    def can_share(self) -> bool:
+        """May other sessions be in the same pass? Not in the exact grade, and not with padding."""
+        return not self.history.is_exact and self._mask is None
+
+    def begin(self, op: Op, payload: memoryview) -> None:
+        """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         entering = self._read_untrusted(op, payload)
         for edit in op.edits:
             self._edit(edit)
         if op.record_past:
             self._cache.record_past()
-        sent = Sent(op.seq, op.edits, None, None, None, op.record_past)
+        self._begun = _Begun(op)
         if entering is not None:
             hidden, positions, mask = entering
-            out = self._append(hidden, positions, mask)
-            sent = Sent(op.seq, op.edits, out.cpu(), positions, mask, op.record_past)
+            self._begun = _Begun(op, hidden, positions, mask)
+            self._extend_mask(hidden.shape[1], mask)
+
+    def piece(self, n_tokens: int) -> Piece:
+        """The next ``n_tokens`` of each row, for a pass with others. ``put`` must follow."""
+        assert self._begun is not None
+        assert self._begun.hidden is not None
+        assert self._begun.positions is not None
+        window = slice(self._begun.n_done, self._begun.n_done + n_tokens)
+        device = self._span.device
+        hidden, positions = self._begun.hidden[:, window].to(device), self._begun.positions[:, window].long().to(device)
+        return Piece(hidden, positions, self._cache, self._n_tokens)
+
+    def put(self, out: torch.Tensor) -> None:
+        """Take what a pass gave for ``piece``."""
+        assert self._begun is not None
+        self._begun.outs.append(out)
+        self._begun.n_done += out.shape[1]
+        self._n_tokens += out.shape[1]
+
+    def compute(self, n_tokens: int) -> None:
+        """Compute ``n_tokens`` of each row alone, by the family's own way of masking; the exact grade, a whole op."""
+        n_left = self.tokens_left if self.history.is_exact else n_tokens
+        while n_left:
+            piece = self.piece(min(n_left, MAX_TOKENS_PER_PASS))
+            n_new = piece.hidden.shape[1]
+            seen = None if self._mask is None else self._mask[:, : self._n_tokens + n_new]
+            self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, self._n_tokens, self.hop))
+            n_left -= n_new
+
+    def answer(self) -> bytes:
+        """The frame that the complete op leads to: the next hop's op, or Done."""
+        begun = self._begun
+        assert begun is not None
+        op = begun.op
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
-            yield messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
-        else:
-            yield encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
-        self.history.add(sent)  # after the frame is on its way: the next hop need not wait for this
-        self.history.settle(op.seq if op.base else op.settled)
+            return messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
+        return encode_op(self.session, self.hop.end, op.epoch, op.settled, self._sent(begun), op, op.base)
+
+    def keep(self) -> None:
+        """Add the answered op to the history; the session is ready for the next."""
+        begun = self._begun
+        assert begun is not None
+        self._begun = None
+        self.history.add(self._sent(begun))
+        self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
+
+    @staticmethod
+    def _sent(begun: _Begun) -> Sent:
+        op = begun.op
+        if begun.hidden is None:
+            return Sent(op.seq, op.edits, None, None, None, op.record_past)
+        if len(begun.outs) > 1:
+            begun.outs = [torch.cat(begun.outs, 1)]
+        begun.outs[0] = begun.outs[0].cpu()
+        return Sent(op.seq, op.edits, begun.outs[0], begun.positions, begun.mask, op.record_past)
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
@@ -72,14 +161,14 @@ class HopSession:
         for edit in op.edits:
             if edit.crop is not None:
                 n_tokens -= edit.crop
-            if edit.rows is not None and (len(edit.rows) != self._batch or max(edit.rows) >= self._batch):
-                raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self._batch}")
+            if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
+                raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
-        expected = (self._batch, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
+        expected = (self.n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
         if shape != expected:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
         if n_tokens + op.tensor.t > self._max_tokens:
@@ -112,25 +201,12 @@ class HopSession:
             if self._mask is not None:
                 self._mask = self._mask[rows]
 
-    def _append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        self._extend_mask(hidden.shape[1], mask)
-        device = self._span.device
-        hidden, positions = hidden.to(device), positions.long().to(device)
-        outs = []
-        for at in range(0, hidden.shape[1], MAX_TOKENS_PER_PASS):
-            window = slice(at, at + MAX_TOKENS_PER_PASS)
-            piece = hidden[:, window]
-            seen = None if self._mask is None else self._mask[:, : self._n_tokens + piece.shape[1]]
-            outs.append(self._span.forward(piece, positions[:, window], seen, self._cache, self._n_tokens, self.hop))
-            self._n_tokens += piece.shape[1]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
     def _extend_mask(self, n_new: int, mask: torch.Tensor | None) -> None:
         if mask is None and self._mask is None:
             return
         device = self._span.device
-        past = self._mask if self._mask is not None else torch.ones(self._batch, self._n_tokens, device=device)
-        new = torch.ones(self._batch, n_new) if mask is None else mask
+        past = self._mask if self._mask is not None else torch.ones(self.n_rows, self._n_tokens, device=device)
+        new = torch.ones(self.n_rows, n_new) if mask is None else mask
         self._mask = torch.cat([past.long(), new.long().to(device)], 1)
 
 

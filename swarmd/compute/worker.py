@@ -1,4 +1,4 @@
-"""The worker process: torch and no network. It loads a span and executes ops, one frame after the other.
+"""The worker process: torch and no network. It loads a span and computes what its daemon sends, pass by pass.
 
 Started by the daemon as ``python -m swarmd.compute.worker FD`` with one end of a Unix socketpair. It ends when the
 socket does. What goes wrong with an op is answered with a refusal; what goes wrong with the load ends the worker.
@@ -10,31 +10,21 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from swarmd.compute.engine import Engine
 from swarmd.compute.history import Budget
-from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan, device_description, pick_device
 from swarmd.compute.wire import DTYPES
-from swarmd.errors import Code, ConfigError, Refused, RemoteProtocolError
+from swarmd.errors import ConfigError
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import (
-    CloseSession,
-    Loaded,
-    LoadSpan,
-    Message,
-    Op,
-    OpenSession,
-    Replay,
-    Replayed,
-    Tick,
-    WorkerFailed,
-)
+from swarmd.protocol.messages import Loaded, LoadSpan, Message, Tick, WorkerFailed
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -44,72 +34,59 @@ _RECEIVE_BYTES = 4 * 2**20
 
 
 class Worker:
-    """Reads frames, executes them in order, answers."""
+    """Takes all frames that are there, computes a pass, answers all that it completed in one send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._decoder = FrameDecoder()
-        self._sessions: dict[tuple[bytes, int], HopSession] = {}
-        self._budget = Budget()
-        self._span: LoadedSpan | None = None
+        self._engine: Engine | None = None
+        self._n_loads = 0
         self._ticked_at = 0.0
 
     def run(self) -> None:
-        while data := self._connection.recv(_RECEIVE_BYTES):
-            for frame in self._decoder.feed_untrusted(data):
-                for answer in self._handle(frame):
-                    self._connection.sendall(answer)
+        answers: list[bytes] = []
+        while True:
+            is_busy = self._engine is not None and self._engine.has_work
+            for frame in self._receive(wait=not is_busy and not answers):
+                answers += self._take(frame)
+            if self._engine is None or not self._engine.has_work:
+                self._send(answers)
+                answers = []
+                continue
+            answers += self._engine.run_pass()
+            self._send(answers)
+            answers = list(self._engine.settle())  # what was answered is on its way meanwhile
 
-    def _handle(self, frame: Frame) -> Iterator[bytes]:
+    def _receive(self, *, wait: bool) -> Iterator[Frame]:
+        """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while True:
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES, flags)
+            except BlockingIOError:
+                return
+            if not data:
+                raise EOFError
+            yield from self._decoder.feed_untrusted(data)
+            if self._decoder.is_between_frames:
+                flags = socket.MSG_DONTWAIT
+
+    def _take(self, frame: Frame) -> list[bytes]:
         message = messages.decode_untrusted(frame.header)
-        try:
-            if isinstance(message, Op):
-                yield from self._find(message.session, message.start).apply(message, frame.payload)
-            elif isinstance(message, OpenSession):
-                self._open(message)
-            elif isinstance(message, CloseSession):
-                self._close(message)
-            elif isinstance(message, Replay):
-                yield from self._replay(message)
-            elif isinstance(message, LoadSpan):
-                yield messages.framed(self._load(message))
-        except (Refused, RemoteProtocolError) as error:
-            refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
-            yield messages.framed(messages.refusal_for(message, refused))
-        except torch.OutOfMemoryError as error:
-            self._sessions.pop((getattr(message, "session", b""), getattr(message, "start", 0)), None)  # half changed
-            yield messages.framed(messages.refusal_for(message, Refused(Code.SESSION_LOST, f"out of memory: {error}")))
+        if isinstance(message, LoadSpan):
+            self._n_loads += 1
+            return [messages.framed(self._load(message))]
+        assert self._engine is not None, "the daemon sends work after Loaded"
+        return list(self._engine.take(message, frame))
 
-    def _find(self, session: bytes, start: int) -> HopSession:
-        found = self._sessions.get((session, start))
-        if found is None:
-            raise Refused(Code.NO_SESSION, f"no session {session.hex()[:8]} at block {start} in this worker")
-        return found
-
-    def _open(self, opened: OpenSession) -> None:
-        assert self._span is not None, "the daemon opens sessions after Loaded"
-        key = (opened.session, opened.start)
-        if key in self._sessions:
-            self._sessions.pop(key).close()
-        self._sessions[key] = HopSession(self._span, opened, self._budget)
-
-    def _close(self, closing: CloseSession) -> None:
-        found = self._sessions.pop((closing.session, closing.start), None)
-        if found is not None:
-            found.close()
-
-    def _replay(self, request: Replay) -> Iterator[bytes]:
-        session = self._find(request.session, request.start)
-        n_ops = 0
-        for frame in session.replay(request):
-            n_ops += 1
-            yield frame
-        yield messages.framed(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
+    def _send(self, answers: list[bytes]) -> None:
+        handled = self._n_loads + (self._engine.handled if self._engine else 0)
+        self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled)))))
+        self._ticked_at = time.monotonic()
 
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:
             torch.set_num_threads(request.threads)
-        self._budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or "/tmp"))
         device = pick_device()
         try:
             span = LoadedSpan(Path(request.path), Span(request.start, request.end), DTYPES[request.dtype], device)
@@ -118,7 +95,8 @@ class Worker:
             decode, prefill = span.measure()
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
-        self._span = span
+        budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
+        self._engine = Engine(span, budget)
         name, memory_bytes = device_description(device)
         return Loaded(
             device=name,
@@ -127,15 +105,14 @@ class Worker:
             hidden=span.hidden_size,
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),
+            batching=span.batching[:500],
             decode_tokens_per_s=decode,
             prefill_tokens_per_s=prefill,
         )
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        if now - self._ticked_at >= TICK_INTERVAL_S:
-            self._ticked_at = now
-            self._connection.sendall(messages.framed(Tick()))
+        if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
+            self._send([])
 
 
 def main() -> None:
@@ -144,7 +121,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         try:
             Worker(connection).run()
-        except (BrokenPipeError, ConnectionResetError):
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused
@@ -197,12 +198,12 @@ class Server:
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
             self._tokens_served += op.tensor.b * op.tensor.t
-        await self._worker.send(frame.raw, "op")
+        await self._worker.send(frame.raw)
 
     async def _resend(self, op: Op, hop: HopSession) -> None:
         """Answer a repeated op from what the worker kept."""
         request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
-        await self._worker.send(framed(request), "replay")
+        await self._worker.send(framed(request))
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client, key = channel.peer, (opening.session, opening.start)
@@ -215,7 +216,8 @@ class Server:
             self._by_end.pop((key[0], self._hops[key].span.end), None)
         self._hops[key] = hop
         self._by_end[opening.session, opening.end] = key
-        await self._worker.send(framed(opening))
+        principal = self._exchange.principal(client)
+        await self._worker.send(framed(msgspec.structs.replace(opening, client=principal)))
         self._nursery.start_soon(self._reply_opened, channel, opening, hop)
         self.on_change()
 
@@ -298,7 +300,7 @@ class Server:
             silent_through=message.silent_through,
             replay_end=message.replay_end,
         )
-        await self._worker.send(framed(request), "replay")
+        await self._worker.send(framed(request))
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         self._own_hop(peer, message.session, message.start)

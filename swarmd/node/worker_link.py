@@ -1,21 +1,20 @@
 """The daemon's end of its worker: start it, load a span, pass frames, notice when it dies or stops, start it again.
 
-A worker is alive while it makes progress: with work outstanding it must answer or tick within ``STALL_S``. A worker
-that is silent for longer (stopped, swapped out, hung) is killed and replaced; its sessions are lost and said to be.
+A worker is alive while it makes progress: with frames that it has not dealt with it must answer or tick within
+``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is killed and replaced; its sessions are lost
+and said to be.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import trio
 
@@ -23,7 +22,7 @@ from swarmd.errors import RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Refusal, Replayed, Tick, WorkerFailed
+from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Tick, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,6 @@ STALL_LOADING_S = 600.0
 CHECK_INTERVAL_S = 0.5
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
-# Weights on huge pages: a step after an idle pause takes 6.6 instead of 7.3 ms (docs/performance.md); others ignore it.
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _RECEIVE_BYTES = 4 * 2**20
 
 
@@ -56,7 +53,6 @@ class WorkerProcess(Protocol):
 
 
 Starter = Callable[[], Awaitable[WorkerProcess]]
-Expect = Literal["load", "op", "replay"]
 
 
 class SubprocessWorker:
@@ -67,8 +63,7 @@ class SubprocessWorker:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         command = [sys.executable, "-m", "swarmd.compute.worker", str(theirs.fileno())]
-        environment = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self.pid = self._process.pid
@@ -127,7 +122,8 @@ class WorkerLink:
         self._on_change = on_change
         self._process: WorkerProcess | None = None
         self._sending = trio.Lock()
-        self._expected: deque[Expect] = deque()
+        self._n_sent = 0
+        self._n_handled = 0
         self._heard_at = 0.0
         self._restarts = -1
         self._state = "down"
@@ -141,15 +137,14 @@ class WorkerLink:
         pid = self._process.pid if self._process else None
         return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason)
 
-    async def send(self, frame: bytes, expect: Expect | None = None) -> None:
-        """Hand a frame to the worker, saying what will complete it. Raises WorkerLost."""
+    async def send(self, frame: bytes) -> None:
+        """Hand one frame to the worker. Raises WorkerLost."""
         process = self._process
         if process is None:
             raise WorkerLost("no worker is running")
-        if expect is not None:
-            if not self._expected:
-                self._heard_at = trio.current_time()
-            self._expected.append(expect)
+        if self._n_sent == self._n_handled:
+            self._heard_at = trio.current_time()
+        self._n_sent += 1
         async with self._sending:
             await process.send(frame)
 
@@ -167,12 +162,12 @@ class WorkerLink:
 
     async def _run_once(self) -> None:
         self._process = await self._start()
-        self._expected, self._heard_at = deque(), trio.current_time()
+        self._n_sent, self._n_handled, self._heard_at = 0, 0, trio.current_time()
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
-                await self.send(messages.framed(self._request), "load")
+                await self.send(messages.framed(self._request))
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
         except* (WorkerLost, RemoteProtocolError) as group:
@@ -190,14 +185,10 @@ class WorkerLink:
             self._heard_at = trio.current_time()
             for frame in decoder.feed_untrusted(data):
                 message = messages.decode_untrusted(frame.header)
-                if not isinstance(message, Tick):
-                    self._complete(message)
+                if isinstance(message, Tick):
+                    self._n_handled = message.handled
+                else:
                     await self._take(message, frame)
-
-    def _complete(self, message: AnyMessage) -> None:
-        """The worker works in order: what came belongs to the oldest request, which a replay outlives but its end."""
-        if self._expected and (self._expected[0] != "replay" or isinstance(message, Replayed | Refusal)):
-            self._expected.popleft()
 
     async def _take(self, message: AnyMessage, frame: Frame) -> None:
         if isinstance(message, Loaded):
@@ -215,7 +206,7 @@ class WorkerLink:
         while True:
             await trio.sleep(CHECK_INTERVAL_S)
             silent_s = trio.current_time() - self._heard_at
-            if self._expected and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):
+            if self._n_sent > self._n_handled and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):
                 self._reason = f"no progress for {silent_s:.1f} s"
                 scope.cancel()
 

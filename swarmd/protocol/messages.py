@@ -81,7 +81,10 @@ class Records(Message, tag="records", frozen=True):
 
 
 class OpenSession(Message, tag="open", frozen=True):
-    """Reserve a place in a chain: blocks [start, end) of a model for one session."""
+    """Reserve a place in a chain: blocks [start, end) of a model for one session.
+
+    ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session.
+    """
 
     id: Count = 0
     session: SessionKey = b"\0" * 16
@@ -97,6 +100,7 @@ class OpenSession(Message, tag="open", frozen=True):
     predecessor: Name = ""
     successor: Name = ""
     successor_addresses: Addresses = ()
+    client: Blob = b""
     needs: Needs = ()
 
 
@@ -237,6 +241,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     hidden: Count = 0
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
+    batching: Text = ""
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
@@ -250,7 +255,9 @@ class Done(Message, tag="done", frozen=True):
 
 
 class Tick(Message, tag="tick", frozen=True):
-    """Worker to daemon: blocks are being executed, still; sent at most twice a second."""
+    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass."""
+
+    handled: Count = 0
 
 
 class WorkerFailed(Message, tag="worker_failed", frozen=True):

@@ -26,7 +26,10 @@ def test_ops_that_are_never_settled_do_not_pile_up(tmp_path: Path) -> None:
     def apply_many() -> None:
         for seq in range(1, 100):
             edits = (Edit(crop=16),) if seq > 1 else ()
-            list(session.apply(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload)))
+            session.begin(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload))
+            session.compute(16)
+            session.answer()
+            session.keep()
 
     with pytest.raises(Refused, match="kept for replay already"):
         apply_many()

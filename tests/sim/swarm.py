@@ -13,7 +13,8 @@ import trio
 
 from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, Membership
-from swarmd.compute.worker import Worker
+from swarmd.compute.engine import Engine
+from swarmd.compute.history import Budget
 from swarmd.config import Config
 from swarmd.daemon import Daemon
 from swarmd.net.exchange import Exchange
@@ -22,7 +23,7 @@ from swarmd.node.worker_link import WorkerLost, WorkerProcess
 from swarmd.protocol import frames, messages
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Loaded, LoadSpan
+from swarmd.protocol.messages import Loaded, LoadSpan, Tick
 from swarmd.protocol.records import Catalog, sign_catalog
 from swarmd.values import ModelId, PeerId, Span
 
@@ -45,6 +46,7 @@ class ToySpan:
     """A model of one line: every block adds a share of its memory to each token, one token after the other."""
 
     hidden_size, dtype, device, layer_arity = HIDDEN, torch.float32, torch.device("cpu"), 0
+    can_batch = False
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -62,11 +64,11 @@ class ToySpan:
 
 
 class SimWorker:
-    """The real worker's frame handling, inline, on a toy span; computing costs virtual time."""
+    """The real worker's engine, inline, on a toy span; computing costs virtual time."""
 
     def __init__(self, step_s: float, load_s: float) -> None:
         self.pid = 0
-        self._worker = Worker(None)  # type: ignore[arg-type]
+        self._engine: Engine | None = None
         self._decoder = frames.FrameDecoder()
         self._inbox: deque[frames.Frame] = deque()
         self._changed = trio.Event()
@@ -82,20 +84,26 @@ class SimWorker:
 
     async def received(self) -> AsyncIterator[bytes]:
         while not self._is_dead:
-            if not self._inbox:
+            if not self._inbox and not (self._engine and self._engine.has_work):
                 await self._changed.wait()
                 continue
-            frame = self._inbox.popleft()
-            message = messages.decode_untrusted(frame.header)
-            if isinstance(message, LoadSpan):
-                await trio.sleep(self._load_s)
-                self._worker._span = ToySpan(Span(message.start, message.end))  # type: ignore[assignment]
-                loaded = Loaded(device="toy", numerics="toy", decode_tokens_per_s=1 / self._step_s)
-                yield frames.encode(messages.encode(loaded))
-                continue
-            await trio.sleep(self._step_s)
-            for answer in self._worker._handle(frame):
-                yield answer
+            while self._inbox:
+                frame = self._inbox.popleft()
+                message = messages.decode_untrusted(frame.header)
+                if isinstance(message, LoadSpan):
+                    await trio.sleep(self._load_s)
+                    span = ToySpan(Span(message.start, message.end))
+                    self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
+                    yield messages.framed(Loaded(device="toy", numerics="toy", decode_tokens_per_s=1 / self._step_s))
+                    continue
+                assert self._engine is not None
+                for answer in self._engine.take(message, frame):
+                    yield answer
+            if self._engine is not None and self._engine.has_work:
+                await trio.sleep(self._step_s)
+                for answer in (*self._engine.run_pass(), *self._engine.settle()):
+                    yield answer
+            yield messages.framed(Tick(handled=1 + (self._engine.handled if self._engine else 0)))
 
     def kill(self) -> None:
         self._is_dead = True

@@ -1,0 +1,185 @@
+"""All sessions of one worker: ops wait in a queue for each session, passes take from all of them.
+
+Frames go in by ``take``, ``run_pass`` computes one pass (``plan.batching`` says of what), and ``settle`` keeps what
+it gave while that is on its way; each gives the frames to send. No sockets and no clock but the one that passes are
+timed with, so that simulated workers run it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from swarmd.compute.history import Budget
+from swarmd.compute.session import HopSession
+from swarmd.compute.span import LoadedSpan
+from swarmd.errors import Code, Refused, RemoteProtocolError
+from swarmd.plan.batching import Ready, Share, Speed, choose_pass
+from swarmd.protocol import messages
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import AnyMessage, CloseSession, Op, OpenSession, Replay, Replayed
+
+_SMOOTHING = 0.2
+Key = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    message: Op | Replay
+    payload: memoryview
+    order: int
+
+
+class Engine:
+    """See the module. ``handled`` counts the frames whose work is done."""
+
+    def __init__(self, span: LoadedSpan, budget: Budget, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.span = span
+        self.handled = 0
+        self._budget = budget
+        self._clock = clock
+        self._sessions: dict[Key, HopSession] = {}
+        self._queues: dict[Key, list[_Waiting]] = {}
+        self._served: dict[bytes, float] = {}
+        self._speed = Speed(0.01, 0.001)
+        self._n_taken = 0
+        self._answered: list[Key] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queues)
+
+    def take(self, message: AnyMessage, frame: Frame) -> Iterator[bytes]:
+        """Take one frame in: queue work, do at once what is none. Yields answers."""
+        if isinstance(message, Op | Replay):
+            key = (message.session, message.start)
+            if key not in self._sessions:
+                text = f"no session {message.session.hex()[:8]} at block {message.start} in this worker"
+                yield self._refuse(message, Refused(Code.NO_SESSION, text))
+                return
+            self._n_taken += 1
+            self._queues.setdefault(key, []).append(_Waiting(message, frame.payload, self._n_taken))
+            if not self._sessions[key].is_computing:
+                yield from self._advance(key)
+            return
+        if isinstance(message, OpenSession):
+            self._drop((message.session, message.start))
+            self._sessions[message.session, message.start] = HopSession(self.span, message, self._budget)
+            self._served.setdefault(message.client, min(self._served.values(), default=0.0))
+        elif isinstance(message, CloseSession):
+            self._drop((message.session, message.start))
+        self.handled += 1
+
+    def run_pass(self) -> Iterator[bytes]:
+        """Compute one pass over what is ready."""
+        ready = [self._ready(key) for key in self._queues if self._sessions[key].is_computing]
+        shares = choose_pass(ready, self._served, self._speed).action
+        begun = self._clock()
+        n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
+        try:
+            self._compute(shares)
+        except torch.OutOfMemoryError as error:
+            for share in shares:  # half changed, all of them
+                yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"out of memory: {error}"))
+            return
+        self._learn(ready, shares, n_tokens, self._clock() - begun)
+        self._answered = [share.key for share in shares if self._sessions[share.key].is_complete]
+        for key in self._answered:
+            self.handled += 1
+            yield self._sessions[key].answer()
+
+    def settle(self) -> Iterator[bytes]:
+        """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""
+        answered, self._answered = self._answered, []
+        for key in answered:
+            self._sessions[key].keep()
+            self._next(key)
+            yield from self._advance(key)
+
+    def _compute(self, shares: tuple[Share, ...]) -> None:
+        if len(shares) == 1:
+            (share,) = shares
+            self._sessions[share.key].compute(share.t)
+            return
+        sessions = [self._sessions[share.key] for share in shares]
+        pieces = [s.piece(share.t) for s, share in zip(sessions, shares, strict=True)]
+        outs = self.span.forward_ragged(pieces, sessions[0].hop)
+        for session, out in zip(sessions, outs, strict=True):
+            session.put(out)
+
+    def _ready(self, key: Key) -> Ready:
+        session, waiting = self._sessions[key], self._queues[key][0]
+        can_share = self.span.can_batch and session.can_share
+        left = session.tokens_left
+        return Ready(key, session.client, session.n_rows, left, waiting.order, can_share, session.hop, session.is_begun)
+
+    def _advance(self, key: Key) -> Iterator[bytes]:
+        """Begin the next op of a session; ops without tokens and replays are done at once."""
+        while (queue := self._queues.get(key)) and not self._sessions[key].is_computing:
+            waiting, session = queue[0], self._sessions[key]
+            try:
+                if isinstance(waiting.message, Replay):
+                    yield from self._replay(session, waiting.message)
+                else:
+                    session.begin(waiting.message, waiting.payload)
+                    if session.is_computing:
+                        return
+                    yield session.answer()
+                    session.keep()
+                self.handled += 1
+            except (Refused, RemoteProtocolError) as error:
+                refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
+                yield self._refuse(waiting.message, refused)
+            self._next(key)
+
+    def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
+        n_ops = 0
+        for frame in session.replay(request):
+            n_ops += 1
+            yield frame
+        yield messages.framed(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
+
+    def _next(self, key: Key) -> None:
+        queue = self._queues[key]
+        queue.pop(0)
+        if not queue:
+            del self._queues[key]
+
+    def _drop(self, key: Key) -> None:
+        self.handled += len(self._queues.pop(key, ()))
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.close()
+            if all(s.client != session.client for s in self._sessions.values()):
+                self._served.pop(session.client, None)
+
+    def _fail(self, key: Key, error: Refused) -> Iterator[bytes]:
+        for waiting in self._queues.get(key, ()):
+            yield messages.framed(messages.refusal_for(waiting.message, error))
+        self._drop(key)
+
+    def _refuse(self, message: AnyMessage, error: Refused) -> bytes:
+        self.handled += 1
+        return messages.framed(messages.refusal_for(message, error))
+
+    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], took_s: float) -> None:
+        """Account tokens to clients, and follow what passes and prefill tokens take."""
+        by_key = {r.key: r for r in ready}
+        for key, n in n_tokens.items():
+            client = by_key[key].client
+            self._served[client] = self._served.get(client, 0.0) + n
+        prefill = sum(n for key, n in n_tokens.items() if not by_key[key].is_decode)
+        speed = self._speed
+        if not prefill:
+            self._speed = Speed(_follow(speed.decode_pass_s, took_s), speed.prefill_token_s)
+        else:
+            base = speed.decode_pass_s if len(shares) > 1 else 0.0
+            token_s = max(took_s - base, took_s / 4) / prefill
+            self._speed = Speed(speed.decode_pass_s, _follow(speed.prefill_token_s, token_s))
+
+
+def _follow(old: float, new: float) -> float:
+    return old + _SMOOTHING * (new - old)

@@ -1,0 +1,79 @@
+"""What a worker computes next: every ready decode step together, and beside them as much prefill as they can bear.
+
+Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that it at most doubles the pass;
+with nobody decoding, chunks are as long as a pass may be. Clients take turns by what they were given so far, and so
+do sessions that cannot share a pass (exact grade, padded batches, families whose self-test failed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmd.values import Decision
+
+MAX_DECODE_TOKENS = 8  # a row: one token, or a few guessed ones to verify
+MAX_TOKENS_PER_PASS = 512
+MIN_CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The next op of one session: rows ``b``, ``t`` tokens left of each, and when it came (a running number)."""
+
+    key: tuple[bytes, int]
+    client: bytes
+    b: int
+    t: int
+    order: int
+    can_share: bool
+    group: object = None
+    is_begun: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        return self.t <= MAX_DECODE_TOKENS and not self.is_begun
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What passes were measured to take: seconds of a pass without prefill, seconds a token of prefill adds."""
+
+    decode_pass_s: float
+    prefill_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """``t`` tokens of each row of one session's next op."""
+
+    key: tuple[bytes, int]
+    t: int
+
+
+def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed) -> Decision[tuple[Share, ...]]:
+    """Choose what one pass computes. ``served`` is what each client was given so far, in tokens."""
+    if not ready:
+        return Decision((), "nothing is ready")
+    decoding = [r for r in ready if r.is_decode]
+    contenders = [r for r in ready if r.is_decode or not r.can_share] or ready
+    turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
+    if not turn.can_share:
+        return Decision((Share(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
+    together = [r for r in decoding if r.can_share and r.group == turn.group]
+    shares = [Share(r.key, r.t) for r in together]
+    waiting = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
+    if not waiting:
+        return Decision(tuple(shares), f"{len(shares)} decode steps together")
+    longest = min(waiting, key=lambda r: (served.get(r.client, 0.0), r.order))
+    if not together:
+        chunk = _longest(longest)
+        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
+    bearable = int(speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    chunk = min(_longest(longest), max(MIN_CHUNK_TOKENS, bearable) // longest.b or 1)
+    shares.append(Share(longest.key, chunk))
+    return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
+
+
+def _longest(ready: Ready) -> int:
+    return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

@@ -1,0 +1,64 @@
+"""What a worker computes next, decided without a tensor."""
+
+from __future__ import annotations
+
+from swarmd.plan.batching import MAX_TOKENS_PER_PASS, MIN_CHUNK_TOKENS, Ready, Share, Speed, choose_pass
+
+SPEED = Speed(decode_pass_s=0.01, prefill_token_s=0.0002)
+
+
+def ready(name: str, t: int = 1, *, client: str = "", order: int = 0, share: bool = True, b: int = 1) -> Ready:
+    return Ready((name.encode(), 0), (client or name).encode(), b, t, order, share)
+
+
+def keys(*items: Ready, served: dict[bytes, float] | None = None) -> list[str]:
+    return [s.key[0].decode() for s in choose_pass(items, served or {}, SPEED).action]
+
+
+def test_all_ready_decode_steps_share_a_pass() -> None:
+    assert keys(ready("a"), ready("b"), ready("c", 4)) == ["a", "b", "c"]
+
+
+def test_prefill_beside_decoding_at_most_doubles_the_pass() -> None:
+    shares = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED).action
+    assert shares == (Share((b"a", 0), 1), Share((b"long", 0), 50))
+
+
+def test_prefill_alone_takes_whole_passes() -> None:
+    (share,) = choose_pass([ready("long", 4_000, b=4)], {}, SPEED).action
+    assert share.t * 4 == MAX_TOKENS_PER_PASS
+
+
+def test_prefill_always_moves_on() -> None:
+    slow = Speed(decode_pass_s=0.001, prefill_token_s=0.1)
+    shares = choose_pass([ready("a"), ready("long", 4_000)], {}, slow).action
+    assert shares[1].t == MIN_CHUNK_TOKENS
+
+
+def test_one_prefill_at_a_time_and_the_least_served_client_first() -> None:
+    waiting = [ready("greedy", 4_000, order=1), ready("modest", 4_000, order=2)]
+    assert keys(*waiting) == ["greedy"]
+    assert keys(*waiting, served={b"greedy": 512.0}) == ["modest"]
+
+
+def test_the_rest_of_a_begun_prefill_is_no_decode_step() -> None:
+    rest = Ready((b"long", 0), b"c", 1, 3, 0, True, None, is_begun=True)
+    assert not rest.is_decode
+
+
+def test_sessions_that_cannot_share_take_turns_with_those_that_can() -> None:
+    exact, others = ready("exact", share=False), [ready("a", order=1), ready("b", order=2)]
+    assert keys(exact, *others) == ["exact"]
+    assert keys(exact, *others, served={b"exact": 1.0}) == ["a", "b"]
+
+
+def test_a_prefill_that_cannot_share_waits_for_its_turn_and_gets_it() -> None:
+    exact, decoding = ready("exact", 400, share=False), ready("a", order=1)
+    assert keys(exact, decoding, served={b"exact": 9.0}) == ["a"]
+    assert keys(exact, decoding, served={b"exact": 9.0, b"a": 10.0}) == ["exact"]
+
+
+def test_hops_of_different_blocks_do_not_share() -> None:
+    one, other = ready("a"), Ready((b"b", 4), b"b", 1, 1, 1, True, "other blocks")
+    assert keys(one, other) == ["a"]
+    assert keys(one, other, served={b"a": 1.0}) == ["b"]
