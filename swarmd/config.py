@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Config:
     """Everything a daemon can be told.
 
+    ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
@@ -31,6 +32,8 @@ class Config:
     announce: str = ""
     blocked_peers: str = ""
     exchange: bool = True
+    direct: bool = True
+    direct_port: int = 0
     serve: bool = True
     model: str = ""
     blocks: str = "auto"
@@ -47,7 +50,7 @@ class Config:
         """Return the settings if they can be right. Raises ConfigError."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name in ("threads", "cache_tokens", "history_mib"):
+        for name in ("threads", "cache_tokens", "history_mib", "direct_port"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         _ = self.span

@@ -428,6 +428,7 @@ def _ms(seconds: float | None) -> float | None:
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
     """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
+    from swarmd.net.direct import DirectNetwork
     from swarmd.net.libp2p.host import Libp2pNetwork
     from swarmd.net.libp2p.kademlia import KademliaStore
 
@@ -436,10 +437,12 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
     if (raw := home.catalog_raw()) is not None:
         exchange.merge_catalog_untrusted(raw)
     blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
-    network = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
+    libp2p = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
+    hosts = tuple(address.split("/")[2] for address in split(config.listen)) if config.direct else ()
+    network = DirectNetwork(libp2p, hosts, config.direct_port)
     with home.locked():
-        async with network.running():
-            store = KademliaStore(network, value_sequence(exchange, time.time))
+        async with libp2p.running(), network.running():
+            store = KademliaStore(libp2p, value_sequence(exchange, time.time))
             async with store.running(), trio.open_nursery() as nursery:
                 daemon = Daemon(
                     swarm.keys,

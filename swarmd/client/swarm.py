@@ -28,6 +28,7 @@ from swarmd.client.model import remote_model
 from swarmd.compute.history import Budget
 from swarmd.errors import ConfigError, NoRoute, PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.net.api import Network, TaskStatus
+from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
@@ -199,9 +200,10 @@ class AsyncSwarm:
 @asynccontextmanager
 async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
-    network = Libp2pNetwork(membership.identity, membership.keys.psk)
+    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk)
+    network = DirectNetwork(libp2p)
     failure: SwarmError | None = None
-    async with network.running(), trio.open_nursery() as nursery:
+    async with libp2p.running(), network.running(), trio.open_nursery() as nursery:
         swarm = AsyncSwarm(membership, network, time.time)
         for peer, addresses in membership.bootstrap.items():
             network.learn(peer, addresses)

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from swarmd.net.api import Network
+from swarmd.net.direct import DirectNetwork
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.sim import SimWorld
 from swarmd.protocol.identity import Identity
@@ -37,6 +38,15 @@ async def real() -> AsyncIterator[tuple[Network, Network]]:
         yield a, b
 
 
-@pytest.fixture(params=["sim", "libp2p"])
+@asynccontextmanager
+async def direct() -> AsyncIterator[tuple[Network, Network]]:
+    async with real() as (a, b):
+        hosts = ("127.0.0.1",)
+        over_a, over_b = DirectNetwork(a, hosts), DirectNetwork(b, hosts)  # type: ignore[arg-type]
+        async with over_a.running(), over_b.running():
+            yield over_a, over_b
+
+
+@pytest.fixture(params=["sim", "libp2p", "direct"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    return simulated if request.param == "sim" else real
+    return {"sim": simulated, "libp2p": real, "direct": direct}[request.param]

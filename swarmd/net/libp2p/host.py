@@ -123,7 +123,8 @@ class Libp2pNetwork:
         self.host = BasicHost(
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
         )
-        for purpose in ("interactive", "bulk"):
+        purposes: tuple[Purpose, ...] = ("interactive", "bulk", "ticket")
+        for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
 
     @asynccontextmanager
@@ -149,6 +150,15 @@ class Libp2pNetwork:
         if parsed and peer != self.peer_id:
             self.swarm.peerstore.clear_addrs(known)
             self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
+
+    def remote_host(self, peer: PeerId) -> str | None:
+        """The IP address at the other end of a live connection to ``peer``."""
+        for connection in self.swarm.get_connections(ID.from_base58(peer)):
+            muxed = connection.muxed_conn
+            if not connection.is_closed and isinstance(muxed, YamuxConnection):
+                remote = muxed.secured.get_remote_address()
+                return remote[0] if remote else None
+        return None
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
         self._handlers[purpose] = handler

@@ -1,0 +1,149 @@
+"""Direct channels: who may use them, and that everything else still works over libp2p."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from swarmd.errors import PeerError, Unreachable
+from swarmd.net import direct
+from swarmd.net.api import Stream
+from swarmd.net.direct import DirectNetwork, DirectStream, Ticket
+from swarmd.net.libp2p.host import Libp2pNetwork, Libp2pStream
+from swarmd.protocol.identity import Identity
+
+PSK = b"k" * 32
+
+
+class Pair:
+    """alice dials, bob listens; ``heard`` is what bob's handler got, and over what kind of stream."""
+
+    def __init__(self) -> None:
+        listen = ("/ip4/127.0.0.1/tcp/0",)
+        self.libp2p_of_alice = Libp2pNetwork(Identity.generate(), PSK, listen)
+        self.libp2p_of_bob = Libp2pNetwork(Identity.generate(), PSK, listen)
+        self.alice = DirectNetwork(self.libp2p_of_alice)
+        self.bob = DirectNetwork(self.libp2p_of_bob, ("127.0.0.1",))
+        self.streams: list[Stream] = []
+
+    async def hear(self, stream: Stream) -> None:
+        self.streams.append(stream)
+        while data := await stream.receive():
+            await stream.send(data)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Pair]:
+        async with self.libp2p_of_alice.running(), self.libp2p_of_bob.running():
+            self.alice.learn(self.bob.peer_id, self.bob.addresses())
+            self.bob.set_handler("interactive", self.hear)
+            async with self.alice.running(), self.bob.running():
+                yield self
+
+    async def ticket(self) -> Ticket:
+        return await self.alice._ask_ticket(self.bob.peer_id)
+
+    async def knock(self, ticket: Ticket, token: bytes) -> bytes:
+        """What a stranger gets who comes with ``token``: b"" when the door stays shut."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        tls = trio.SSLStream(await trio.open_tcp_stream("127.0.0.1", ticket.port), context)
+        try:
+            await tls.send_all(token + b"hello")
+            return bytes(await tls.receive_some(100))
+        except (trio.BrokenResourceError, ssl.SSLError):
+            return b""
+        finally:
+            await trio.aclose_forcefully(tls)
+
+
+async def talks_over(pair: Pair) -> type:
+    stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+    await stream.send(b"x")
+    assert await stream.receive() == b"x"
+    kind = type(stream)
+    assert type(pair.streams[-1]) is kind
+    return kind
+
+
+async def test_interactive_streams_are_direct_and_name_the_peer() -> None:
+    async with Pair().running() as pair:
+        assert await talks_over(pair) is DirectStream
+        assert pair.streams[0].peer == pair.alice.peer_id
+
+
+async def test_a_token_counts_once() -> None:
+    async with Pair().running() as pair:
+        ticket = await pair.ticket()
+        assert await pair.knock(ticket, ticket.token) == b"hello"
+        assert await pair.knock(ticket, ticket.token) == b""
+
+
+async def test_a_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "TOKEN_LIFETIME_S", 0.0)
+    async with Pair().running() as pair:
+        ticket = await pair.ticket()
+        assert await pair.knock(ticket, ticket.token) == b""
+
+
+async def test_a_guessed_token_opens_nothing() -> None:
+    async with Pair().running() as pair:
+        assert await pair.knock(await pair.ticket(), b"\0" * direct.TOKEN_BYTES) == b""
+        assert not pair.streams
+
+
+async def test_one_peer_holds_few_tokens_and_libp2p_carries_the_rest() -> None:
+    async with Pair().running() as pair:
+        for _ in range(direct.MAX_TOKENS_PER_PEER):
+            await pair.ticket()
+        with pytest.raises(PeerError):
+            await pair.ticket()
+        assert await talks_over(pair) is Libp2pStream
+
+
+async def test_another_certificate_at_the_port_is_not_trusted() -> None:
+    async with Pair().running() as pair:
+        _, other = direct._server_context()
+        true = await pair.ticket()
+
+        async def lie(stream: Stream) -> None:
+            await stream.send(msgspec.msgpack.encode(Ticket(true.port, other, true.token)))
+            await stream.aclose()
+
+        pair.libp2p_of_bob.set_handler("ticket", lie)
+        with pytest.raises(Unreachable, match="no direct channel"):
+            await pair.alice._dial(pair.bob.peer_id)
+        assert await talks_over(pair) is Libp2pStream
+
+
+async def test_a_closed_port_or_no_offer_leaves_libp2p() -> None:
+    for offer in (True, False):
+        pair = Pair()
+        if not offer:
+            pair.bob = DirectNetwork(pair.libp2p_of_bob)
+        async with pair.running():
+            if offer:
+                pair.bob._port = 1
+            assert await talks_over(pair) is Libp2pStream
+
+
+async def test_garbage_for_a_ticket_leaves_libp2p() -> None:
+    async with Pair().running() as pair:
+
+        async def garbage(stream: Stream) -> None:
+            await stream.send(b"\xff" * 10_000)
+            await stream.aclose()
+
+        pair.libp2p_of_bob.set_handler("ticket", garbage)
+        assert await talks_over(pair) is Libp2pStream
+
+
+async def test_disconnecting_a_peer_ends_its_direct_channels() -> None:
+    async with Pair().running() as pair:
+        await talks_over(pair)
+        await pair.bob.disconnect(pair.alice.peer_id)
+        assert not pair.streams[0].can_send(1)
