@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.real.harness import local_swarm
 
 
-def make_checkpoint(folder: Path, hidden: int) -> Path:
+def make_checkpoint(folder: Path, hidden: int, **more: Any) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -35,6 +35,7 @@ def make_checkpoint(folder: Path, hidden: int) -> Path:
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
         vocab_size=32_000,
+        **more,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

@@ -20,10 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from swarmd.compute import skeleton
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
-from swarmd.protocol.tensors import max_tokens_per_frame
 
 FALLBACK_MAX_TOKENS = 2_048
-MAX_OP_BYTES = 8 * 2**20
 
 
 class Session(Protocol):
@@ -39,6 +37,7 @@ class Session(Protocol):
         positions: torch.Tensor | None,
         mask: torch.Tensor | None,
         record_past: bool,
+        want: int | None = None,
     ) -> torch.Tensor | None: ...
 
     def close(self) -> None: ...
@@ -100,8 +99,10 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
-    def append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d]."""
+    def append(
+        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, want: int | None = None
+    ) -> torch.Tensor:
+        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens."""
         b, t, _ = hidden.shape
         if self.n_tokens + t > self.max_tokens:
             raise CacheExhausted(
@@ -113,18 +114,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
         edits, self._edits = tuple(self._edits), []
         positions = positions.to(torch.int32).expand(b, t)
-        name = str(hidden.dtype).removeprefix("torch.")
-        step = max_tokens_per_frame(b, hidden.shape[2], name, MAX_OP_BYTES)
-        outs = []
-        for at in range(0, t, step):  # a long prompt travels as several ops
-            window = slice(at, at + step)
-            mask_part = chunk[:, window] if chunk is not None and self._has_padding else None
-            out = self.session.step(edits, hidden[:, window], positions[:, window], mask_part, self._records_past)
-            assert out is not None
-            outs.append(out)
-            edits = ()
+        sent_mask = chunk if self._has_padding else None
+        out = self.session.step(edits, hidden, positions, sent_mask, self._records_past, want)
+        assert out is not None
         self.n_tokens += t
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return out
 
     def close(self) -> None:
         if self.session is not None:
@@ -143,6 +137,7 @@ class _Call(threading.local):
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     owns_cache: bool = False
+    want: int | None = None
 
 
 def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = torch.float32) -> Any:
@@ -159,7 +154,7 @@ def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = t
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
         assert call.cache is not None
         assert call.positions is not None
-        out = call.cache.append(hidden, call.positions, call.mask)
+        out = call.cache.append(hidden, call.positions, call.mask, call.want)
         assert call.cache.session is not None
         for layer in layers:
             layer.returns_tuple = call.cache.session.layer_arity
@@ -198,6 +193,9 @@ def _hook_forward(model: Any, call: _Call) -> None:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         call.cache, call.positions, call.mask, call.owns_cache = cache, positions, mask, not wants_cache
+        kept = kwargs.get("logits_to_keep")
+        wants_hidden = kwargs.get("output_hidden_states", model.config.output_hidden_states)
+        call.want = kept if isinstance(kept, int) and kept > 0 and not wants_hidden else None
         return args, kwargs
 
     def after(_: Any, __: Any, output: Any) -> Any:

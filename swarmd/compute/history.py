@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,15 @@ class Sent:
     positions: torch.Tensor | None
     mask: torch.Tensor | None
     record_past: bool = False
+
+    def last(self, n_tokens: int) -> Sent:
+        """The same op with the last ``n_tokens`` of each row only."""
+        if self.hidden is None or self.positions is None or n_tokens >= self.hidden.shape[1]:
+            return self
+        if not n_tokens:
+            return replace(self, hidden=None, positions=None, mask=None)
+        mask = None if self.mask is None else self.mask[:, -n_tokens:]
+        return replace(self, hidden=self.hidden[:, -n_tokens:], positions=self.positions[:, -n_tokens:], mask=mask)
 
 
 class History:

@@ -125,7 +125,10 @@ class HopSession:
         op = begun.op
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
             return messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
-        return encode_op(self.session, self.hop.end, op.epoch, op.settled, self._sent(begun), op, op.base)
+        sent = self._sent(begun)
+        if op.want is not None and self.hop.end == self._span.n_layers:
+            sent = sent.last(op.want)
+        return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
 
     def keep(self) -> None:
         """Add the answered op to the history; the session is ready for the next."""
@@ -246,5 +249,6 @@ def encode_op(
         silent_through=marks.silent_through,
         replay_end=marks.replay_end,
         base=base,
+        want=marks.want,
     )
     return messages.framed(header, payload)

@@ -35,6 +35,7 @@ class LoadedSpan:
         self.device = torch.device(device)
         self.model = skeleton.load(folder, span, dtype).to(self.device)
         self.config = self.model.config
+        self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
         self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
         self.on_block: Callable[[], None] = lambda: None
         self._decoder = self.model.get_decoder()

@@ -75,5 +75,23 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
 
 
+CHUNK_S = 0.05
+MIN_OP_TOKENS = 64
+MAX_OP_TOKENS = 2_048
+
+
+def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
+    """How many tokens of each row a client puts in one op, so that the hops of a chain work at the same time.
+
+    An op should take the slowest hop about ``CHUNK_S``: long enough to be worth its way, short enough to fill a
+    pipeline. One hop alone is given everything at once.
+    """
+    if len(prefill_tokens_per_s) < 2:
+        return t
+    n_tokens = min(MAX_OP_TOKENS, max(MIN_OP_TOKENS, int(min(prefill_tokens_per_s) * CHUNK_S)))
+    n_ops = max(1, round(b * t / n_tokens))
+    return -(-t // min(n_ops, t))
+
+
 def _longest(ready: Ready) -> int:
     return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

@@ -136,7 +136,8 @@ class Op(Message, tag="op", frozen=True):
 
     ``seq`` is consecutive from 1. ``settled`` is the highest op whose answer the client holds. Ops up to
     ``silent_through`` rebuild state and end at block ``replay_end``; ``base`` (part, parts) marks history that
-    was merged, whose ``seq`` is the op it reaches. Payload: hidden states, then int32 positions [b, t], then,
+    was merged, whose ``seq`` is the op it reaches. Of the last block's output the client uses the last ``want`` tokens
+    of each row (None: all). Payload: hidden states, then int32 positions [b, t], then,
     with ``has_mask``, one byte a token [b, t].
     """
 
@@ -151,6 +152,7 @@ class Op(Message, tag="op", frozen=True):
     silent_through: Count = 0
     replay_end: Block = 0
     base: tuple[Count, Count] | None = None
+    want: Count | None = None
     needs: Needs = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmd.plan.batching import MAX_TOKENS_PER_PASS, MIN_CHUNK_TOKENS, Ready, Share, Speed, choose_pass
+from swarmd.plan.batching import MAX_TOKENS_PER_PASS, MIN_CHUNK_TOKENS, Ready, Share, Speed, choose_pass, tokens_of_op
 
 SPEED = Speed(decode_pass_s=0.01, prefill_token_s=0.0002)
 
@@ -62,3 +62,11 @@ def test_hops_of_different_blocks_do_not_share() -> None:
     one, other = ready("a"), Ready((b"b", 4), b"b", 1, 1, 1, True, "other blocks")
     assert keys(one, other) == ["a"]
     assert keys(one, other, served={b"a": 1.0}) == ["b"]
+
+
+def test_a_prompt_is_cut_so_that_all_hops_work_at_the_same_time() -> None:
+    assert tokens_of_op(8, 128, [2_500.0, 2_600.0]) == 16
+    assert tokens_of_op(1, 4_000, [1e6, 1e6]) == 2_000
+    assert tokens_of_op(1, 12, [2_500.0, 2_500.0]) == 12
+    assert tokens_of_op(8, 128, [2_500.0]) == 128
+    assert tokens_of_op(600, 1, [10.0, 10.0]) == 1
