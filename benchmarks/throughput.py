@@ -31,6 +31,7 @@ from swarmd.client.entry import membership
 from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, joined
 from swarmd.plan.routing import Hop
+from swarmd.values import PeerId, Span
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.serving import make_checkpoint
@@ -116,7 +117,7 @@ def repr_chain(chain: tuple[Hop, ...]) -> str:
 
 def read_chain(text: str) -> tuple[Hop, ...]:
     parts = [part.split(":") for part in text.split(",")]
-    return tuple(Hop(swarmd.PeerId(p), swarmd.Span(int(a), int(b))) for p, a, b in parts)
+    return tuple(Hop(PeerId(p), Span(int(a), int(b))) for p, a, b in parts)
 
 
 # --- layers only ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from swarmd.compute.history import Budget
 from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
 from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.plan.batching import Ready, Share, Speed, choose_pass
+from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, CloseSession, Op, OpenSession, Replay, Replayed
@@ -47,6 +47,8 @@ class Engine:
         self._speed = Speed(0.01, 0.001)
         self._n_taken = 0
         self._answered: list[Key] = []
+        self._stepped_at: dict[Key, float] = {}
+        self._idle_since: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -73,11 +75,22 @@ class Engine:
             self._drop((message.session, message.start))
         self.handled += 1
 
+    def patience_s(self) -> float:
+        """How long to wait for more work before the next pass."""
+        now = self._clock()
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        ready = [self._ready(key) for key in self._queues]
+        if any(not r.is_decode or not r.can_share for r in ready):
+            return 0.0
+        recent = now - max(MIN_ACTIVE_S, ACTIVE_PASSES * self._speed.decode_pass_s)
+        n_active = sum(at > recent for at in self._stepped_at.values())
+        return patience_s(len(ready), n_active, now - self._idle_since, self._speed)
+
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         ready = [self._ready(key) for key in self._queues if self._sessions[key].is_computing]
         shares = choose_pass(ready, self._served, self._speed).action
-        begun = self._clock()
+        begun, self._idle_since = self._clock(), None
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
         try:
             self._compute(shares)
@@ -85,7 +98,7 @@ class Engine:
             for share in shares:  # half changed, all of them
                 yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"out of memory: {error}"))
             return
-        self._learn(ready, shares, n_tokens, self._clock() - begun)
+        self._learn(ready, shares, n_tokens, begun)
         self._answered = [share.key for share in shares if self._sessions[share.key].is_complete]
         for key in self._answered:
             self.handled += 1
@@ -150,6 +163,7 @@ class Engine:
 
     def _drop(self, key: Key) -> None:
         self.handled += len(self._queues.pop(key, ()))
+        self._stepped_at.pop(key, None)
         session = self._sessions.pop(key, None)
         if session is not None:
             session.close()
@@ -165,9 +179,11 @@ class Engine:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 
-    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], took_s: float) -> None:
+    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], begun: float) -> None:
         """Account tokens to clients, and follow what passes and prefill tokens take."""
+        took_s = self._clock() - begun
         by_key = {r.key: r for r in ready}
+        self._stepped_at.update({key: begun for key in n_tokens if by_key[key].is_decode})
         for key, n in n_tokens.items():
             client = by_key[key].client
             self._served[client] = self._served.get(client, 0.0) + n

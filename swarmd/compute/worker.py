@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import sys
 import tempfile
@@ -52,6 +53,8 @@ class Worker:
             if self._engine is None or not self._engine.has_work:
                 self._send(answers)
                 answers = []
+                continue
+            if (wait_s := self._engine.patience_s()) and select.select([self._connection], [], [], wait_s)[0]:
                 continue
             answers += self._engine.run_pass()
             self._send(answers)

@@ -75,6 +75,23 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
 
 
+MAX_PATIENCE = 0.5
+ACTIVE_PASSES = 20
+MIN_ACTIVE_S = 0.2
+
+
+def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> float:
+    """How long an idle worker waits for more steps before it begins a pass.
+
+    Weights are read once for a pass, whatever is in it, so a pass of one is dear while many decode. With half of the
+    active sessions here the others keep another server of the chain busy: more would let one of the two idle. What
+    is waited for never takes longer than half a pass.
+    """
+    if not n_ready or 2 * n_ready >= n_active:
+        return 0.0
+    return max(0.0, MAX_PATIENCE * speed.decode_pass_s - waited_s)
+
+
 CHUNK_S = 0.05
 MIN_OP_TOKENS = 64
 MAX_OP_TOKENS = 2_048

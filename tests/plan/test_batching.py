@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from swarmd.plan.batching import MAX_TOKENS_PER_PASS, MIN_CHUNK_TOKENS, Ready, Share, Speed, choose_pass, tokens_of_op
+from swarmd.plan.batching import (
+    MAX_TOKENS_PER_PASS,
+    MIN_CHUNK_TOKENS,
+    Ready,
+    Share,
+    Speed,
+    choose_pass,
+    patience_s,
+    tokens_of_op,
+)
 
 SPEED = Speed(decode_pass_s=0.01, prefill_token_s=0.0002)
 
@@ -70,3 +79,12 @@ def test_a_prompt_is_cut_so_that_all_hops_work_at_the_same_time() -> None:
     assert tokens_of_op(1, 12, [2_500.0, 2_500.0]) == 12
     assert tokens_of_op(8, 128, [2_500.0]) == 128
     assert tokens_of_op(600, 1, [10.0, 10.0]) == 1
+
+
+def test_an_idle_worker_waits_for_half_of_those_that_decode_and_never_long() -> None:
+    assert patience_s(n_ready=1, n_active=1, waited_s=0.0, speed=SPEED) == 0
+    assert patience_s(n_ready=1, n_active=2, waited_s=0.0, speed=SPEED) == 0
+    assert patience_s(n_ready=1, n_active=16, waited_s=0.0, speed=SPEED) == SPEED.decode_pass_s / 2
+    assert patience_s(n_ready=8, n_active=16, waited_s=0.0, speed=SPEED) == 0
+    assert patience_s(n_ready=1, n_active=16, waited_s=1.0, speed=SPEED) == 0
+    assert patience_s(n_ready=0, n_active=16, waited_s=0.0, speed=SPEED) == 0
