@@ -86,6 +86,13 @@ class Engine:
         n_active = sum(at > recent for at in self._stepped_at.values())
         return patience_s(len(ready), n_active, now - self._idle_since, self._speed)
 
+    def prepare(self) -> bool:
+        """Do a little of what makes later passes faster; False when nothing is left to prepare."""
+        n_tokens = self.span.next_to_capture if self.span.can_batch else None
+        if n_tokens is not None:
+            self.span.capture(n_tokens)
+        return n_tokens is not None
+
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         ready = [self._ready(key) for key in self._queues if self._sessions[key].is_computing]
@@ -113,11 +120,13 @@ class Engine:
             yield from self._advance(key)
 
     def _compute(self, shares: tuple[Share, ...]) -> None:
-        if len(shares) == 1:
-            (share,) = shares
-            self._sessions[share.key].compute(share.t)
-            return
         sessions = [self._sessions[share.key] for share in shares]
+        if len(shares) == 1:
+            (session,), (share,) = sessions, shares
+            n_tokens = session.n_rows * share.t
+            if not (session.can_share and self.span.can_batch and self.span.is_captured(n_tokens, session.hop)):
+                session.compute(share.t)
+                return
         pieces = [s.piece(share.t) for s, share in zip(sessions, shares, strict=True)]
         outs = self.span.forward_ragged(pieces, sessions[0].hop)
         for session, out in zip(sessions, outs, strict=True):

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from swarmd.compute import capture
+from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import SlabLayer, SpanCache
 from swarmd.compute.skeleton import text_config
 
@@ -40,20 +43,16 @@ class RaggedAttention:
         self._original = self._config._attn_implementation
         self._name = f"swarmd_ragged_{id(self)}"
         self._cuts: list[tuple[Piece, slice]] = []
-        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.on_layer: Callable[[], None] = lambda: None
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
-        self.cache = Cache(layers=[_Splitter(self, i) for i in range(self._config.num_hidden_layers)])
+        self._sites: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._is_capturing = False
+        self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
-    def run(self, pieces: list[Piece], forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[Any]:
+    def run(self, pieces: list[Piece], forward: Pass) -> list[torch.Tensor]:
         """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns each one's part."""
-        at = 0
-        for piece in pieces:
-            b, t, _ = piece.hidden.shape
-            self._cuts.append((piece, slice(at, at + b * t)))
-            at += b * t
-        hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
-        positions = torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+        hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
         try:
             out = forward(hidden, positions)
@@ -62,24 +61,64 @@ class RaggedAttention:
             cuts, self._cuts, self._masks = self._cuts, [], {}
         return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Give every session its own part of the new keys and values [1, h, n, d]."""
-        self._stored = [
-            piece.cache.cache.layers[layer].update(_rows(key, piece, cut), _rows(value, piece, cut))
-            for piece, cut in self._cuts
-        ]
+    def run_captured(self, pieces: list[Piece], captured: Pass) -> list[torch.Tensor]:
+        """The same by a captured pass for this number of tokens."""
+        hidden, positions = self._lay_out(pieces)
+        try:
+            out = captured(hidden, positions)
+        finally:
+            cuts, self._cuts, self._masks = self._cuts, [], {}
+        return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
+
+    def capture(self, pieces: list[Piece], forward: Pass) -> Pass:
+        """Write down a pass over ``pieces``. Raises RuntimeError and others when it cannot be followed."""
+        hidden, positions = self._lay_out(pieces)
+        self._config._attn_implementation = self._name
+        self._is_capturing = True
+        try:
+            return capture.capture(forward, hidden, positions, self._attend_at)
+        finally:
+            self._is_capturing = False
+            self._config._attn_implementation = self._original
+            self._cuts, self._masks = [], {}
+
+    def _lay_out(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers whose are where."""
+        at = 0
+        for piece in pieces:
+            b, t, _ = piece.hidden.shape
+            self._cuts.append((piece, slice(at, at + b * t)))
+            at += b * t
+        hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
+        return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
+        """What the family's layers call. In a capture it leaves one node that stands for all below."""
+        layer = module.layer_idx
+        kwargs.pop("position_ids", None)  # of the row, not of a session
+        self._sites[layer] = module, kwargs
+        if not self._is_capturing:
+            return self._attend_at(query, key, value, layer), None
+        strangers = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and not isinstance(v, nn.Parameter)]
+        if args or strangers:
+            raise RuntimeError("this family hands its attention tensors that change")
+        return capture.attend(query, key, value, layer), None
+
+    def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
+        module, kwargs = self._sites[layer]
         function = self._function(module)
         outs = []
-        for (piece, cut), (keys, values) in zip(self._cuts, self._stored, strict=True):
-            window = getattr(piece.cache.cache.layers[module.layer_idx], "sliding_window", None)
-            mask = self._mask(piece, keys.shape[2], window)
-            out, _ = function(module, _rows(query, piece, cut), keys, values, mask, *args, **kwargs)
+        for piece, cut in self._cuts:
+            own = piece.cache.cache.layers[layer]
+            keys, values = own.update(_rows(key, piece, cut), _rows(value, piece, cut))
+            mask = self._mask(piece, keys.shape[2], getattr(own, "sliding_window", None))
+            out, _ = function(module, _rows(query, piece, cut), keys, values, mask, **kwargs)
             outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]))
-        return torch.cat(outs, 1), None
+        self.on_layer()
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _function(self, module: Any) -> Callable[..., Any]:
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -106,15 +145,10 @@ class RaggedAttention:
         return self._masks[key]
 
 
-class _Splitter(DynamicLayer):  # type: ignore[misc]
-    """Stands for one layer's cache in a ragged pass: hands new keys and values to the sessions' own layers."""
-
-    def __init__(self, owner: RaggedAttention, index: int) -> None:
-        super().__init__()
-        self._owner, self._index = owner, index
+class _PassOn(DynamicLayer):  # type: ignore[misc]
+    """Stands for one layer's cache in a ragged pass: new keys and values go on to the attention, which stores them."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._owner.store(self._index, key_states, value_states)
         return key_states, value_states
 
 

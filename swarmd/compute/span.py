@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,15 @@ import torch
 import transformers
 
 from swarmd.compute import skeleton
+from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
+logger = logging.getLogger(__name__)
+
+MAX_CAPTURED = 8
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
@@ -49,6 +54,8 @@ class LoadedSpan:
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
+        self._captured: dict[int, Pass] = {}
+        self._capture = False
 
     def new_cache(self, hop: Span | None = None) -> SpanCache:
         return SpanCache(self.config, hop or self.span)
@@ -71,13 +78,54 @@ class LoadedSpan:
     @torch.inference_mode()
     def forward_ragged(self, pieces: list[Piece], hop: Span | None = None) -> list[torch.Tensor]:
         """Run the new tokens of several sessions as one pass; returns [b, t, d] for each piece."""
-        ragged = self._ragged
+        ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
+        n_tokens = sum(p.hidden.shape[0] * p.hidden.shape[1] for p in pieces)
+        captured = self._captured.get(n_tokens) if hop == self.span else None
+        if captured is not None:
+            return ragged.run_captured(pieces, captured)
+        return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
+
+    def is_captured(self, n_tokens: int, hop: Span) -> bool:
+        """Is a pass over so many tokens known as a straight line?"""
+        return n_tokens in self._captured and hop == self.span
+
+    @property
+    def next_to_capture(self) -> int | None:
+        """The next number of tokens worth capturing, while nothing else is to be done."""
+        return next((n for n in range(1, MAX_CAPTURED + 1) if n not in self._captured), None) if self._capture else None
+
+    def capture(self, n_tokens: int) -> None:
+        """Write down a pass of ``n_tokens`` decode steps, if that gives what the pass itself gives."""
+        assert self._ragged is not None
+        rng = torch.Generator().manual_seed(n_tokens)
+        shape = (1, 1, self.hidden_size)
+
+        def pieces(hidden: list[torch.Tensor]) -> list[Piece]:
+            zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            return [Piece(h, zero, self.new_cache(), 0) for h in hidden]
 
         def forward(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self._decode(hidden, positions, None, ragged.cache, hop or self.span)
+            return self._decode(hidden, positions, None, ragged.cache, self.span)
 
-        return ragged.run(pieces, forward)
+        ragged = self._ragged
+        inputs = [
+            [torch.randn(shape, generator=rng).to(self.dtype).to(self.device) for _ in range(n_tokens)] for _ in "ab"
+        ]
+        try:
+            captured = ragged.capture(pieces(inputs[0]), forward)
+            with torch.inference_mode():
+                got = ragged.run_captured(pieces(inputs[1]), captured)
+                expected = ragged.run(pieces(inputs[1]), forward)
+        except Exception as error:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
+            self._capture = False
+            logger.info("passes are not captured: %s", error)
+            return
+        if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+            self._captured[n_tokens] = captured
+        else:
+            self._capture = False
+            logger.info("passes are not captured: a captured pass differs")
 
     @property
     def can_batch(self) -> bool:
@@ -157,6 +205,9 @@ class LoadedSpan:
             self._ragged = None
             self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
             return
+        self._ragged.on_layer = lambda: self.on_block()
+        self._capture = True
+        self.capture(1)
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
     def cache_bytes_per_token(self) -> int:

@@ -31,6 +31,7 @@ from swarmd.values import Span
 logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.5
+IDLE_S = 0.3
 _RECEIVE_BYTES = 4 * 2**20
 
 
@@ -43,10 +44,12 @@ class Worker:
         self._engine: Engine | None = None
         self._n_loads = 0
         self._ticked_at = 0.0
+        self._is_prepared = False
 
     def run(self) -> None:
         answers: list[bytes] = []
         while True:
+            self._prepare_while_idle()
             is_busy = self._engine is not None and self._engine.has_work
             for frame in self._receive(wait=not is_busy and not answers):
                 answers += self._take(frame)
@@ -59,6 +62,12 @@ class Worker:
             answers += self._engine.run_pass()
             self._send(answers)
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
+
+    def _prepare_while_idle(self) -> None:
+        while self._engine is not None and not self._engine.has_work and not self._is_prepared:
+            if select.select([self._connection], [], [], IDLE_S)[0]:
+                return
+            self._is_prepared = not self._engine.prepare()
 
     def _receive(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
