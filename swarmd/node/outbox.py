@@ -1,9 +1,9 @@
 """Frames to other peers: in order for each peer, and never holding up whoever hands them over.
 
-``put`` only queues; a task for each peer that has frames waiting sends them. ``send`` writes at once, but only where
-there is credit and nobody else is writing. So a peer that does not read delays nobody else, and the worker's answers
-are always taken at once. Frames to this very peer go through a queue as well: a hop whose successor is on the same
-server must not wait for the worker inside the worker's own reader.
+``put`` only queues; a task for each peer that has frames waiting sends them, small ones together. ``send`` writes at
+once, but only where there is credit and nobody else is writing. So a peer that does not read delays nobody else, and
+the worker's answers are always taken at once. Frames to this very peer go through a queue as well: a hop whose
+successor is on the same server must not wait for the worker inside the worker's own reader.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 20.0
 MAX_WAITING_BYTES = 256 * 2**20
+TOGETHER_BYTES = 256 * 1024
 
 
 class Outbox:
@@ -64,12 +65,14 @@ class Outbox:
     async def _drain(self, peer: PeerId, waiting: deque[bytes]) -> None:
         try:
             while waiting:
+                frames = _leading(waiting, 1 if peer == self._rpc.network.peer_id else TOGETHER_BYTES)
                 with trio.CancelScope(deadline=trio.current_time() + SEND_TIMEOUT_S) as scope:
-                    await self._send(peer, waiting[0])
+                    await self._send(peer, b"".join(frames))
                 if scope.cancelled_caught:
                     self._failed(peer, f"it took nothing for {SEND_TIMEOUT_S:.0f} s")
                     return
-                self._waiting_bytes -= len(waiting.popleft())
+                for _ in frames:
+                    self._waiting_bytes -= len(waiting.popleft())
         except PeerError as error:
             self._failed(peer, str(error))
         finally:
@@ -82,3 +85,15 @@ class Outbox:
         else:
             channel = self._rpc.existing(peer) or await self._rpc.channel(peer)
             await channel.send_raw(frame)
+
+
+def _leading(waiting: deque[bytes], n_bytes: int) -> list[bytes]:
+    """The first frames that make up at most ``n_bytes``, and at least one."""
+    frames = [waiting[0]]
+    size = len(waiting[0])
+    for frame in list(waiting)[1:64]:
+        size += len(frame)
+        if size > n_bytes:
+            break
+        frames.append(frame)
+    return frames

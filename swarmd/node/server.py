@@ -330,10 +330,13 @@ class Server:
 
     # --- what the worker answers -----------------------------------------------------------------------------
 
-    async def on_worker_frame(self, message: AnyMessage, frame: Frame) -> None:
-        """Pass on what the worker gave: an op to the next hop, a refusal or a reply to the client."""
+    async def on_worker_frame(self, message: AnyMessage, frame: Frame, more: bool) -> None:
+        """Pass on what the worker gave: an op to the next hop, a refusal or a reply to the client.
+
+        With ``more`` to come at once, outputs wait for each other: one write instead of many.
+        """
         if isinstance(message, Op):
-            await self._on_output(message, frame)
+            await self._on_output(message, frame, more)
         elif isinstance(message, Done):
             hop = self._hops.get((message.session, message.start))
             if hop is not None:
@@ -345,7 +348,7 @@ class Server:
         elif isinstance(message, Refusal) and message.session is not None:
             await self._on_worker_refusal(message)
 
-    async def _on_output(self, op: Op, frame: Frame) -> None:
+    async def _on_output(self, op: Op, frame: Frame, more: bool) -> None:
         key = self._by_end.get((op.session, op.start))
         hop = self._hops.get(key) if key else None
         if hop is None:
@@ -354,12 +357,15 @@ class Server:
             hop.state.finished = max(hop.state.finished, op.seq)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
-        if hop.successor is None or not hop.push:
-            if self._rpc.existing(hop.state.client) is not None:
-                await self._outbox.send(hop.state.client, frame.raw)
-            return
-        hop.watch.on_sent(op.seq, trio.current_time())
-        await self._outbox.send(hop.successor, frame.raw)
+        receiver = hop.successor if hop.push else None
+        if receiver is not None:
+            hop.watch.on_sent(op.seq, trio.current_time())
+        elif self._rpc.existing(hop.state.client) is not None:
+            receiver = hop.state.client
+        if receiver is not None and more:
+            self._outbox.put(receiver, frame.raw)
+        elif receiver is not None:
+            await self._outbox.send(receiver, frame.raw)
 
     async def _to_self(self, raw: bytes) -> None:
         """Hand an op to the next hop, which is on this server too; its refusal goes to the client."""

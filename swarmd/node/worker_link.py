@@ -31,6 +31,7 @@ STALL_LOADING_S = 600.0
 CHECK_INTERVAL_S = 0.5
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
+MAX_WAITING_BYTES = 64 * 2**20
 _RECEIVE_BYTES = 4 * 2**20
 
 
@@ -112,7 +113,7 @@ class WorkerLink:
         self,
         start: Starter,
         request: LoadSpan,
-        on_frame: Callable[[AnyMessage, Frame], Awaitable[None]],
+        on_frame: Callable[[AnyMessage, Frame, bool], Awaitable[None]],
         on_change: Callable[[], Awaitable[None]],
     ) -> None:
         self.loaded: Loaded | None = None
@@ -121,7 +122,10 @@ class WorkerLink:
         self._on_frame = on_frame
         self._on_change = on_change
         self._process: WorkerProcess | None = None
-        self._sending = trio.Lock()
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._wake = trio.Event()
+        self._drained = trio.Event()
         self._n_sent = 0
         self._n_handled = 0
         self._heard_at = 0.0
@@ -145,8 +149,22 @@ class WorkerLink:
         if self._n_sent == self._n_handled:
             self._heard_at = trio.current_time()
         self._n_sent += 1
-        async with self._sending:
-            await process.send(frame)
+        self._waiting.append(frame)
+        self._waiting_bytes += len(frame)
+        self._wake.set()
+        while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
+            await self._drained.wait()
+
+    async def _pass_on(self, process: WorkerProcess) -> None:
+        """Write what waits, all at once: what arrived together is computed together."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            data, self._waiting = b"".join(self._waiting), []
+            await process.send(data)
+            self._waiting_bytes -= len(data)
+            self._drained.set()
+            self._drained = trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load."""
@@ -163,10 +181,12 @@ class WorkerLink:
     async def _run_once(self) -> None:
         self._process = await self._start()
         self._n_sent, self._n_handled, self._heard_at = 0, 0, trio.current_time()
+        self._waiting, self._waiting_bytes = [], 0
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
+                nursery.start_soon(self._pass_on, self._process)
                 await self.send(messages.framed(self._request))
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
@@ -175,6 +195,8 @@ class WorkerLink:
         finally:
             self._process.kill()
             self._process, self.loaded = None, None
+            self._drained.set()
+            self._drained = trio.Event()
             if self._state != "failed":
                 self._set("down", self._reason if self._reason.startswith("no progress") else "the worker ended")
         await self._on_change()
@@ -183,14 +205,15 @@ class WorkerLink:
         decoder = FrameDecoder()
         async for data in process.received():
             self._heard_at = trio.current_time()
-            for frame in decoder.feed_untrusted(data):
-                message = messages.decode_untrusted(frame.header)
-                if isinstance(message, Tick):
-                    self._n_handled = message.handled
-                else:
-                    await self._take(message, frame)
+            taken = [(messages.decode_untrusted(f.header), f) for f in decoder.feed_untrusted(data)]
+            answers = [(message, frame) for message, frame in taken if not isinstance(message, Tick)]
+            for n, (message, frame) in enumerate(answers, 1):
+                await self._take(message, frame, n < len(answers))
+            for tick, _ in taken:
+                if isinstance(tick, Tick):
+                    self._n_handled = tick.handled
 
-    async def _take(self, message: AnyMessage, frame: Frame) -> None:
+    async def _take(self, message: AnyMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):
             self.loaded = message
             self._set("online", f"serving on {message.device}")
@@ -199,7 +222,7 @@ class WorkerLink:
             self._set("failed", message.message)
             await self._on_change()
         else:
-            await self._on_frame(message, frame)
+            await self._on_frame(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
     async def _watch(self, scope: trio.CancelScope) -> None:

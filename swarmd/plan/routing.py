@@ -1,14 +1,18 @@
-"""Which servers to ask: the cheapest chain over measured speed and round trips, and why.
+"""Which servers to ask: the cheapest chain over measured speed, load, round trips and cache room, and why.
 
-Dijkstra over (block, peer): a hop may take any part of a server's span, cut where other spans begin or end.
-The cost of a hop is the trip to it plus its compute; the last answers straight to the client.
+Block by block, ``best[p]`` is the least cost of having computed all blocks before with the last one on peer ``p``: a
+min-plus product with the trips between peers, so a chain may leave a span anywhere. A hop costs the trip to it (the
+server before pushes straight to it), its own overhead, and its share of the pass that its load makes; the last
+answers the client. 1,000 servers of 80 blocks take some milliseconds (benchmarks/routing.py).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from swarmd.errors import NoRoute
 from swarmd.protocol.records import SpanRecord
@@ -17,6 +21,9 @@ from swarmd.values import PeerId, Span, ranges
 DEFAULT_TRIP_S = 0.02
 DEFAULT_DECODE_TOKENS_PER_S = 10.0
 HOP_OVERHEAD_S = 0.001
+NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,83 +52,188 @@ Trips = Mapping[tuple[str, str], float]
 
 
 def best_route(
-    spans: list[SpanRecord],
+    spans: Sequence[SpanRecord],
     wanted: Span,
     client: PeerId,
     trips: Trips,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
     from_peer: PeerId | None = None,
+    n_tokens: int = 0,
 ) -> Route:
-    """Find the cheapest chain for ``wanted``. Raises NoRoute that names the blocks nobody holds."""
-    usable = [s for s in spans if eligible(s) and s.start < wanted.end and s.end > wanted.start]
-    covered = {b for s in usable for b in range(max(s.start, wanted.start), min(s.end, wanted.end))}
-    if missing := ranges(set(range(wanted.start, wanted.end)) - covered):
-        listed = ", ".join(map(str, missing))
-        raise NoRoute(f"no live server holds blocks {listed} of {wanted}", tuple(missing))
-    cuts = sorted({wanted.end, *(c for s in usable for c in (s.start, s.end) if wanted.start < c < wanted.end)})
-    return _dijkstra(usable, wanted, client, trips, cuts, from_peer or client)
+    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks."""
+    usable = _usable([s for s in spans if eligible(s)], wanted)
+    costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
+    return _cheapest(usable, wanted, client, trips, costs, from_peer or client, n_tokens)
 
 
-def _dijkstra(
-    usable: list[SpanRecord], wanted: Span, client: PeerId, trips: Trips, cuts: list[int], source: PeerId
-) -> Route:
-    queue: list[tuple[float, int, int, str, Route]] = [(0.0, 0, wanted.start, source, Route((), 0.0, ()))]
-    best: dict[tuple[int, str], float] = {}
-    n_pushed = 0
-    while queue:
-        cost, _, at, peer, route = heapq.heappop(queue)
-        if at == wanted.end and (not route.hops or peer == "answered"):
-            return Route(_merge(route.hops), cost, route.why)
-        if best.get((at, peer), float("inf")) <= cost:
+def best_rejected(
+    chosen: Route,
+    spans: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: Trips,
+    eligible: Callable[[SpanRecord], bool] = lambda _: True,
+) -> Route | None:
+    """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
+    found = []
+    for peer in {hop.peer for hop in chosen.hops}:
+        try:
+            found.append(
+                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s))  # type: ignore[misc]
+            )
+        except NoRoute:
             continue
-        best[at, peer] = cost
-        if at == wanted.end:
-            trip = _trip(trips, peer, client)
-            n_pushed += 1
-            heapq.heappush(queue, (cost + trip, n_pushed, at, "answered", route))
-            continue
-        for span in usable:
-            if not span.start <= at < span.end:
-                continue
-            for end in cuts:
-                if at < end <= span.end:
-                    added, why = _hop_cost(span, Span(at, end), peer, trips)
-                    hop = Hop(PeerId(span.peer), Span(at, end), span.numerics)
-                    n_pushed += 1
-                    longer = Route((*route.hops, hop), cost + added, (*route.why, why))
-                    heapq.heappush(queue, (cost + added, n_pushed, end, span.peer, longer))
-    raise NoRoute(f"no chain covers {wanted}")  # unreachable while every block is covered
+    return min(found, key=lambda route: route.cost_s, default=None)
 
 
-def _hop_cost(span: SpanRecord, part: Span, previous: str, trips: Trips) -> tuple[float, str]:
-    trip = _trip(trips, previous, span.peer)
-    speed = span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
-    compute = len(part) / ((span.end - span.start) * speed)
-    overhead = HOP_OVERHEAD_S if previous != span.peer else 0.0
-    measured = "" if span.decode_tokens_per_s else " (speed unknown)"
-    text = f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * compute:.1f} ms{measured}"
-    return trip + compute + overhead, text
+def spread_routes(
+    spans: Sequence[SpanRecord], wanted: Span, client: PeerId, trips: Trips, n_batches: int
+) -> list[Route]:
+    """Chains for ``n_batches`` equal batches that are in flight together: each peer's load follows its speed.
+
+    One after the other takes the chain whose busiest part would be free first, counting what those before it took.
+    """
+    usable = _usable(spans, wanted)
+    each_s = np.array([1.0 / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S) for s in usable])
+    each_s /= np.array([s.end - s.start for s in usable])  # seconds a block
+    given = np.ones(len(usable))
+    index = {s.peer: i for i, s in enumerate(usable)}
+    routes = []
+    for _ in range(n_batches):
+        route = _cheapest(usable, wanted, client, {}, each_s * given, client, 0)
+        for hop in route.hops:
+            i = index[hop.peer]
+            given[i] += len(hop.span) / (usable[i].end - usable[i].start)
+        routes.append(route)
+    return routes
 
 
-def _trip(trips: Trips, a: str, b: str) -> float:
-    if a == b:
-        return 0.0
-    return trips.get((a, b), trips.get((b, a), DEFAULT_TRIP_S))
+def pass_s(span: SpanRecord) -> float:
+    """Seconds of a decode pass over the whole span if one more session joins those that decode there now."""
+    single = 1.0 / (span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
+    if not span.n_decoding:
+        return single
+    known = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
+    points = [(1, single), *((n, s) for n, s in known if n > 1)]
+    n = span.n_decoding + 1
+    sizes, seconds = zip(*points, strict=True)
+    if n <= sizes[-1]:
+        return float(np.interp(n, sizes, seconds))
+    return float(seconds[-1] * n / sizes[-1])
 
 
-def _merge(hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
-    """Join neighbouring hops on the same peer."""
-    merged: list[Hop] = []
-    for hop in hops:
-        if merged and merged[-1].peer == hop.peer:
-            merged[-1] = Hop(hop.peer, Span(merged[-1].span.start, hop.span.end), hop.numerics)
-        else:
-            merged.append(hop)
-    return tuple(merged)
-
-
-def trips_of(spans: list[SpanRecord], client: PeerId, own_trips_s: Mapping[PeerId, float]) -> Trips:
+def trips_of(spans: Sequence[SpanRecord], client: PeerId, own_trips_s: Mapping[PeerId, float]) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
     trips = {(s.peer, other): ms / 2000 for s in spans for other, ms in s.round_trip_ms.items()}
     trips.update({(client, peer): seconds for peer, seconds in own_trips_s.items()})
     return trips
+
+
+def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
+    """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
+    usable = sorted((s for s in spans if s.start < wanted.end and s.end > wanted.start), key=lambda s: s.start)
+    missing: set[int] = set()
+    reached = wanted.start
+    for start, end in [*((s.start, s.end) for s in usable), (wanted.end, wanted.end)]:
+        missing.update(range(reached, start))
+        reached = max(reached, end)
+    if missing:
+        gaps = ranges(missing)
+        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))} of {wanted}", tuple(gaps))
+    return usable
+
+
+def _cheapest(
+    usable: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: Trips,
+    block_s: Floats,
+    source: PeerId,
+    n_tokens: int,
+) -> Route:
+    """Walk over the blocks; ``block_s[i]`` is what one block costs on server i."""
+    n, length = len(usable), len(wanted)
+    between, first, last = _trip_matrix(usable, trips, source, client)
+    room = np.array([0.0 if s.free_cache_tokens >= n_tokens else NO_ROOM_S for s in usable])
+    entry = room + HOP_OVERHEAD_S
+    starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
+    best = np.full(n, np.inf)
+    came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
+    begins = np.zeros((length, n), dtype=bool)
+    held = slice(0, 0)  # where they are who computed the block before
+    for at in range(length):
+        covers = (starts <= wanted.start + at) & (wanted.start + at < ends)
+        here = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
+        if at == 0:
+            entering = first[here] + entry[here]
+        else:
+            arriving = best[held, None] + between[held, here]
+            before = arriving.argmin(0)
+            entering = arriving[before, np.arange(len(before))] + entry[here]
+            came_from[at, here] = before + held.start
+        staying = best[here]
+        begins[at, here] = new = entering < staying
+        cost = np.where(covers[here], np.where(new, entering, staying) + block_s[here], np.inf)
+        best[held] = np.inf
+        best[here] = cost
+        held = here
+    total = best + last
+    end = int(total.argmin())
+    return _trace(usable, wanted, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+
+
+def _trace(
+    usable: Sequence[SpanRecord],
+    wanted: Span,
+    begins: NDArray[np.bool_],
+    came_from: NDArray[np.int64],
+    server: int,
+    cost_s: float,
+    trips: tuple[Floats, Floats, Floats],
+    block_s: Floats,
+) -> Route:
+    between, first, last = trips
+    hops: list[Hop] = []
+    why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
+    end = at = wanted.end
+    while at > wanted.start:
+        at -= 1
+        if not begins[at - wanted.start, server]:
+            continue
+        span, part = usable[server], Span(at, end)
+        before = int(came_from[at - wanted.start, server])
+        trip = first[server] if before < 0 else between[before, server]
+        load = f" beside {span.n_decoding} sessions" if span.n_decoding else ""
+        unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
+        why.append(
+            f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "
+            f"ms{load}{unknown}"
+        )
+        hops.append(Hop(PeerId(span.peer), part, span.numerics))
+        end, server = at, before
+    return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
+
+
+def _trip_matrix(
+    usable: Sequence[SpanRecord], trips: Trips, source: PeerId, client: PeerId
+) -> tuple[Floats, Floats, Floats]:
+    """Trips between servers, from the source to each, and from each to the client; one way stands for both."""
+    n = len(usable)
+    index = {s.peer: i for i, s in enumerate(usable)}
+    between = np.full((n, n), DEFAULT_TRIP_S)
+    known = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
+    if known:
+        rows, columns, seconds = (np.array(values) for values in zip(*known, strict=True))
+        between[columns, rows] = seconds
+        between[rows, columns] = seconds
+    np.fill_diagonal(between, 0.0)
+
+    def to_and_fro(other: PeerId) -> Floats:
+        if other in index:
+            row: Floats = between[index[other]]
+            return row
+        found = (trips.get((other, s.peer), trips.get((s.peer, other), DEFAULT_TRIP_S)) for s in usable)
+        return np.fromiter(found, np.float64, n)
+
+    return between, to_and_fro(source), to_and_fro(client)

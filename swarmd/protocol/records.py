@@ -29,6 +29,7 @@ MAX_SKEW_S = 120
 _DOMAIN = b"swarmd record 1\0"
 _CATALOG_DOMAIN = b"swarmd catalog 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
 
 
 class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
@@ -56,7 +57,11 @@ class PeerRecord(Record, tag="peer", frozen=True):
 
 
 class SpanRecord(Record, tag="span", frozen=True):
-    """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span."""
+    """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span.
+
+    ``decode_tokens_per_s`` is one stream's, ``batch_tokens_per_s`` the total of so many streams in one pass;
+    ``n_decoding`` sessions decode there now.
+    """
 
     model: Name = ""
     start: Block = 0
@@ -66,8 +71,12 @@ class SpanRecord(Record, tag="span", frozen=True):
     numerics: Name = ""
     decode_tokens_per_s: Rate | None = None
     prefill_tokens_per_s: Rate | None = None
+    batch_tokens_per_s: Annotated[
+        dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)
+    ] = {}
+    n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     free_cache_tokens: Count = 0
-    round_trip_ms: dict[Name, Rate] = {}
+    round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
 
 
 AnyRecord = PeerRecord | SpanRecord

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from swarmd.errors import Code, NoRoute, Refused
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
-from swarmd.plan.routing import best_route
+from swarmd.plan.routing import best_rejected, best_route, pass_s, spread_routes
 from swarmd.plan.view import RecordBook
 from swarmd.protocol.identity import Identity, Membership
 from swarmd.protocol.records import Catalog, SpanRecord, Verified
@@ -20,7 +23,7 @@ from swarmd.values import PeerId, Span, ranges
 ME = PeerId("me")
 
 
-def span(peer: str, start: int, end: int, speed: float = 100.0, sequence: int = 1) -> SpanRecord:
+def span(peer: str, start: int, end: int, speed: float = 100.0, sequence: int = 1, **more: Any) -> SpanRecord:
     common = {"issued_at": 0, "expires_at": 60, "certificate": ()}
     return SpanRecord(
         peer=peer,
@@ -30,7 +33,7 @@ def span(peer: str, start: int, end: int, speed: float = 100.0, sequence: int = 
         end=end,
         state="online",
         decode_tokens_per_s=speed,
-        **common,
+        **{"free_cache_tokens": 1_000, **common, **more},
     )
 
 
@@ -57,6 +60,76 @@ def test_route_avoids_the_ineligible_and_names_missing_blocks() -> None:
     with pytest.raises(NoRoute, match=r"blocks \[4,6\)") as caught:
         best_route(spans, Span(0, 6), ME, {}, lambda s: s.peer != "b")
     assert caught.value.missing == (Span(4, 6),)
+
+
+def test_route_counts_the_trip_of_a_push_and_the_way_back_once() -> None:
+    trips = {("me", "a"): 0.1, ("a", "b"): 0.2, ("me", "b"): 0.4}
+    route = best_route([span("a", 0, 2, 1e6), span("b", 2, 4, 1e6)], Span(0, 4), ME, trips)
+    assert route.cost_s == pytest.approx(0.1 + 0.2 + 0.4, abs=0.01)
+    assert route.why[-1] == "back to the client: trip 400.0 ms"
+
+
+def test_route_leaves_a_busy_server_for_a_slower_idle_one() -> None:
+    busy = span("busy", 0, 4, 100.0, n_decoding=15, batch_tokens_per_s={4: 200.0, 16: 300.0})
+    assert pass_s(busy) == pytest.approx(16 / 300)
+    assert [h.peer for h in best_route([busy, span("idle", 0, 4, 50.0)], Span(0, 4), ME, {}).hops] == ["idle"]
+
+
+def test_route_avoids_a_server_without_room() -> None:
+    spans = [span("full", 0, 4, 1000.0, free_cache_tokens=10), span("free", 0, 4, 50.0)]
+    assert [h.peer for h in best_route(spans, Span(0, 4), ME, {}, n_tokens=100).hops] == ["free"]
+    assert [h.peer for h in best_route(spans[:1], Span(0, 4), ME, {}, n_tokens=100).hops] == ["full"]
+
+
+def test_the_best_rejected_chain_does_without_one_of_the_chosen() -> None:
+    spans = [span("a", 0, 4, 100), span("b", 0, 4, 90), span("c", 0, 4, 10)]
+    chosen = best_route(spans, Span(0, 4), ME, {})
+    rejected = best_rejected(chosen, spans, Span(0, 4), ME, {})
+    assert rejected is not None
+    assert [h.peer for h in rejected.hops] == ["b"]
+    assert rejected.cost_s > chosen.cost_s
+    assert best_rejected(chosen, spans[:1], Span(0, 4), ME, {}) is None
+
+
+def test_batches_are_spread_in_proportion_to_speed() -> None:
+    spans = [span("fast", 0, 4, prefill_tokens_per_s=300.0), span("slow", 0, 4, prefill_tokens_per_s=100.0)]
+    routes = spread_routes(spans, Span(0, 4), ME, {}, 40)
+    counts = Counter(route.hops[0].peer for route in routes)
+    assert 28 <= counts[PeerId("fast")] <= 32
+
+
+def test_a_chain_is_never_dearer_than_any_other_way_through_the_same_servers() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        spans = [
+            span(f"p{i}", a, a + rng.randint(2, 4), rng.uniform(10, 500)) for i, a in enumerate([0, 0, 1, 2, 3, 4])
+        ]
+        names = ["me", *(s.peer for s in spans)]
+        trips = {(a, b): rng.uniform(0.001, 0.1) for a in names for b in names if a < b}
+        found = best_route(spans, Span(0, 6), ME, trips).cost_s if any(s.end >= 6 for s in spans) else None
+        if found is None:
+            continue
+        assert found == pytest.approx(_exhaustive(spans, 0, "me", trips), rel=1e-9)
+
+
+def _exhaustive(spans: list[SpanRecord], at: int, where: str, trips: dict[tuple[str, str], float]) -> float:
+    """The cheapest way on, by trying all of them."""
+
+    def trip(a: str, b: str) -> float:
+        return 0.0 if a == b else trips.get((a, b), trips.get((b, a), 0.0))
+
+    if at >= 6:
+        return trip(where, "me")
+    costs = [
+        trip(where, s.peer)
+        + 0.001
+        + (end - at) * pass_s(s) / (s.end - s.start)
+        + _exhaustive(spans, end, s.peer, trips)
+        for s in spans
+        if s.start <= at < s.end
+        for end in range(at + 1, min(s.end, 6) + 1)
+    ]
+    return min(costs, default=float("inf"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10), st.floats(1, 1000)), min_size=1, max_size=12))

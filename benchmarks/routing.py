@@ -1,0 +1,68 @@
+"""How long it takes to choose a chain among many servers.
+
+python benchmarks/routing.py [--servers 1000] [--blocks 80]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+from swarmd.plan.routing import best_route, trips_of
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import PeerId, Span
+
+N_NEAR = 8
+
+
+def servers(n: int, n_blocks: int, rng: random.Random) -> list[SpanRecord]:
+    """Servers of 4 to 12 blocks with log-normal speeds, each knowing the round trips to a few others."""
+    names = [f"peer-{i}" for i in range(n)]
+    found = []
+    for name in names:
+        size = rng.randint(4, 12)
+        start = rng.randint(0, n_blocks - size)
+        near = {other: rng.uniform(1, 150) for other in rng.sample(names, N_NEAR)}
+        found.append(
+            SpanRecord(
+                peer=name,
+                sequence=1,
+                issued_at=0,
+                expires_at=60,
+                certificate=(),
+                model="m",
+                start=start,
+                end=start + size,
+                state="online",
+                decode_tokens_per_s=rng.lognormvariate(3, 0.7),
+                free_cache_tokens=10_000,
+                round_trip_ms=near,
+            )
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, default=1_000)
+    parser.add_argument("--blocks", type=int, default=80)
+    options = parser.parse_args()
+    rng = random.Random(0)
+    spans = servers(options.servers, options.blocks, rng)
+    me = PeerId("me")
+    own = {PeerId(s.peer): rng.uniform(0.001, 0.1) for s in rng.sample(spans, 16)}
+    taken = []
+    for _ in range(15):
+        begun = time.perf_counter()
+        route = best_route(spans, Span(0, options.blocks), me, trips_of(spans, me, own), n_tokens=1_000)
+        taken.append(1000 * (time.perf_counter() - begun))
+    print(
+        f"{options.servers} servers, {options.blocks} blocks: {statistics.median(taken):.1f} ms a route (median of 15)"
+    )
+    print(f"  {len(route.hops)} hops, {1000 * route.cost_s:.0f} ms a token")
+
+
+if __name__ == "__main__":
+    main()
