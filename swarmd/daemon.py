@@ -31,7 +31,7 @@ from swarmd.node.server import Server
 from swarmd.node.worker_link import Starter, WorkerLink, start_subprocess
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
-from swarmd.plan.routing import best_route, trips_of
+from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -82,7 +82,7 @@ class Daemon:
             peers_file,
             config.exchange,
         )
-        self.directory.describe_with(self._describe)
+        self.directory.describe_with(self._describe, self._likely_next)
         self.server: Server | None = None
         self.worker: WorkerLink | None = None
         self.placement: Decision[Span] | None = None
@@ -92,6 +92,7 @@ class Daemon:
         self._start_worker = start_worker
         self._home = home
         self._announced_free = -1
+        self._announced_load = 0
         self._catalog_changed = trio.Event()
         exchange.on_catalog = lambda: self._catalog_changed.set()
         self._stopping = trio.Event()
@@ -224,7 +225,8 @@ class Daemon:
         }
         if self.server is None or self.worker is None or self.placement is None:
             return [peer]
-        nearest = sorted(links.round_trip_s.items(), key=lambda pair: pair[1])[:ROUND_TRIPS_IN_RECORD]
+        likely = self._likely_next()
+        nearest = sorted(links.round_trip_s.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
         span = {
             "kind": "span",
             "model": self.server.model,
@@ -233,12 +235,23 @@ class Daemon:
             "state": "online" if self.worker.is_online else "joining",
             "dtype": self._config.dtype,
             "numerics": loaded.numerics if loaded else "",
-            "decode_tokens_per_s": loaded.decode_tokens_per_s if loaded else None,
-            "prefill_tokens_per_s": loaded.prefill_tokens_per_s if loaded else None,
+            "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
+            "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
+            "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
+            "n_decoding": self.server.n_decoding(),
             "free_cache_tokens": self.server.ledger.free_tokens,
-            "round_trip_ms": {p: 1000 * s for p, s in nearest},
+            "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
         }
         return [peer, span]
+
+    def _likely_next(self) -> set[PeerId]:
+        """Who serves the block after this server's last, or the one before its first: the links that chains need."""
+        if self.server is None:
+            return set()
+        model, span = self.server.model, self.server.span
+        wanted = {span.end, span.start - 1}
+        spans = self.directory.view().spans
+        return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
 
     async def _on_worker_change(self) -> None:
         assert self.server is not None
@@ -258,8 +271,9 @@ class Daemon:
     def _on_server_change(self) -> None:
         assert self.server is not None
         free, announced = self.server.ledger.free_tokens, self._announced_free
-        if abs(free - announced) > 0.2 * self.server.ledger.total_tokens:
-            self._announced_free = free
+        load, said = self.server.n_decoding(), self._announced_load
+        if abs(free - announced) > 0.2 * self.server.ledger.total_tokens or abs(load - said) > max(1, 0.2 * said):
+            self._announced_free, self._announced_load = free, load
             self.directory.announce_soon()
 
     # --- the control API -------------------------------------------------------------------------------------
@@ -288,7 +302,13 @@ class Daemon:
             },
             "worker": None
             if worker is None
-            else {"state": worker.state, "pid": worker.pid, "restarts": worker.restarts, "why": worker.reason},
+            else {
+                "state": worker.state,
+                "pid": worker.pid,
+                "restarts": worker.restarts,
+                "why": worker.reason,
+                "batching": worker.loaded.batching if worker.loaded else None,
+            },
             "server": server,
             "models": self.models(),
             "memory_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
@@ -372,10 +392,12 @@ class Daemon:
                 spans, self.network.peer_id, {p: s / 2 for p, s in self.directory.links.round_trip_s.items()}
             )
             try:
-                route = best_route(spans, Span(0, found[1]), self.network.peer_id, trips)
-                chains[name] = {"cost_ms": round(1000 * route.cost_s, 2), "hops": list(route.why)}
+                wanted = Span(0, found[1])
+                route = best_route(spans, wanted, self.network.peer_id, trips)
+                rejected = best_rejected(route, spans, wanted, self.network.peer_id, trips)
+                chains[name] = {**_route_row(route), "rejected": _route_row(rejected) if rejected else None}
             except NoRoute as error:
-                chains[name] = {"cost_ms": None, "hops": [], "error": str(error)}
+                chains[name] = {"cost_ms": None, "hops": [], "rejected": None, "error": str(error)}
         return {
             "placement": self.placement.reason if self.placement else "this daemon serves no blocks",
             "worker": self.worker.snapshot().reason if self.worker else "no worker",
@@ -422,6 +444,10 @@ def _name_of(catalog: Catalog, model: str) -> str | None:
     return next((name for name, (known, _) in catalog.models.items() if known == model), None)
 
 
+def _route_row(route: Route) -> dict[str, Any]:
+    return {"cost_ms": round(1000 * route.cost_s, 2), "hops": list(route.why)}
+
+
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000 * seconds, 2)
 
@@ -438,8 +464,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
         exchange.merge_catalog_untrusted(raw)
     blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
     libp2p = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
-    hosts = tuple(address.split("/")[2] for address in split(config.listen)) if config.direct else ()
-    network = DirectNetwork(libp2p, hosts, config.direct_port)
+    network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port)
     with home.locked():
         async with libp2p.running(), network.running():
             store = KademliaStore(libp2p, value_sequence(exchange, time.time))

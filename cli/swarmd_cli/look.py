@@ -36,6 +36,8 @@ def status(as_json: Json = False) -> None:
         rows.append(["serving", f"{serving['name']} blocks {_span(serving['blocks'])}: {serving['why']}"])
     if worker:
         rows.append(["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"])
+        if worker["batching"]:
+            rows.append(["batching", worker["batching"]])
     if server:
         free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
         rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
@@ -138,6 +140,10 @@ def why(
         print(f"chain for {name}: about {chain['cost_ms']} ms a token")
         for hop in chain["hops"]:
             print(f"  {hop}")
+        if chain["rejected"]:
+            print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
+            for hop in chain["rejected"]["hops"]:
+                print(f"  {hop}")
 
 
 def doctor(as_json: Json = False) -> None:

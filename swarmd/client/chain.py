@@ -554,7 +554,8 @@ class ChainSession:
             return numerics and span.dtype == self.terms.dtype and span.peer not in self._excluded
 
         client = self._swarm.rpc.network.peer_id
-        return best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous)
+        n_tokens = self.terms.batch * self.terms.max_tokens
+        return best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous, n_tokens)
 
     def _neighbours(self, index: int) -> tuple[Link | None, Link | None]:
         before = self.links[index - 1] if index else None

@@ -215,21 +215,31 @@ class LoadedSpan:
         self.forward(*self._example(8), None, cache, 0)
         return max(1, cache.n_bytes() // 8)
 
-    def measure(self, budget_s: float = 0.4) -> tuple[float, float]:
-        """Measure (decode, prefill) tokens a second of one stream, within about ``budget_s`` each."""
-        cache, n_past = self.new_cache(), 16
-        self.forward(*self._example(n_past), None, cache, 0)
+    def measure_decode(self, n_streams: int, budget_s: float) -> float:
+        """Measure tokens/s of so many decoding streams in one pass, within about ``budget_s``."""
+        caches, n_past = [self.new_cache() for _ in range(n_streams)], 16
+        for cache in caches:
+            self.forward(*self._example(n_past), None, cache, 0)
         hidden, positions = self._example(1)
 
         def decode(step: int) -> int:
-            self.forward(hidden, positions + n_past + step, None, cache, n_past + step)
-            return 1
+            at = n_past + step
+            if self.can_batch:
+                self.forward_ragged([Piece(hidden, positions + at, cache, at) for cache in caches])
+            else:
+                self.forward(hidden, positions + at, None, caches[0], at)
+            return n_streams
+
+        return _rate(decode, budget_s)
+
+    def measure_prefill(self, budget_s: float) -> float:
+        """Measure tokens/s of prefill in chunks of 64, within about ``budget_s``."""
 
         def prefill(_: int) -> int:
             self.forward(*self._example(64))
             return 64
 
-        return _rate(decode, budget_s), _rate(prefill, budget_s)
+        return _rate(prefill, budget_s)
 
     def _example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = torch.zeros(1, n_tokens, self.hidden_size, dtype=self.dtype, device=self.device)

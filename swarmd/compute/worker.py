@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 
 from swarmd.compute.engine import Engine
@@ -25,13 +26,17 @@ from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import Loaded, LoadSpan, Message, Tick, WorkerFailed
+from swarmd.protocol.messages import Loaded, LoadSpan, Measured, Message, Tick, WorkerFailed
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.5
 IDLE_S = 0.3
+QUICK_S = 0.08
+BUDGET_S = 0.15
+MEASURE_INTERVAL_S = 600.0
+STREAMS = (1, 4, 16)
 _RECEIVE_BYTES = 4 * 2**20
 
 
@@ -45,11 +50,15 @@ class Worker:
         self._n_loads = 0
         self._ticked_at = 0.0
         self._is_prepared = False
+        self._measure_at = 0.0
+        self._to_measure: list[int] = []
+        self._speed = Measured()
 
     def run(self) -> None:
         answers: list[bytes] = []
         while True:
-            self._prepare_while_idle()
+            if not answers:
+                self._prepare_while_idle()
             is_busy = self._engine is not None and self._engine.has_work
             for frame in self._receive(wait=not is_busy and not answers):
                 answers += self._take(frame)
@@ -64,10 +73,28 @@ class Worker:
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
 
     def _prepare_while_idle(self) -> None:
-        while self._engine is not None and not self._engine.has_work and not self._is_prepared:
-            if select.select([self._connection], [], [], IDLE_S)[0]:
+        """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
+        while self._engine is not None and not self._engine.has_work:
+            wait_s = IDLE_S if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
+            if select.select([self._connection], [], [], wait_s)[0]:
                 return
-            self._is_prepared = not self._engine.prepare()
+            if not self._is_prepared:
+                self._is_prepared = not self._engine.prepare()
+                continue
+            if not self._to_measure:
+                self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]
+            self._measure(self._engine.span, self._to_measure.pop(0))
+            self._measure_at = time.monotonic() + (IDLE_S if self._to_measure else MEASURE_INTERVAL_S)
+
+    def _measure(self, span: LoadedSpan, n_streams: int) -> None:
+        rate = span.measure_decode(n_streams, BUDGET_S)
+        if n_streams == 1:
+            prefill = span.measure_prefill(BUDGET_S)
+            self._speed = msgspec.structs.replace(self._speed, decode_tokens_per_s=rate, prefill_tokens_per_s=prefill)
+        else:
+            batches = {**self._speed.batch_tokens_per_s, n_streams: rate}
+            self._speed = msgspec.structs.replace(self._speed, batch_tokens_per_s=batches)
+        self._send([messages.framed(self._speed)])
 
     def _receive(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
@@ -104,7 +131,9 @@ class Worker:
             span = LoadedSpan(Path(request.path), Span(request.start, request.end), DTYPES[request.dtype], device)
             span.on_block = self._tick
             span.self_test()
-            decode, prefill = span.measure()
+            self._speed = Measured(
+                decode_tokens_per_s=span.measure_decode(1, QUICK_S), prefill_tokens_per_s=span.measure_prefill(QUICK_S)
+            )
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
@@ -118,8 +147,7 @@ class Worker:
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),
             batching=span.batching[:500],
-            decode_tokens_per_s=decode,
-            prefill_tokens_per_s=prefill,
+            speed=self._speed,
         )
 
     def _tick(self) -> None:

@@ -88,6 +88,7 @@ class Directory:
         self._known = {p: a for p, a in bootstrap.items() if p != network.peer_id} | self._recall()
         self._is_exchange_on = is_exchange_on
         self._describe: Callable[[], list[dict[str, Any]]] = list
+        self._likely_next: Callable[[], set[PeerId]] = set
         self._announce_now = trio.Event()
         self._sequence = 0
         self._exchanged_at: float | None = None
@@ -100,9 +101,11 @@ class Directory:
         ago = None if self._exchanged_at is None else trio.current_time() - self._exchanged_at
         return DirectoryStatus(len(self._others()), ago, self._reason)
 
-    def describe_with(self, describe: Callable[[], list[dict[str, Any]]]) -> None:
-        """Set the source of this peer's own records: fields of PeerRecord or SpanRecord, with "kind"."""
-        self._describe = describe
+    def describe_with(
+        self, describe: Callable[[], list[dict[str, Any]]], likely_next: Callable[[], set[PeerId]] = set
+    ) -> None:
+        """Set the source of this peer's own records (fields, with "kind"), and whose links matter most to it."""
+        self._describe, self._likely_next = describe, likely_next
 
     def announce_soon(self) -> None:
         """Something worth telling changed."""
@@ -238,7 +241,9 @@ class Directory:
         while True:
             await trio.sleep(1.5 if not self.links.round_trip_s else PROBE_INTERVAL_S)
             others = sorted(self._others())
-            for peer in self._rng.sample(others, min(8, len(others))):
+            likely = sorted(self._likely_next().intersection(others))
+            chosen = {*self._rng.sample(likely, min(8, len(likely))), *self._rng.sample(others, min(8, len(others)))}
+            for peer in sorted(chosen):
                 try:
                     self.links.round_trip_s[peer] = await self.ping(peer)
                 except PeerError:

@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 PUSH_TIMEOUT_S = 3.0
 WATCH_INTERVAL_S = 0.25
 ABANDONED_LEASE_S = 60.0
+UNUSED_LEASE_S = 30.0
+ACTIVE_S = 2.0
 
 HopKey = tuple[bytes, int]
 
@@ -125,6 +127,10 @@ class Server:
     def use(self, worker: WorkerLink) -> None:
         self._worker = worker
 
+    def n_decoding(self) -> int:
+        """Sessions that took a step just now."""
+        return sum(trio.current_time() - hop.used_at < ACTIVE_S for hop in self._hops.values() if hop.state.received)
+
     def snapshot(self) -> ServerStatus:
         sessions = tuple(
             SessionStatus(
@@ -145,6 +151,7 @@ class Server:
                 while True:
                     await trio.sleep(WATCH_INTERVAL_S)
                     await self._look(trio.current_time())
+                    self.on_change()
             finally:
                 self._is_running = False  # connections end after this; nothing may be started then
 
@@ -424,6 +431,8 @@ class Server:
             if (busy or hop.told_finished < hop.state.finished) and now - hop.told_at >= PROGRESS_INTERVAL_S:
                 self._report(key, hop, now)
             lease = LEASE_S if self._rpc.existing(hop.state.client) else ABANDONED_LEASE_S
+            if not hop.state.received:
+                lease = UNUSED_LEASE_S  # room was promised and is not used
             if now - hop.used_at > lease and not busy:
                 logger.info("session %s expired after %.0f s without an op", key[0].hex()[:8], lease)
                 await self._end(key)

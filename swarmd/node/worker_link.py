@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import trio
 
 from swarmd.errors import RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Tick, WorkerFailed
+from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Measured, Tick, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,9 @@ class WorkerLink:
             await self._on_change()
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
+            await self._on_change()
+        elif isinstance(message, Measured) and self.loaded is not None:
+            self.loaded = msgspec.structs.replace(self.loaded, speed=message)
             await self._on_change()
         else:
             await self._on_frame(message, frame, more)

@@ -234,6 +234,14 @@ class LoadSpan(Message, tag="load", frozen=True):
     spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
+class Measured(Message, tag="measured", frozen=True):
+    """Worker to daemon, at load and now and then: tokens/s of one stream, and the total of ``n`` in one pass."""
+
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    batch_tokens_per_s: dict[int, float] = {}
+
+
 class Loaded(Message, tag="loaded", frozen=True):
     """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
 
@@ -244,8 +252,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
     batching: Text = ""
-    decode_tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    speed: Measured = Measured()
 
 
 class Done(Message, tag="done", frozen=True):
@@ -289,6 +296,7 @@ AnyMessage = (
     | LoadSpan
     | Loaded
     | Done
+    | Measured
     | Tick
     | WorkerFailed
 )

@@ -23,7 +23,7 @@ from swarmd.node.worker_link import WorkerLost, WorkerProcess
 from swarmd.protocol import frames, messages
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Loaded, LoadSpan, Tick
+from swarmd.protocol.messages import Loaded, LoadSpan, Measured, Tick
 from swarmd.protocol.records import Catalog, sign_catalog
 from swarmd.values import ModelId, PeerId, Span
 
@@ -95,7 +95,9 @@ class SimWorker:
                     await trio.sleep(self._load_s)
                     span = ToySpan(Span(message.start, message.end))
                     self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
-                    yield messages.framed(Loaded(device="toy", numerics="toy", decode_tokens_per_s=1 / self._step_s))
+                    yield messages.framed(
+                        Loaded(device="toy", numerics="toy", speed=Measured(decode_tokens_per_s=1 / self._step_s))
+                    )
                     continue
                 assert self._engine is not None
                 for answer in self._engine.take(message, frame):

@@ -151,6 +151,11 @@ class Libp2pNetwork:
             self.swarm.peerstore.clear_addrs(known)
             self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
 
+    def listen_hosts(self) -> tuple[str, ...]:
+        """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
+        parsed = [a for address in self._listen if (a := _parse_untrusted(address)) is not None]
+        return tuple(str(a.value_for_protocol(a.protocols()[0].code)) for a in parsed)
+
     def remote_host(self, peer: PeerId) -> str | None:
         """The IP address at the other end of a live connection to ``peer``."""
         for connection in self.swarm.get_connections(ID.from_base58(peer)):
