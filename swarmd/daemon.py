@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,24 +20,24 @@ from typing import Any
 import psutil
 import trio
 
+from swarmd import status
 from swarmd.config import Config, split
-from swarmd.errors import Code, ConfigError, NoRoute, PeerError, Refused
+from swarmd.errors import Code, ConfigError, PeerError, Refused
 from swarmd.home import Home, by_peer
 from swarmd.net.api import Network, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.balancer import Balancer, holder_of
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Starter, WorkerLink, start_subprocess
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
-from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Loaded, LoadSpan, Ping, Pong, Records
-from swarmd.protocol.records import Catalog
 from swarmd.protocol.tensors import ITEM_BYTES
 from swarmd.values import Decision, ModelId, PeerId, Span
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 4.0
 ROUND_TRIPS_IN_RECORD = 8
+DRAIN_S = 15.0
 
 
 class Daemon:
@@ -96,6 +98,14 @@ class Daemon:
         self._catalog_changed = trio.Event()
         exchange.on_catalog = lambda: self._catalog_changed.set()
         self._stopping = trio.Event()
+        self._hurry = trio.Event()
+        self._is_drained = False
+        self._changed_mind = trio.Event()
+        self._next_placement: Decision[Span] | None = None
+        self.balancer = Balancer(
+            self.directory.view, network.peer_id, wall_clock, rng, config.balance_interval_s, self._move
+        )
+        self._up_since = int(wall_clock())
         self._started_at = trio.current_time()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -108,17 +118,36 @@ class Daemon:
                 await nursery.start(serve_control, self, self._home.socket)
             if self._config.serve:
                 nursery.start_soon(self._serve)
+                if self._config.balance:
+                    nursery.start_soon(self.balancer.run)
             task_status.started()
             await self._stopping.wait()
+            async with trio.open_nursery() as last:
+                last.start_soon(self._cancel_when_hurried, last.cancel_scope)
+                await self._drain()
+                last.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
 
+    async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
+        await self._hurry.wait()
+        scope.cancel()
+
     async def _serve(self) -> None:
+        """Serve one span after the other: a move or a drain ends one."""
         model, n_blocks, folder = await self._choose_model()
-        self.placement = await self._choose_span(model, n_blocks, folder)
-        span = self.placement.action
-        if span.end > n_blocks:
-            raise ConfigError(f"--blocks {span.start}:{span.end} exceeds the model's {n_blocks} blocks")
-        logger.info("serving %s", self.placement.reason)
+        while True:
+            while self._is_drained:
+                await self._changed_mind.wait()
+            self.placement = self._next_placement or await self._choose_span(model, n_blocks, folder)
+            self._next_placement, self._changed_mind = None, trio.Event()
+            span = self.placement.action
+            if span.end > n_blocks:
+                raise ConfigError(f"--blocks {span.start}:{span.end} exceeds the model's {n_blocks} blocks")
+            logger.info("serving %s", self.placement.reason)
+            await self._serve_span(model, span, folder)
+
+    async def _serve_span(self, model: ModelId, span: Span, folder: Path) -> None:
+        """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         ledger = CacheLedger(self._config.cache_tokens)
         self.server = Server(self.rpc, self.exchange, model, span, self._config.dtype, ledger)
         self.server.on_change = self._on_server_change
@@ -137,6 +166,25 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.server.run)
             await nursery.start(self.worker.run)
+            await self._changed_mind.wait()
+            await self._drain()
+            nursery.cancel_scope.cancel()
+        self.server = self.worker = None
+        self.directory.announce_soon()
+
+    async def _drain(self) -> None:
+        """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
+        if self.server is None:
+            return
+        self.server.is_draining = True
+        self.directory.announce_soon()
+        left = await self.server.drain(DRAIN_S)
+        logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
+
+    async def _move(self, placement: Decision[Span]) -> None:
+        logger.info("moving: %s", placement.reason)
+        self._next_placement = placement
+        self._changed_mind.set()
 
     async def _choose_model(self) -> tuple[ModelId, int, Path]:
         """Wait until the catalog lists a model that this machine has: the one asked for, or the least covered."""
@@ -165,8 +213,10 @@ class Daemon:
                 await trio.sleep(0.2)
         weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
         n_fit = blocks_that_fit(psutil.virtual_memory().available, weights // n_blocks, n_blocks)
-        coverage = self.directory.view().coverage(model, n_blocks, ("online", "joining"))
-        return choose_span(coverage, n_fit)
+        spans = [s for s in self.directory.view().spans if s.model == model and s.state != "draining"]
+        holders = [holder_of(s) for s in spans if s.end <= n_blocks and s.peer != self.network.peer_id]
+        speeds = [h.blocks_per_s for h in holders] or [1.0]
+        return choose_span(holders, n_blocks, n_fit, statistics.median(speeds))  # its own is not measured yet
 
     # --- the rpc's guest -------------------------------------------------------------------------------------
 
@@ -222,6 +272,7 @@ class Daemon:
             "free_disk_bytes": psutil.disk_usage(str(self._home.folder)).free if self._home else None,
             "up_bytes_per_s": links.up_bytes_per_s,
             "down_bytes_per_s": links.down_bytes_per_s,
+            "up_since": self._up_since,
         }
         if self.server is None or self.worker is None or self.placement is None:
             return [peer]
@@ -232,13 +283,14 @@ class Daemon:
             "model": self.server.model,
             "start": self.server.span.start,
             "end": self.server.span.end,
-            "state": "online" if self.worker.is_online else "joining",
+            "state": "draining" if self.server.is_draining else "online" if self.worker.is_online else "joining",
             "dtype": self._config.dtype,
             "numerics": loaded.numerics if loaded else "",
             "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
             "n_decoding": self.server.n_decoding(),
+            "moves_left": self.balancer.moves_left if self._config.balance and self._config.span is None else 0,
             "free_cache_tokens": self.server.ledger.free_tokens,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
         }
@@ -254,8 +306,8 @@ class Daemon:
         return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
 
     async def _on_worker_change(self) -> None:
-        assert self.server is not None
-        assert self.worker is not None
+        if self.server is None or self.worker is None:
+            return
         if self.worker.loaded is not None:
             self.server.ledger.total_tokens = self._tokens_that_fit(self.worker.loaded)
         await self.server.on_worker_change()
@@ -269,7 +321,8 @@ class Daemon:
         return min(self._config.cache_tokens, free // 2 // max(1, per_token))
 
     def _on_server_change(self) -> None:
-        assert self.server is not None
+        if self.server is None:
+            return
         free, announced = self.server.ledger.free_tokens, self._announced_free
         load, said = self.server.n_decoding(), self._announced_load
         if abs(free - announced) > 0.2 * self.server.ledger.total_tokens or abs(load - said) > max(1, 0.2 * said):
@@ -296,7 +349,7 @@ class Daemon:
             if self.placement is None or self.server is None
             else {
                 "model": self.server.model,
-                "name": _name_of(view.catalog, self.server.model),
+                "name": status.name_of(view.catalog, self.server.model),
                 "blocks": [self.placement.action.start, self.placement.action.end],
                 "why": self.placement.reason,
             },
@@ -311,98 +364,29 @@ class Daemon:
             },
             "server": server,
             "models": self.models(),
+            "balance": asdict(self.balancer.snapshot()),
             "memory_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
         }
 
     def peers(self) -> list[dict[str, Any]]:
-        view = self.directory.view()
-        rows = []
-        for peer, record in sorted(view.peers.items()):
-            spans = [s for s in view.spans if s.peer == peer]
-            rows.append(
-                {
-                    "peer": peer,
-                    "is_self": peer == self.network.peer_id,
-                    "addresses": list(record.addresses),
-                    "version": record.version,
-                    "device": record.device,
-                    "device_memory_bytes": record.device_memory_bytes,
-                    "memory_bytes": record.memory_bytes,
-                    "cores": record.cores,
-                    "free_disk_bytes": record.free_disk_bytes,
-                    "up_bytes_per_s": record.up_bytes_per_s,
-                    "down_bytes_per_s": record.down_bytes_per_s,
-                    "round_trip_ms": _ms(self.directory.links.round_trip_s.get(peer)),
-                    "spans": [
-                        {
-                            "model": _name_of(view.catalog, s.model) or s.model,
-                            "blocks": [s.start, s.end],
-                            "state": s.state,
-                            "decode_tokens_per_s": s.decode_tokens_per_s,
-                            "prefill_tokens_per_s": s.prefill_tokens_per_s,
-                            "free_cache_tokens": s.free_cache_tokens,
-                        }
-                        for s in spans
-                    ],
-                }
-            )
-        return rows
+        return status.peers(self.directory.view(), self.network.peer_id, self.directory.links.round_trip_s)
 
     def sessions(self) -> list[dict[str, Any]]:
-        if self.server is None:
-            return []
-        return [
-            {
-                "session": s.session,
-                "client": s.client,
-                "blocks": [s.span.start, s.span.end],
-                "received": s.received,
-                "finished": s.finished,
-                "epoch": s.epoch,
-                "why": s.why,
-            }
-            for s in self.server.snapshot().sessions
-        ]
+        return [] if self.server is None else status.sessions(self.server.snapshot())
 
     def models(self) -> list[dict[str, Any]]:
-        view = self.directory.view()
-        return [
-            {
-                "name": name,
-                "model": model,
-                "blocks": n_blocks,
-                "coverage": view.coverage(ModelId(model), n_blocks),
-                "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
-                "here": model in self._folders,
-            }
-            for name, (model, n_blocks) in sorted(view.catalog.models.items())
-        ]
+        return status.models(self.directory.view(), self._folders, self.balancer.risk)
 
     def why(self, model: str) -> dict[str, Any]:
         """Explain this daemon's own blocks, and the chain it would choose for a model."""
-        view = self.directory.view()
-        names = [model] if model else sorted(view.catalog.models)
-        chains: dict[str, Any] = {}
-        for name in names:
-            found = view.model_named(name)
-            if found is None:
-                raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(view.catalog.models)}")
-            spans = view.serving(found[0])
-            trips = trips_of(
-                spans, self.network.peer_id, {p: s / 2 for p, s in self.directory.links.round_trip_s.items()}
-            )
-            try:
-                wanted = Span(0, found[1])
-                route = best_route(spans, wanted, self.network.peer_id, trips)
-                rejected = best_rejected(route, spans, wanted, self.network.peer_id, trips)
-                chains[name] = {**_route_row(route), "rejected": _route_row(rejected) if rejected else None}
-            except NoRoute as error:
-                chains[name] = {"cost_ms": None, "hops": [], "rejected": None, "error": str(error)}
         return {
             "placement": self.placement.reason if self.placement else "this daemon serves no blocks",
+            "balance": self.balancer.snapshot().last_look,
             "worker": self.worker.snapshot().reason if self.worker else "no worker",
             "sessions": self.sessions(),
-            "chains": chains,
+            "chains": status.chains(
+                self.directory.view(), self.network.peer_id, self.directory.links.round_trip_s, model
+            ),
         }
 
     def addresses(self) -> dict[str, Any]:
@@ -416,7 +400,11 @@ class Daemon:
         if len(matches) != 1:
             raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
         try:
-            return {"peer": matches[0], "round_trip_ms": _ms(await self.directory.ping(matches[0])), "error": None}
+            return {
+                "peer": matches[0],
+                "round_trip_ms": status.ms(await self.directory.ping(matches[0])),
+                "error": None,
+            }
         except PeerError as error:
             return {"peer": matches[0], "round_trip_ms": None, "error": str(error)}
 
@@ -429,7 +417,27 @@ class Daemon:
                 self.directory.announce_soon()
         return {"catalog_version": self.exchange.book.catalog.version}
 
+    def drain(self) -> dict[str, Any]:
+        """Stop serving; the daemon stays a member and goes on when told to resume."""
+        if self.server is None:
+            raise ConfigError("this daemon serves no blocks: there is nothing to drain")
+        n_sessions = len(self.server.snapshot().sessions)
+        self._is_drained = True
+        self._changed_mind.set()
+        return {"draining": True, "sessions": n_sessions}
+
+    def resume(self) -> dict[str, Any]:
+        """Serve again after a drain."""
+        if not self._config.serve:
+            raise ConfigError("this daemon was started with --no-serve: start it without")
+        self._is_drained = False
+        self._changed_mind.set()
+        return {"serving": True}
+
     def stop(self) -> None:
+        """End, once the sessions are taken over elsewhere; called again, at once."""
+        if self._stopping.is_set():
+            self._hurry.set()
         self._stopping.set()
 
     def _save_catalog(self) -> None:
@@ -438,18 +446,6 @@ class Daemon:
                 self._home.save_catalog(self.exchange.book.catalog_raw)
             except ConfigError as error:
                 logger.warning("the new catalog is used but not kept: %s", error)
-
-
-def _name_of(catalog: Catalog, model: str) -> str | None:
-    return next((name for name, (known, _) in catalog.models.items() if known == model), None)
-
-
-def _route_row(route: Route) -> dict[str, Any]:
-    return {"cost_ms": round(1000 * route.cost_s, 2), "hops": list(route.why)}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 2)
 
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:

@@ -43,8 +43,17 @@ def status(as_json: Json = False) -> None:
         rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
     for model in now["models"]:
         missing = ", ".join(_span(s) for s in model["missing"])
-        rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else "complete"])
+        rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else _safety(model)])
+    if serving:
+        rows.append(["balance", now["balance"]["last_move"] or f"never moved; {now['balance']['last_look']}"])
     table("Status", ["", ""], rows)
+
+
+def _safety(model: dict[str, Any]) -> str:
+    """How many servers hold the rarest block, and how likely a gap is."""
+    holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
+    chance = model["gap_chance_within_hour"]
+    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else f'{100 * chance:.2g} %'}"
 
 
 def peers(as_json: Json = False) -> None:

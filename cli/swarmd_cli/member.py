@@ -11,6 +11,8 @@ import typer
 
 from swarmd_cli.context import ask, home, is_running
 
+WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
+
 
 def init(
     name: Annotated[str, typer.Option("--name", help="What to call the swarm.")],
@@ -123,13 +125,40 @@ def up(
     trio.run(daemon.main, state, settings, ready)
 
 
+def drain() -> None:
+    """Stop serving: live sessions are taken over by other servers. The daemon stays a member; see resume.
+
+    Example: swarmd drain
+    """
+    asked = ask("drain", "POST")
+    n = asked["sessions"]
+    print(f"draining: {n} session{'' if n == 1 else 's'} to be taken over", flush=True)
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if ask("status")["serving"] is None:
+            print("drained; swarmd resume serves again")
+            return
+        time.sleep(0.1)
+    print("the daemon is still at it: swarmd status")
+
+
+def resume() -> None:
+    """Serve again after a drain.
+
+    Example: swarmd resume
+    """
+    ask("resume", "POST")
+    print("serving again: swarmd status")
+
+
 def down() -> None:
-    """Stop the daemon.
+    """Stop the daemon, after other servers have taken over its live sessions.
 
     Example: swarmd down
     """
     ask("down", "POST")
-    for _ in range(100):
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
         if not home().socket.exists():
             print("stopped")
             return

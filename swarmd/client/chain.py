@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import trio
 
 from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms
+from swarmd.client.ops import cut, read_answer
+from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.session import encode_op, replay_frames
-from swarmd.compute.wire import unpack_untrusted
 from swarmd.errors import (
     CacheExhausted,
     Code,
@@ -27,38 +29,35 @@ from swarmd.errors import (
     PeerError,
     PeerTimeout,
     Refused,
-    RemoteProtocolError,
     SwarmError,
 )
-from swarmd.plan.batching import tokens_of_op
-from swarmd.plan.routing import Route, best_route
+from swarmd.plan.routing import Hop, Route, best_route
 from swarmd.plan.session import Watch
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
     CloseSession,
     Edit,
+    Inherited,
+    Leaving,
+    Message,
     Op,
     Opened,
-    OpenSession,
     Progress,
     Refusal,
-    Replay,
     Replayed,
-    Reroute,
     Rerouted,
     Suspect,
 )
 from swarmd.protocol.records import SpanRecord
-from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 8.0
 REROUTE_TIMEOUT_S = 5.0
+HAND_OVER_TIMEOUT_S = 10.0
 MAX_IN_FLIGHT = 16
-MAX_OP_BYTES = 8 * 2**20
 REPLAY_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.25
 PATIENCE_S = 60.0
@@ -90,7 +89,11 @@ class ChainSession:
         self._excluded: dict[PeerId, float] = {}
         self._opened: set[tuple[PeerId, int]] = set()
         self._is_over = False
+        self._is_closed = False
+        self._quiet_repair: trio.Event | None = None
+        self._inherited: dict[int, int] = {}
         self._numerics = ""
+        self._requests = Requests(self.key, terms, swarm.addresses_of)
         self._changed = trio.Event()
 
     # --- the life of a session -------------------------------------------------------------------------------
@@ -133,12 +136,16 @@ class ChainSession:
         tokens of each row are true, the others zero. Raises SwarmError, after which the session is over: its servers
         may have changed or not.
         """
+        while self._quiet_repair is not None:
+            await self._quiet_repair.wait()
         if self._is_over:
             raise ConfigError("this session ended with an error: start a new one")
         self._is_over = True  # until the answers are here
         self._fatal = None
-        parts = self._cut(edits, hidden, positions, mask, record_past)
         first = self._seq + 1
+        whole = Sent(first, edits, hidden, positions, mask, record_past)
+        is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
+        parts = cut(whole, () if is_exact else self._prefill_speeds())
         outs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             left = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
@@ -147,29 +154,6 @@ class ChainSession:
                 outs.append(await self._receive(first + len(outs), parts[len(outs)].hidden))
         self._is_over = False
         return None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-    def _cut(
-        self,
-        edits: tuple[Edit, ...],
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        record_past: bool,
-    ) -> list[Sent]:
-        """Make the ops of one step: one for a token, several for a long prompt."""
-        if hidden is None or positions is None:
-            return [Sent(self._seq + 1, edits, None, None, None, record_past)]
-        b, t, d = hidden.shape
-        n_tokens = max_tokens_per_frame(b, d, str(hidden.dtype).removeprefix("torch."), MAX_OP_BYTES)
-        if t > 1 and self.terms.grade != "exact":  # the exact grade must not depend on what was measured
-            n_tokens = min(n_tokens, tokens_of_op(b, t, self._prefill_speeds()))
-        parts = []
-        for seq, at in enumerate(range(0, t, n_tokens), self._seq + 1):
-            window = slice(at, at + n_tokens)
-            part_of_mask = None if mask is None else mask[:, window]
-            first_edits = edits if at == 0 else ()
-            parts.append(Sent(seq, first_edits, hidden[:, window], positions[:, window], part_of_mask, record_past))
-        return parts
 
     def _prefill_speeds(self) -> list[float]:
         known = {s.peer: s for s in self._swarm.view().serving(self.terms.model)}
@@ -190,18 +174,10 @@ class ChainSession:
         while seq not in self._answers:
             await self._wait()
         op, frame = self._answers.pop(seq)
-        if entered is None:
-            return torch.empty(0)
-        if op.tensor is None:
-            return torch.zeros_like(entered)
-        out, _, _ = unpack_untrusted(op.tensor, frame.payload)
-        b, t, d = entered.shape
-        if out.shape[0] != b or out.shape[1] > t or out.shape[2] != d:
-            raise RemoteProtocolError(f"expected hidden states {tuple(entered.shape)}, got {tuple(out.shape)}")
-        missing = t - out.shape[1]
-        return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
+        return torch.empty(0) if entered is None else read_answer(op, frame, entered)
 
     async def close(self) -> None:
+        self._is_closed = True
         self._history.close()
         await self._give_back(set())
 
@@ -247,6 +223,37 @@ class ChainSession:
             self._on_suspect(peer, message)
         elif isinstance(message, Refusal):
             self._on_refusal(peer, message)
+        elif isinstance(message, Inherited):
+            self._inherited[message.start] = message.seq
+            self._notify()
+        elif isinstance(message, Leaving):
+            self._on_leaving(peer, message)
+
+    def _on_leaving(self, peer: PeerId, message: Leaving) -> None:
+        """A hop will stop serving: move it now, or in the pause between two steps."""
+        link = self._link_at(message.start)
+        if link is None or link.hop.peer != peer or link.is_leaving:
+            return
+        link.is_leaving = True
+        self._exclude(peer, "it stops serving")
+        self._worry(f"{link.hop} stops serving")
+        if not self._is_over and not self._is_closed:
+            self._swarm.start_soon(self._repair_quietly)
+
+    async def _repair_quietly(self) -> None:
+        """Repair between two steps; the next step waits for it, and tries again if it failed."""
+        if self._is_over or self._quiet_repair is not None:
+            return
+        self._quiet_repair = trio.Event()
+        try:
+            await self._repair()
+        except SwarmError as error:
+            self._worry(str(error))
+        finally:
+            self._quiet_repair.set()
+            self._quiet_repair = None
+        if self._is_closed:
+            await self._give_back(set())
 
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
@@ -314,10 +321,12 @@ class ChainSession:
         begun = trio.current_time()
         reason, before = self._trouble or "", self.chain
         lost: list[str] = []
+        moved: list[str] = []
         counts = [0, 0]
         while True:
             self._trouble = None
             self._epoch += 1
+            moved += await self._move_leaving()
             lost += [str(link.hop) for link in self.links if link.is_lost and str(link.hop) not in lost]
             try:
                 self._replace_lost()
@@ -340,6 +349,7 @@ class ChainSession:
             bool(lost) and before[0] in lost,
             trio.current_time() - begun,
             reason,
+            tuple(moved),
         )
         self.statistics.repairs.append(repair)
         await self._give_back_strays()
@@ -362,6 +372,42 @@ class ChainSession:
             links += [Link(hop) for hop in self._route(gap, previous).hops]
         self.links = links
 
+    async def _move_leaving(self) -> list[str]:
+        """Have hops that stop serving hand their caches to other holders; where that fails they count as lost."""
+        moved = []
+        for index, link in enumerate(self.links):
+            if not link.is_leaving or link.is_lost:
+                continue
+            try:
+                await self._hand_over(index, link)
+                moved.append(str(link.hop))
+            except (PeerError, NoRoute) as error:
+                logger.info("%s cannot hand over: %s", link.hop, error)
+                self._trouble = None
+                self.links[index] = link
+                link.is_lost = True
+        return moved
+
+    async def _hand_over(self, index: int, link: Link) -> None:
+        """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
+        hop = link.hop
+        route = self._route(hop.span, whole=True)
+        heir = self.links[index] = Link(Hop(route.hops[0].peer, hop.span, route.hops[0].numerics))
+        failures: dict[int, PeerError] = {}
+        self._inherited.pop(hop.span.start, None)
+        await self._open_hop(index, failures, inherit=hop.peer)
+        if failures:
+            raise failures[index]
+
+        request = partial(self._requests.hand_over, link, self._epoch, heir.hop.peer)
+        await self._swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
+        with trio.move_on_after(HAND_OVER_TIMEOUT_S):
+            while hop.span.start not in self._inherited and not heir.is_lost:
+                await self._changed.wait()
+        if heir.is_lost or hop.span.start not in self._inherited:
+            raise PeerTimeout(f"{heir.hop} did not take the caches over")
+        heir.received = self._inherited.pop(hop.span.start)
+
     async def _tell_neighbours(self) -> bool:
         """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
         for link in self.links:
@@ -380,20 +426,7 @@ class ChainSession:
 
     async def _reroute(self, index: int, failures: dict[int, PeerError]) -> None:
         link = self.links[index]
-        before, after = self._neighbours(index)
-
-        def request(call_id: int) -> Reroute:
-            return Reroute(
-                id=call_id,
-                session=self.key,
-                start=link.hop.span.start,
-                epoch=self._epoch,
-                settled=self._answered,
-                predecessor=before.hop.peer if before else "",
-                successor=after.hop.peer if after else "",
-                successor_addresses=self._swarm.addresses_of(after.hop.peer) if after else (),
-            )
-
+        request = partial(self._requests.reroute, self.links, index, self._epoch, self._answered)
         try:
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
         except PeerError as error:
@@ -452,22 +485,12 @@ class ChainSession:
     async def _ask_replay(self, index: int, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
         link = self.links[index]
 
-        def request(call_id: int) -> Replay:
-            return Replay(
-                id=call_id,
-                session=self.key,
-                start=link.hop.span.start,
-                epoch=self._epoch,
-                have=have,
-                silent_through=silent_through,
-                replay_end=replay_end,
-            )
-
+        request = partial(self._requests.replay, link, self._epoch, (have, silent_through, replay_end))
         # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
         reply, _ = await self._call_while_sound(link.hop.peer, request)
         return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
 
-    async def _call_while_sound(self, peer: PeerId, request: Callable[[int], Replay]) -> tuple[AnyMessage, Frame]:
+    async def _call_while_sound(self, peer: PeerId, request: Callable[[int], Message]) -> tuple[AnyMessage, Frame]:
         """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
         result: list[tuple[AnyMessage, Frame]] = []
         failure: list[PeerError] = []
@@ -499,31 +522,13 @@ class ChainSession:
                 nursery.start_soon(self._open_hop, index, failures)
         return failures
 
-    async def _open_hop(self, index: int, failures: dict[int, PeerError]) -> None:
+    async def _open_hop(self, index: int, failures: dict[int, PeerError], inherit: str = "") -> None:
         link = self.links[index]
-        before, after = self._neighbours(index)
         self._swarm.rpc.network.learn(link.hop.peer, self._swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
 
-        def request(call_id: int) -> OpenSession:
-            return OpenSession(
-                id=call_id,
-                session=self.key,
-                model=self.terms.model,
-                start=link.hop.span.start,
-                end=link.hop.span.end,
-                epoch=self._epoch,
-                batch=self.terms.batch,
-                max_tokens=self.terms.max_tokens,
-                dtype=self.terms.dtype,
-                grade=self.terms.grade,
-                numerics=self._numerics if is_exact else "",
-                predecessor=before.hop.peer if before else "",
-                successor=after.hop.peer if after else "",
-                successor_addresses=self._swarm.addresses_of(after.hop.peer) if after else (),
-                needs=("exact",) if is_exact else (),
-            )
-
+        numerics = self._numerics if is_exact else ""
+        request = partial(self._requests.open, self.links, index, self._epoch, numerics, inherit)
         try:
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
         except PeerError as error:
@@ -544,23 +549,20 @@ class ChainSession:
             if isinstance(error, Refused) and error.code in (Code.NOT_A_MEMBER, Code.REVOKED):
                 raise error
 
-    def _route(self, wanted: Span, previous: PeerId | None = None) -> Route:
+    def _route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
         now = trio.current_time()
         self._excluded = {p: until for p, until in self._excluded.items() if until > now}
         spans = self._swarm.view().serving(self.terms.model)
 
         def eligible(span: SpanRecord) -> bool:
             numerics = self.terms.grade != "exact" or self._numerics in ("", span.numerics)
+            if whole and not Span(span.start, span.end).covers(wanted):
+                return False
             return numerics and span.dtype == self.terms.dtype and span.peer not in self._excluded
 
         client = self._swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens
         return best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous, n_tokens)
-
-    def _neighbours(self, index: int) -> tuple[Link | None, Link | None]:
-        before = self.links[index - 1] if index else None
-        after = self.links[index + 1] if index + 1 < len(self.links) else None
-        return before, after
 
     # --- small things ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +27,8 @@ class Swarm(Protocol):
 
     async def refresh(self) -> None: ...
 
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -47,6 +50,7 @@ class Link:
     hop: Hop
     watch: Watch = field(default_factory=Watch)
     is_lost: bool = False
+    is_leaving: bool = False
     received: int | None = None
 
 
@@ -62,6 +66,7 @@ class Repair:
     from_client: bool
     stall_s: float
     reason: str
+    handed_over: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

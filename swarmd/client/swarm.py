@@ -71,6 +71,7 @@ class AsyncSwarm:
         self._sessions: dict[bytes, ChainSession] = {}
         self._trips_s: dict[PeerId, float] = {}
         self._rng = random.Random()
+        self._nursery: trio.Nursery
 
     def view(self) -> SwarmView:
         """The frozen picture of all records."""
@@ -143,9 +144,14 @@ class AsyncSwarm:
                 tried.append(str(error))
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        """Start work that goes on beside whoever asked for it."""
+        self._nursery.start_soon(function)
+
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Join, then keep the view fresh until cancelled."""
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             await nursery.start(self.rpc.run)
             await self._join()
             task_status.started()

@@ -20,7 +20,7 @@ from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, CloseSession, Op, OpenSession, Replay, Replayed
+from swarmd.protocol.messages import AnyMessage, CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
 
 _SMOOTHING = 0.2
 Key = tuple[bytes, int]
@@ -28,7 +28,7 @@ Key = tuple[bytes, int]
 
 @dataclass(slots=True)
 class _Waiting:
-    message: Op | Replay
+    message: Op | Replay | HandOver | CachePart
     payload: memoryview
     order: int
 
@@ -56,7 +56,7 @@ class Engine:
 
     def take(self, message: AnyMessage, frame: Frame) -> Iterator[bytes]:
         """Take one frame in: queue work, do at once what is none. Yields answers."""
-        if isinstance(message, Op | Replay):
+        if isinstance(message, Op | Replay | HandOver | CachePart):
             key = (message.session, message.start)
             if key not in self._sessions:
                 text = f"no session {message.session.hex()[:8]} at block {message.start} in this worker"
@@ -145,6 +145,10 @@ class Engine:
             try:
                 if isinstance(waiting.message, Replay):
                     yield from self._replay(session, waiting.message)
+                elif isinstance(waiting.message, HandOver):
+                    yield from session.hand_over(waiting.message)
+                elif isinstance(waiting.message, CachePart):
+                    yield from session.inherit(waiting.message, waiting.payload)
                 else:
                     session.begin(waiting.message, waiting.payload)
                     if session.is_computing:
@@ -154,6 +158,8 @@ class Engine:
                 self.handled += 1
             except (Refused, RemoteProtocolError) as error:
                 refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
+                if isinstance(waiting.message, CachePart):  # what is half in place is worth nothing
+                    refused = Refused(Code.SESSION_LOST, str(error))
                 yield self._refuse(waiting.message, refused)
             self._next(key)
 

@@ -6,22 +6,25 @@ and with which others, is the engine's. Here an op is begun, computed in one or 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
+from swarmd.compute.handover import pack_state, unpack_state_untrusted
 from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
 from swarmd.protocol import messages
-from swarmd.protocol.messages import Done, Edit, Op, OpenSession, Replay
+from swarmd.protocol.messages import CachePart, Done, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
 from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.values import Span
 
 REPLAY_FRAME_BYTES = 4 * 2**20
+PART_BYTES = 1 << 20
 MAX_TOKENS_PER_PASS = 512  # of an op that is computed alone; fixed, so that the exact grade repeats it
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
@@ -53,6 +56,8 @@ class HopSession:
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
         self._begun: _Begun | None = None
+        self._reached = 0  # the last op that is part of the caches
+        self._parts: list[bytes] = []
 
     @property
     def is_computing(self) -> bool:
@@ -135,6 +140,7 @@ class HopSession:
         begun = self._begun
         assert begun is not None
         self._begun = None
+        self._reached = begun.op.seq
         self.history.add(self._sent(begun))
         self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
 
@@ -152,6 +158,47 @@ class HopSession:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
         marks = Op(silent_through=request.silent_through, replay_end=request.replay_end)
         yield from replay_frames(self.history, self.session, self.hop.end, request.epoch, request.have, marks)
+
+    def hand_over(self, request: HandOver) -> Iterator[bytes]:
+        """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
+        raw = pack_state(self._cache, self.history, self._mask, self._n_tokens)
+        digest, n_parts = hashlib.sha256(raw).digest(), -(-len(raw) // PART_BYTES)
+        for part in range(n_parts):
+            header = CachePart(
+                session=self.session,
+                start=self.hop.start,
+                epoch=request.epoch,
+                part=part,
+                n_parts=n_parts,
+                seq=self._reached,
+                digest=digest,
+            )
+            yield messages.framed(header, memoryview(raw)[part * PART_BYTES : (part + 1) * PART_BYTES])
+        yield messages.framed(HandedOver(re=request.id, n_bytes=len(raw)))
+
+    def inherit(self, part: CachePart, payload: memoryview) -> Iterator[bytes]:
+        """Take one part; with the last one, check the whole and put it in place. Raises Refused."""
+        if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
+            text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
+            raise Refused(Code.SESSION_LOST, text)
+        like = self._span.example_cache(self.hop)
+        limit = self.n_rows * self._max_tokens * (like.n_bytes() + self._history_bytes_per_token()) + PART_BYTES
+        if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
+            raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
+        self._parts.append(bytes(payload))
+        if len(self._parts) < part.n_parts:
+            return
+        raw, self._parts = b"".join(self._parts), []
+        if hashlib.sha256(raw).digest() != part.digest:
+            raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
+        self._n_tokens, self._mask = unpack_state_untrusted(
+            raw, self._cache, self.history, self.n_rows, self._max_tokens, like
+        )
+        self._reached = part.seq
+        yield messages.framed(Inherited(session=self.session, start=self.hop.start, seq=part.seq))
+
+    def _history_bytes_per_token(self) -> int:
+        return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)
 
     def close(self) -> None:
         self.history.close()

@@ -210,6 +210,12 @@ class LoadedSpan:
         self.capture(1)
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
+    def example_cache(self, hop: Span) -> SpanCache:
+        """A cache of ``hop`` with one token in it, to compare shapes with."""
+        cache = self.new_cache(hop)
+        self.forward(*self._example(1), None, cache, 0, hop)
+        return cache
+
     def cache_bytes_per_token(self) -> int:
         cache = self.new_cache()
         self.forward(*self._example(8), None, cache, 0)

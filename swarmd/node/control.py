@@ -42,6 +42,10 @@ class Controlled(Protocol):
 
     def reload(self) -> dict[str, Any]: ...
 
+    def drain(self) -> dict[str, Any]: ...
+
+    def resume(self) -> dict[str, Any]: ...
+
     def stop(self) -> None: ...
 
 
@@ -77,6 +81,8 @@ def application(daemon: Controlled) -> Starlette:
             route("/v1/addresses", lambda _: daemon.addresses()),
             route("/v1/ping", lambda r: daemon.ping(r.query_params.get("peer", "")), "POST"),
             route("/v1/reload", lambda _: daemon.reload(), "POST"),
+            route("/v1/drain", lambda _: daemon.drain(), "POST"),
+            route("/v1/resume", lambda _: daemon.resume(), "POST"),
             route("/v1/down", lambda _: {"stopping": True}, "POST", after=stop_daemon),
         ]
     )

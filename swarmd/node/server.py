@@ -18,6 +18,7 @@ from swarmd.errors import Code, IntegrityError, PeerError, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.handovers import Handovers
 from swarmd.node.outbox import Outbox
 from swarmd.node.worker_link import WorkerLink, WorkerLost
 from swarmd.plan.admission import CacheLedger
@@ -36,8 +37,14 @@ from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.identity import public_key_of_untrusted
 from swarmd.protocol.messages import (
     AnyMessage,
+    CachePart,
     CloseSession,
     Done,
+    HandedOver,
+    HandOver,
+    Inherited,
+    Leaving,
+    Message,
     Op,
     Opened,
     OpenSession,
@@ -78,6 +85,7 @@ class HopSession:
     suspected: bool = False
     used_at: float = 0.0
     why: str = ""
+    inherit_from: PeerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,9 @@ class Server:
         self._refused: Counter[str] = Counter()
         self._nursery: trio.Nursery
         self._outbox: Outbox
+        self._handovers = Handovers(rpc)
+        self.is_draining = False  # no new sessions are taken
+        self._changed = trio.Event()
 
     def use(self, worker: WorkerLink) -> None:
         self._worker = worker
@@ -174,6 +185,10 @@ class Server:
                 await self._on_replay(peer, message)
             elif isinstance(message, CloseSession):
                 await self._on_close(peer, message)
+            elif isinstance(message, HandOver):
+                await self._on_hand_over(peer, message)
+            elif isinstance(message, CachePart):
+                await self._on_cache_part(peer, message, frame)
             elif isinstance(message, Refusal) and message.session is not None:
                 await self._on_refusal(peer, message)
             else:
@@ -218,7 +233,10 @@ class Server:
         self.ledger.reserve(key, self._exchange.principal(client), opening.batch * opening.max_tokens)
         state = HopState(client, PeerId(opening.predecessor) or client, opening.epoch)
         successor = PeerId(opening.successor) if opening.successor else None
-        hop = HopSession(state, Span(opening.start, opening.end), successor, used_at=trio.current_time())
+        heir = PeerId(opening.inherit) if opening.inherit else None
+        hop = HopSession(
+            state, Span(opening.start, opening.end), successor, used_at=trio.current_time(), inherit_from=heir
+        )
         if key in self._hops:
             self._by_end.pop((key[0], self._hops[key].span.end), None)
         self._hops[key] = hop
@@ -233,6 +251,8 @@ class Server:
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         _check_ids(opening.predecessor, opening.successor)
         loaded = self._worker.loaded
+        if self.is_draining:
+            raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
         if loaded is None:
             raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
         if opening.model != self.model:
@@ -313,6 +333,50 @@ class Server:
         self._own_hop(peer, message.session, message.start)
         await self._end((message.session, message.start))
 
+    # --- leaving ---------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new sessions and have the live ones taken over elsewhere; returns how many were left in the end."""
+        self.is_draining = True
+        with trio.move_on_after(timeout_s):
+            for key, hop in list(self._hops.items()):
+                if self._rpc.existing(hop.state.client) is None:
+                    await self._end(key)
+                else:
+                    self._tell(hop.state.client, framed(Leaving(session=key[0], start=key[1], epoch=hop.state.epoch)))
+            while self._hops:
+                await self._changed.wait()
+        return len(self._hops)
+
+    async def _on_hand_over(self, peer: PeerId, message: HandOver) -> None:
+        _check_ids(message.to)
+        hop = self._own_hop(peer, message.session, message.start)
+        if message.epoch < hop.state.epoch:
+            raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
+        hop.state.epoch = message.epoch  # what it may still compute belongs to the past
+        to = PeerId(message.to)
+        self._rpc.network.learn(to, self._exchange.addresses_of(to) or message.addresses)
+
+        def done(answer: Message) -> None:
+            self._tell(peer, framed(answer))
+
+        request = self._handovers.begin(self._nursery, message, to, done)
+        await self._worker.send(framed(request))
+
+    async def _on_cache_part(self, peer: PeerId, message: CachePart, frame: Frame) -> None:
+        hop = self._hops.get((message.session, message.start))
+        if hop is None or hop.inherit_from != peer:
+            raise Refused(Code.STRANGER, "no session here waits for caches from this peer")
+        hop.used_at = trio.current_time()
+        await self._worker.send(frame.raw)
+
+    def _on_inherited(self, message: Inherited) -> None:
+        hop = self._hops.get((message.session, message.start))
+        if hop is not None:
+            hop.inherit_from = None
+            hop.state.received = hop.state.finished = message.seq
+            self._tell(hop.state.client, framed(message))
+
     async def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         """A successor refused what this hop pushed: its client must know."""
         assert refusal.session is not None
@@ -352,6 +416,12 @@ class Server:
             peer, original = self._replays.pop(message.re, (None, 0))
             if peer is not None:
                 self._tell(peer, framed(Replayed(re=original, ops=message.ops, tokens=message.tokens)))
+        elif isinstance(message, CachePart):
+            self._handovers.put((message.session, message.start), frame.raw)
+        elif isinstance(message, HandedOver):
+            self._handovers.finish(message)
+        elif isinstance(message, Inherited):
+            self._on_inherited(message)
         elif isinstance(message, Refusal) and message.session is not None:
             await self._on_worker_refusal(message)
 
@@ -387,6 +457,8 @@ class Server:
 
     async def _on_worker_refusal(self, refusal: Refusal) -> None:
         assert refusal.session is not None
+        if refusal.re and self._handovers.fail(refusal):
+            return
         if refusal.re:
             peer, original = self._replays.pop(refusal.re, (None, 0))
             if peer is not None:
@@ -484,6 +556,8 @@ class Server:
             return
         self._by_end.pop((key[0], hop.span.end), None)
         self.ledger.release(key)
+        self._changed.set()
+        self._changed = trio.Event()
         self.on_change()
 
 

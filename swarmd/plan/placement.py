@@ -1,10 +1,50 @@
-"""Which blocks a volunteer should serve: the ones that the fewest others hold, as many as fit."""
+"""Which blocks a server should hold: what a newcomer takes, and who moves where when the swarm is out of balance.
+
+A server of ``blocks_per_s`` that holds ``k`` blocks passes ``blocks_per_s / k`` tokens a second through each of them.
+The swarm is as fast as its slowest block (its *bottleneck*), and a block with fewer holders than the target is a risk.
+So placements compete first on uncovered blocks, then on blocks below the target, then on a soft minimum over all
+blocks' tokens/s, which rises with the bottleneck and also tells apart two placements that leave it as it is. Moves are
+decided by all members alike from the same view, so only the one whose move helps most moves. After Petals (Borzunov
+et al. 2023, section 3.2), which looks at the bottleneck alone.
+"""
 
 from __future__ import annotations
 
-from swarmd.values import Decision, Span
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmd.values import Decision, PeerId, Span, ranges
 
 MAX_SHARE_OF_MEMORY = 0.5
+TARGET_REDUNDANCY = 2
+SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
+MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
+MAX_MOVES_PER_DAY = 4
+DAY_S = 86_400.0
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One server as placement sees it: what it holds, how fast it is, whether it may move and is ready."""
+
+    peer: PeerId
+    span: Span
+    blocks_per_s: float
+    is_online: bool = True
+    may_move: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """``peer`` should hold ``span`` instead of what it holds."""
+
+    peer: PeerId
+    span: Span
 
 
 def blocks_that_fit(free_bytes: int, bytes_per_block: int, n_blocks: int) -> int:
@@ -12,16 +52,99 @@ def blocks_that_fit(free_bytes: int, bytes_per_block: int, n_blocks: int) -> int
     return max(1, min(n_blocks, int(free_bytes * MAX_SHARE_OF_MEMORY) // max(1, 2 * bytes_per_block)))
 
 
-def choose_span(coverage: list[int], n_fit: int) -> Decision[Span]:
-    """Choose the window of at most ``n_fit`` blocks that helps the least-covered blocks most.
-
-    Windows compete on their sorted coverage: first the number of servers of their rarest block, then of the next.
-    """
-    n = len(coverage)
-    size = max(1, min(n_fit, n))
-    starts = range(n - size + 1)
-    best = min(starts, key=lambda s: (sorted(coverage[s : s + size]), s))
-    span = Span(best, best + size)
-    lowest = min(coverage[span.start : span.end])
+def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:
+    """Choose what a newcomer that has room for ``n_fit`` blocks should hold."""
+    counts, rates = _state(holders, n_blocks)
+    size = max(1, min(n_fit, n_blocks))
+    start = _best_window(counts, rates, size, blocks_per_s)[1]
+    span = Span(start, start + size)
+    lowest = int(counts[span.start : span.end].min())
     held = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
-    return Decision(span, f"blocks {span} of {n}: the rarest of them is served by {held}, and {size} fit this machine")
+    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {held}, and {n_fit} fit this machine"
+    return Decision(span, reason)
+
+
+def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | None]:
+    """Choose the one move that helps most, or none. It never opens a gap, and nobody else moves meanwhile."""
+    counts, _ = _state([h for h in holders if h.is_online], n_blocks)
+    promised, promised_rates = _state(holders, n_blocks)  # those that still load will be there soon
+    before = _value(promised[None], promised_rates[None])[0]
+    best: tuple[tuple[float, float, float], Move] | None = None
+    for holder in holders:
+        span = holder.span
+        if not (holder.is_online and holder.may_move):
+            continue
+        if (counts[span.start : span.end] <= 1).any():
+            continue  # some block would be left to nobody
+        rest, rest_rates = promised.copy(), promised_rates.copy()
+        rest[span.start : span.end] -= 1
+        rest_rates[span.start : span.end] -= holder.blocks_per_s / len(span)
+        value, start = _best_window(rest, rest_rates, len(span), holder.blocks_per_s)
+        if best is None or value > best[0]:
+            best = value, Move(holder.peer, Span(start, start + len(span)))
+    if best is None:
+        return Decision(None, "nobody may move without opening a gap")
+    (gaps, thin, soft), move = best
+    if (gaps, thin) > before[:2]:
+        missing = ", ".join(map(str, ranges({int(b) for b in np.flatnonzero(promised < TARGET_REDUNDANCY)})))
+        return Decision(move, f"blocks {missing} have fewer than {TARGET_REDUNDANCY} holders; {move.span} helps most")
+    worth = max(MIN_GAIN, 1 / len(holders))
+    if (gaps, thin) == before[:2] and soft > before[2] * (1 + worth):
+        gain = 100 * (soft / before[2] - 1) if before[2] else 100.0
+        return Decision(move, f"the swarm gets {gain:.0f} % more through its thin blocks with {move.span}")
+    return Decision(None, f"no move gains {100 * worth:.0f} %")
+
+
+def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
+    """Tokens a second through the slowest block, by holders that are online."""
+    return float(_state([h for h in holders if h.is_online], n_blocks)[1].min())
+
+
+def moves_left(moved_at: Sequence[float], now: float) -> int:
+    """How many moves a server may still make within this day."""
+    return MAX_MOVES_PER_DAY - sum(now - at < DAY_S for at in moved_at)
+
+
+def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float | None:
+    """The rate at which members leave: departures over all time observed; None before anybody left.
+
+    The maximum-likelihood estimate for exponential lifetimes with those still here as censored observations.
+    """
+    total = sum(lifetimes_s) + sum(ages_s)
+    return len(lifetimes_s) / total if lifetimes_s and total > 0 else None
+
+
+def gap_chance(coverage: Sequence[int], hazard: float, within_s: float = 3_600.0) -> float:
+    """The chance that at least one block loses all its present holders within ``within_s``, if nobody comes or moves.
+
+    Holders leave independently; blocks with the same holders are counted as if they were apart, so it errs upwards.
+    """
+    leave = 1.0 - np.exp(-hazard * within_s)
+    return float(1.0 - np.prod([1.0 - leave**n for n in coverage]))
+
+
+def _state(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:
+    counts, rates = np.zeros(n_blocks), np.zeros(n_blocks)
+    for holder in holders:
+        counts[holder.span.start : holder.span.end] += 1
+        rates[holder.span.start : holder.span.end] += holder.blocks_per_s / len(holder.span)
+    return counts, rates
+
+
+def _best_window(
+    counts: Floats, rates: Floats, size: int, blocks_per_s: float
+) -> tuple[tuple[float, float, float], int]:
+    """The best (value, start) for a server of ``blocks_per_s`` and ``size`` blocks added to what there is."""
+    block, starts = np.arange(len(counts)), np.arange(len(counts) - size + 1)
+    inside = (block >= starts[:, None]) & (block < starts[:, None] + size)
+    values = _value(counts + inside, rates + inside * (blocks_per_s / size))
+    best = max(range(len(starts)), key=values.__getitem__)
+    return values[best], best
+
+
+def _value(counts: Floats, rates: Floats) -> list[tuple[float, float, float]]:
+    """What placements are worth, one a row: (-uncovered blocks, -missing holders, soft minimum of tokens/s)."""
+    gaps = -(counts < 0.5).sum(1)
+    thin = -np.maximum(0, TARGET_REDUNDANCY - counts).sum(1)
+    soft = np.mean(np.maximum(rates, 1e-9) ** -SHARPNESS, axis=1) ** (-1 / SHARPNESS)
+    return list(zip(gaps.tolist(), thin.tolist(), soft.tolist(), strict=True))

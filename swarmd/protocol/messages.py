@@ -83,7 +83,8 @@ class Records(Message, tag="records", frozen=True):
 class OpenSession(Message, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session.
 
-    ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session.
+    ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session. With
+    ``inherit`` the hop starts with the caches that this peer will send.
     """
 
     id: Count = 0
@@ -101,6 +102,7 @@ class OpenSession(Message, tag="open", frozen=True):
     successor: Name = ""
     successor_addresses: Addresses = ()
     client: Blob = b""
+    inherit: Name = ""
     needs: Needs = ()
 
 
@@ -216,6 +218,55 @@ class Replayed(Message, tag="replayed", frozen=True):
     tokens: Count = 0
 
 
+class Leaving(Message, tag="leaving", frozen=True):
+    """A hop tells its client that it will stop serving: find another holder, and have the caches handed over."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+
+
+class HandOver(Message, tag="hand_over", frozen=True):
+    """The client asks a hop that leaves to send its caches to ``to``, where the session is open with ``inherit``."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    to: Name = ""
+    addresses: Addresses = ()
+
+
+class HandedOver(Message, tag="handed_over", frozen=True):
+    """The caches have left: how many bytes."""
+
+    re: Count = 0
+    n_bytes: Count = 0
+
+
+class CachePart(Message, tag="cache_part", frozen=True):
+    """Part ``part`` of ``n_parts`` of a hop's caches (safetensors); ``seq`` is the op that they reach.
+
+    ``digest`` is the sha256 of the whole, checked by the receiver before any of it counts.
+    """
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    part: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    n_parts: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
+    seq: Count = 0
+    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+class Inherited(Message, tag="inherited", frozen=True):
+    """The caches that were sent are in place; the hop has come to op ``seq``."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+
+
 class CloseSession(Message, tag="close", frozen=True):
     session: SessionKey = b"\0" * 16
     start: Block = 0
@@ -292,6 +343,11 @@ AnyMessage = (
     | Rerouted
     | Replay
     | Replayed
+    | Leaving
+    | HandOver
+    | HandedOver
+    | CachePart
+    | Inherited
     | CloseSession
     | LoadSpan
     | Loaded

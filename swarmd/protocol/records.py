@@ -54,13 +54,14 @@ class PeerRecord(Record, tag="peer", frozen=True):
     free_disk_bytes: Count | None = None
     up_bytes_per_s: Rate | None = None
     down_bytes_per_s: Rate | None = None
+    up_since: Count = 0
 
 
 class SpanRecord(Record, tag="span", frozen=True):
     """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span.
 
     ``decode_tokens_per_s`` is one stream's, ``batch_tokens_per_s`` the total of so many streams in one pass;
-    ``n_decoding`` sessions decode there now.
+    ``n_decoding`` sessions decode there now. ``moves_left``: how often it may still take other blocks today.
     """
 
     model: Name = ""
@@ -74,6 +75,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     batch_tokens_per_s: Annotated[
         dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)
     ] = {}
+    moves_left: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     free_cache_tokens: Count = 0
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}

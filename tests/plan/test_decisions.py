@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from swarmd.errors import Code, NoRoute, Refused
 from swarmd.plan.admission import CacheLedger
-from swarmd.plan.placement import blocks_that_fit, choose_span
+from swarmd.plan.placement import (
+    Holder,
+    blocks_that_fit,
+    choose_move,
+    choose_span,
+    gap_chance,
+    hazard_per_s,
+    moves_left,
+)
 from swarmd.plan.routing import best_rejected, best_route, pass_s, spread_routes
 from swarmd.plan.view import RecordBook
 from swarmd.protocol.identity import Identity, Membership
@@ -158,9 +167,66 @@ def test_a_route_covers_exactly_what_was_asked_for(servers: list[tuple[int, int,
     ],
 )
 def test_a_newcomer_takes_the_rarest_blocks(coverage: list[int], n_fit: int, expected: Span) -> None:
-    decision = choose_span(coverage, n_fit)
+    holders = [
+        Holder(PeerId(f"{block}-{i}"), Span(block, block + 1), 10.0)
+        for block, n in enumerate(coverage)
+        for i in range(n)
+    ]
+    decision = choose_span(holders, len(coverage), n_fit, 10.0)
     assert decision.action == expected
     assert str(expected) in decision.reason
+
+
+def holder(peer: str, start: int, end: int, blocks_per_s: float = 100.0, **more: Any) -> Holder:
+    return Holder(PeerId(peer), Span(start, end), blocks_per_s, **more)
+
+
+def test_a_newcomer_raises_the_bottleneck_where_coverage_is_equal() -> None:
+    holders = [holder(f"{i}{start}", start, start + 2, speed) for i in "ab" for start, speed in ((0, 500.0), (2, 50.0))]
+    assert choose_span(holders, 4, 2, 100.0).action == Span(2, 4)
+
+
+def test_a_server_moves_to_blocks_that_nobody_holds_and_says_why() -> None:
+    holders = [holder("a", 0, 2), holder("b", 0, 2), holder("c", 0, 2), holder("d", 2, 4)]
+    decision = choose_move(holders, 6)
+    assert decision.action is not None
+    assert decision.action.span == Span(4, 6)
+    assert decision.action.peer in "abc"
+    assert "[2,6)" in decision.reason
+
+
+def test_nobody_moves_where_it_would_open_a_gap_or_gain_little() -> None:
+    assert choose_move([holder("a", 0, 2), holder("b", 2, 4)], 4).action is None
+    even = [holder(f"{i}{start}", start, start + 2, 100.0 + start) for i in "ab" for start in (0, 2, 4)]
+    assert choose_move(even, 6).action is None
+
+
+def test_a_block_is_not_left_to_servers_that_still_load() -> None:
+    loading = holder("late", 0, 2, is_online=False)
+    many = [holder(f"b{i}", 2, 4) for i in range(3)]
+    decision = choose_move([holder("a", 0, 2), loading, *many], 4)
+    assert decision.action is None or decision.action.peer != "a"
+
+
+def test_only_those_that_may_move_are_moved() -> None:
+    holders = [holder(p, 0, 2, may_move=p == "c") for p in "abc"]
+    decision = choose_move(holders, 4)
+    assert decision.action is not None
+    assert decision.action.peer == "c"
+
+
+def test_moves_are_counted_by_the_day() -> None:
+    assert moves_left([0.0, 50_000.0], 86_399.0) == 2
+    assert moves_left([0.0, 50_000.0], 86_401.0) == 3
+
+
+def test_the_chance_of_a_gap_follows_lifetimes_and_coverage() -> None:
+    assert hazard_per_s([], [1e6]) is None
+    hazard = hazard_per_s([3_600.0, 3_600.0], [7_200.0])
+    assert hazard == pytest.approx(2 / 14_400)
+    assert gap_chance([1], 1 / 3_600) == pytest.approx(1 - math.exp(-1))
+    assert gap_chance([2, 2], 1 / 3_600) < gap_chance([1, 2], 1 / 3_600)
+    assert gap_chance([0, 5], 1e-9) == 1
 
 
 def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:

@@ -1,0 +1,56 @@
+"""What a step becomes on the wire, and what an answer becomes in the model: cutting, and reading back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from swarmd.compute.history import Sent
+from swarmd.compute.wire import unpack_untrusted
+from swarmd.errors import RemoteProtocolError
+from swarmd.plan.batching import tokens_of_op
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import Op
+from swarmd.protocol.tensors import max_tokens_per_frame
+
+MAX_OP_BYTES = 8 * 2**20
+
+
+def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:
+    """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time."""
+    if step.hidden is None or step.positions is None:
+        return [step]
+    b, t, d = step.hidden.shape
+    n_tokens = max_tokens_per_frame(b, d, str(step.hidden.dtype).removeprefix("torch."), MAX_OP_BYTES)
+    n_tokens = min(n_tokens, tokens_of_op(b, t, prefill_tokens_per_s))
+    parts = []
+    for number, at in enumerate(range(0, t, n_tokens)):
+        window = slice(at, at + n_tokens)
+        parts.append(
+            replace(
+                step,
+                seq=step.seq + number,
+                edits=step.edits if at == 0 else (),
+                hidden=step.hidden[:, window],
+                positions=step.positions[:, window],
+                mask=None if step.mask is None else step.mask[:, window],
+            )
+        )
+    return parts
+
+
+def read_answer(op: Op, frame: Frame, entered: torch.Tensor) -> torch.Tensor:
+    """The last block's output for hidden states that ``entered``; tokens that were not wanted are zeros.
+
+    Raises RemoteProtocolError for another shape than what entered.
+    """
+    if op.tensor is None:
+        return torch.zeros_like(entered)
+    out, _, _ = unpack_untrusted(op.tensor, frame.payload)
+    b, t, d = entered.shape
+    if out.shape[0] != b or out.shape[1] > t or out.shape[2] != d:
+        raise RemoteProtocolError(f"expected hidden states {tuple(entered.shape)}, got {tuple(out.shape)}")
+    missing = t - out.shape[1]
+    return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
