@@ -17,7 +17,7 @@ import torch
 import trio
 
 from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms
-from swarmd.client.ops import cut, read_answer
+from swarmd.client.ops import codec_for, cut, read_answer
 from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.session import encode_op, replay_frames
@@ -50,7 +50,7 @@ from swarmd.protocol.messages import (
     Suspect,
 )
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import PeerId, Span
+from swarmd.values import Decision, PeerId, Span
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class ChainSession:
         self.links: list[Link] = []
         self.statistics = Statistics()
         self.layer_arity = 0
+        self.codec = Decision("raw", "not opened yet")
         self._swarm = swarm
         self._history = History(terms.grade == "exact", budget)
         self._epoch = 1
@@ -106,6 +107,7 @@ class ChainSession:
             try:
                 hops = list(self.terms.route) or list(self._route(Span(0, self.terms.n_blocks)).hops)
                 self.links = [Link(hop) for hop in hops]
+                self.codec = codec_for(self._swarm, self.terms, [hop.peer for hop in hops])
                 failures = await self._open_hops(range(len(self.links)))
                 if not failures:
                     await self._give_back_strays()
@@ -164,7 +166,7 @@ class ChainSession:
         self._seq = sent.seq
         self.statistics.steps += 1
         if self._trouble is None:
-            frame = encode_op(self.key, 0, self._epoch, self._answered, sent, Op(want=want), None)
+            frame = encode_op(self.key, 0, self._epoch, self._answered, sent, Op(want=want), None, self.codec.action)
             await self._send_to(0, sent.seq, frame)
         self._history.settle(self._answered)  # while the chain computes
         self._history.add(sent)
@@ -475,7 +477,7 @@ class ChainSession:
     async def _replay_own(self, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
         marks = Op(silent_through=silent_through, replay_end=replay_end)
         n_ops = 0
-        for frame in replay_frames(self._history, self.key, 0, self._epoch, have, marks):
+        for frame in replay_frames(self._history, (self.key, 0, self._epoch), have, marks, self.codec.action):
             n_ops += 1
             channel = await self._swarm.rpc.channel(self.links[0].hop.peer)
             await channel.send_raw(frame)
@@ -528,7 +530,7 @@ class ChainSession:
         is_exact = self.terms.grade == "exact"
 
         numerics = self._numerics if is_exact else ""
-        request = partial(self._requests.open, self.links, index, self._epoch, numerics, inherit)
+        request = partial(self._requests.open, self.links, index, self._epoch, self.codec.action, numerics, inherit)
         try:
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
         except PeerError as error:

@@ -41,6 +41,7 @@ class Terms:
     dtype: str = "float32"
     grade: str = "replayed"
     route: tuple[Hop, ...] = ()
+    codec: str = "auto"
 
 
 @dataclass(slots=True)

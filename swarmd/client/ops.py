@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from swarmd.client.links import Swarm, Terms
 from swarmd.compute.history import Sent
 from swarmd.compute.wire import unpack_untrusted
 from swarmd.errors import RemoteProtocolError
 from swarmd.plan.batching import tokens_of_op
+from swarmd.plan.codec import choose_codec
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import Op
 from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.values import Decision, PeerId
 
 MAX_OP_BYTES = 8 * 2**20
+
+
+def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
+    """Choose a session's codec by the trips of its chain, and the slower direction of each peer. Raises ConfigError."""
+    view, me = swarm.view(), swarm.rpc.network.peer_id
+    known = swarm.trips(view.serving(terms.model))
+    pairs = [(a, b) for a, b in itertools.pairwise([me, *peers, me]) if a != b]
+    trips = [trip for a, b in pairs if (trip := known.get((a, b), known.get((b, a)))) is not None]
+    records = [view.peers.get(peer) for peer in peers]
+    rates = [rate for r in records if r for rate in (r.up_bytes_per_s, r.down_bytes_per_s) if rate is not None]
+    return choose_codec(terms.codec, terms.grade, terms.dtype, trips, rates)
 
 
 def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:

@@ -18,7 +18,7 @@ class Requests:
         self._addresses_of = addresses_of
 
     def open(
-        self, links: Sequence[Link], index: int, epoch: int, numerics: str, inherit: str, call_id: int
+        self, links: Sequence[Link], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
     ) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop, terms = links[index].hop, self._terms
@@ -38,8 +38,9 @@ class Requests:
             predecessor=before,
             successor=after,
             successor_addresses=self._addresses_of(after) if after else (),
+            codec=codec,
             inherit=inherit,
-            needs=("exact",) if terms.grade == "exact" else (),
+            needs=(*(("exact",) if terms.grade == "exact" else ()), *(("codec",) if codec != "raw" else ())),
         )
 
     def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:

@@ -371,12 +371,14 @@ class Swarm:
         exact: bool = False,
         dtype: str = "float32",
         chain: tuple[Hop, ...] = (),
+        codec: str = "auto",
         wait_s: float = 10.0,
     ) -> Any:
         """Return a transformers model by its name in the catalog (or its hash).
 
         ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
-        chain of every session. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
+        chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8; see
+        docs/protocol.md). Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
         than ``wait_s``.
         """
         model, n_blocks = self._swarm.resolve(name)
@@ -385,7 +387,7 @@ class Swarm:
 
         def open_session(batch: int, max_tokens: int) -> BlockingSession:
             grade = "exact" if exact else "replayed"
-            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain)
+            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec)
             return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, terms))
 
         return remote_model(folder, open_session, getattr(torch, dtype))

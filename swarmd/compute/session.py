@@ -52,6 +52,7 @@ class HopSession:
         self.history = History(opened.grade == "exact", budget)
         self._span = span
         self._max_tokens = opened.max_tokens
+        self._codec = opened.codec
         self._cache = span.new_cache(self.hop)
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
@@ -133,7 +134,7 @@ class HopSession:
         sent = self._sent(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
-        return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base)
+        return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base, self._codec)
 
     def keep(self) -> None:
         """Add the answered op to the history; the session is ready for the next."""
@@ -157,7 +158,8 @@ class HopSession:
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
         marks = Op(silent_through=request.silent_through, replay_end=request.replay_end)
-        yield from replay_frames(self.history, self.session, self.hop.end, request.epoch, request.have, marks)
+        at = (self.session, self.hop.end, request.epoch)
+        yield from replay_frames(self.history, at, request.have, marks, self._codec)
 
     def hand_over(self, request: HandOver) -> Iterator[bytes]:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
@@ -261,9 +263,12 @@ class HopSession:
 
 
 def replay_frames(
-    history: History, session: bytes, start: int, epoch: int, have: int | None, marks: Op
+    history: History, at: tuple[bytes, int, int], have: int | None, marks: Op, codec: str
 ) -> Iterator[bytes]:
-    """Encode what a successor starting at block ``start`` lacks; ``marks`` carries silent_through and replay_end."""
+    """Encode what a successor lacks; ``at`` is (session, its first block, epoch).
+
+    ``marks`` carries silent_through and replay_end.
+    """
     settled = history.base_seq
     if have is None:
         first = next((s for _, _, s in history.base(1)), None)
@@ -272,18 +277,25 @@ def replay_frames(
             dtype = str(first.hidden.dtype).removeprefix("torch.")
             step = max_tokens_per_frame(b, d, dtype, REPLAY_FRAME_BYTES)
             for part, n_parts, sent in history.base(step):
-                yield encode_op(session, start, epoch, settled, sent, marks, (part, n_parts))
+                yield encode_op(*at, settled, sent, marks, (part, n_parts), codec)
     for sent in history.after(have or 0):
-        yield encode_op(session, start, epoch, settled, sent, marks, None)
+        yield encode_op(*at, settled, sent, marks, None, codec)
 
 
 def encode_op(
-    session: bytes, start: int, epoch: int, settled: int, sent: Sent, marks: Op, base: tuple[int, int] | None
+    session: bytes,
+    start: int,
+    epoch: int,
+    settled: int,
+    sent: Sent,
+    marks: Op,
+    base: tuple[int, int] | None,
+    codec: str,
 ) -> bytes:
     """Frame one op for the hop that starts at ``start``."""
     meta, payload = None, b""
     if sent.hidden is not None and sent.positions is not None:
-        meta, payload = pack(sent.hidden, sent.positions, sent.mask)
+        meta, payload = pack(sent.hidden, sent.positions, sent.mask, codec)
     header = Op(
         session=session,
         start=start,

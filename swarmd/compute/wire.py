@@ -5,29 +5,69 @@ from __future__ import annotations
 import torch
 
 from swarmd.protocol.messages import TensorMeta
-from swarmd.protocol.tensors import layout_untrusted
+from swarmd.protocol.tensors import INT8_BLOCK, layout_untrusted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pack(hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> tuple[TensorMeta, bytes]:
-    """Encode hidden [b, t, d], int32 positions [b, t] and, for padded batches, uint8 mask [b, t]."""
+def pack(
+    hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, codec: str = "raw"
+) -> tuple[TensorMeta, bytes]:
+    """Encode hidden [b, t, d], int32 positions [b, t] and, for padded batches, uint8 mask [b, t].
+
+    Values that ``codec`` cannot hold (beyond the range of float16) make this op travel raw.
+    """
     b, t, d = hidden.shape
     name = str(hidden.dtype).removeprefix("torch.")
-    parts = [_raw(hidden), _raw(positions)]
+    coded = _encode(hidden, codec)
+    if coded is None:
+        codec, coded = "raw", [hidden]
+    parts = [_raw(part) for part in (*coded, positions)]
     if mask is not None:
         parts.append(_raw(mask))
-    return TensorMeta(b, t, d, name, mask is not None), b"".join(parts)
+    return TensorMeta(b, t, d, name, mask is not None, codec), b"".join(parts)
 
 
 def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Decode a payload into CPU tensors of its own. Raises RemoteProtocolError when sizes disagree."""
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    hidden = data[layout.hidden].view(DTYPES[meta.dtype]).view(meta.b, meta.t, meta.d)
-    positions = data[layout.positions].view(torch.int32).view(meta.b, meta.t)
+    hidden = _decode(data[layout.hidden], meta)
+    positions = data[layout.positions].view(torch.int32) if layout.positions.start % 4 == 0 else None
+    if positions is None:  # an odd number of half-precision values before it
+        positions = data[layout.positions].clone().view(torch.int32)
     mask = data[layout.mask].view(meta.b, meta.t) if layout.mask is not None else None
-    return hidden, positions, mask
+    return hidden, positions.view(meta.b, meta.t), mask
+
+
+def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
+    if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":
+        return None
+    if codec == "int8":
+        blocks = _blocks(hidden.float())
+        scales = blocks.abs().amax(-1, keepdim=True) / 127
+        levels = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
+        return [levels.flatten(2)[..., : hidden.shape[2]], scales] if torch.isfinite(scales).all() else None
+    halved = hidden.to(DTYPES[codec])
+    return [halved] if torch.isfinite(halved).all() else None
+
+
+def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    shape = (meta.b, meta.t, meta.d)
+    if meta.codec == "int8":
+        n_values = meta.b * meta.t * meta.d
+        levels = data[:n_values].view(torch.int8).view(shape)
+        scales = data[n_values:].clone().view(torch.float32).view(meta.b, meta.t, -1, 1)
+        decoded = (_blocks(levels.float()) * scales).flatten(2)[..., : meta.d]
+    else:
+        decoded = data.view(DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]).view(shape)
+    return decoded.to(DTYPES[meta.dtype])
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    """[b, t, d] as [b, t, blocks, 64], padded with zeros at the end."""
+    b, t, d = values.shape
+    return torch.nn.functional.pad(values, (0, -d % INT8_BLOCK)).view(b, t, -1, INT8_BLOCK)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:

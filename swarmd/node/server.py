@@ -57,6 +57,7 @@ from swarmd.protocol.messages import (
     Suspect,
     framed,
 )
+from swarmd.protocol.tensors import CODECS
 from swarmd.values import ModelId, PeerId, Span
 
 logger = logging.getLogger(__name__)
@@ -261,6 +262,8 @@ class Server:
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {self.span}, not {opening.start}:{opening.end}")
         if opening.dtype != self.dtype:
             raise Refused(Code.UNSUPPORTED, f"this server computes in {self.dtype}, not {opening.dtype}")
+        if opening.codec not in CODECS:
+            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {', '.join(CODECS)}, not {opening.codec}")
         if opening.numerics and opening.numerics != loaded.numerics:
             raise Refused(Code.NUMERICS_DIFFER, "this server's numerics differ from those that the session needs")
         known = self._hops.get((opening.session, opening.start))

@@ -24,7 +24,7 @@ Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
 Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
 
-KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact"})
+KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec"})
 
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
@@ -102,6 +102,7 @@ class OpenSession(Message, tag="open", frozen=True):
     successor: Name = ""
     successor_addresses: Addresses = ()
     client: Blob = b""
+    codec: Name = "raw"
     inherit: Name = ""
     needs: Needs = ()
 
@@ -117,13 +118,18 @@ class Opened(Message, tag="opened", frozen=True):
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """Shape [b, t, d] and dtype of the hidden states that open a payload; mask and positions follow them."""
+    """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
+
+    Mask and positions follow them. The codec may differ from op to op: an encoder falls back to "raw" for values that
+    its session's codec cannot hold.
+    """
 
     b: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     t: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     d: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     dtype: Name = "float32"
     has_mask: bool = False
+    codec: Name = "raw"
 
 
 class Edit(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,4 +1,8 @@
-"""How an op's payload is laid out: hidden states, positions, padding mask. Pure byte arithmetic, no torch."""
+"""How an op's payload is laid out: hidden states, positions, padding mask. Pure byte arithmetic, no torch.
+
+Hidden states travel as they are ("raw"), in half precision, or as int8 with one float32 scale for each block of 64
+values of a token. docs/protocol.md, "Codecs", gives the error bounds; tests/compute/test_wire.py holds them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODECS = ("raw", "float16", "bfloat16", "int8")
+INT8_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +29,29 @@ class Layout:
 def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> Layout:
     """Work out where the parts lie and check that they fill the payload exactly.
 
-    Raises RemoteProtocolError for an unknown dtype or a payload of another size than the shape needs.
+    Raises RemoteProtocolError for an unknown dtype or codec, or a payload of another size than the shape needs.
     """
-    item = ITEM_BYTES.get(meta.dtype)
-    if item is None:
+    if meta.dtype not in ITEM_BYTES:
         raise RemoteProtocolError(f"expected a dtype among {', '.join(ITEM_BYTES)}, got {meta.dtype!r}")
+    if meta.codec not in CODECS:
+        raise RemoteProtocolError(f"expected a codec among {', '.join(CODECS)}, got {meta.codec!r}")
     n_tokens = meta.b * meta.t
-    hidden = n_tokens * meta.d * item
+    hidden = n_tokens * token_bytes(meta.d, meta.dtype, meta.codec)
     positions = hidden + 4 * n_tokens
     total = positions + (n_tokens if meta.has_mask else 0)
     if total != payload_bytes:
         raise RemoteProtocolError(
-            f"shape [{meta.b}, {meta.t}, {meta.d}] {meta.dtype} needs {total} B of payload, got {payload_bytes}"
+            f"shape [{meta.b}, {meta.t}, {meta.d}] {meta.dtype} as {meta.codec} needs {total} B of payload, "
+            f"got {payload_bytes}"
         )
     return Layout(slice(0, hidden), slice(hidden, positions), slice(positions, total) if meta.has_mask else None, total)
+
+
+def token_bytes(hidden: int, dtype: str, codec: str) -> int:
+    """Bytes of one token's hidden states on the wire."""
+    if codec == "int8":
+        return hidden + 4 * -(-hidden // INT8_BLOCK)
+    return hidden * ITEM_BYTES[dtype if codec == "raw" else codec]
 
 
 def max_tokens_per_frame(batch: int, hidden: int, dtype: str, limit_bytes: int) -> int:

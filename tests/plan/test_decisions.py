@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.errors import Code, NoRoute, Refused
+from swarmd.errors import Code, ConfigError, NoRoute, Refused
 from swarmd.plan.admission import CacheLedger
+from swarmd.plan.codec import choose_codec
 from swarmd.plan.placement import (
     Holder,
     blocks_that_fit,
@@ -303,3 +304,17 @@ def test_peer_ids_are_those_of_libp2p() -> None:
 
     identity = Identity.generate()
     assert ID.from_pubkey(Ed25519PrivateKey.from_bytes(identity.seed).get_public_key()).to_base58() == identity.peer_id
+
+
+def test_the_codec_follows_the_slowest_link() -> None:
+    def chosen(asked: str = "auto", grade: str = "replayed", trip: float = 0.05, rates: tuple[float, ...] = ()) -> str:
+        return choose_codec(asked, grade, "float32", [trip], rates).action
+
+    assert chosen(rates=(1e6,), trip=0.0005) == "raw"
+    assert chosen() == "raw"
+    assert chosen(rates=(1e9, 12.5e6)) == "float16"
+    assert chosen(rates=(1e6,)) == "int8"
+    assert chosen(rates=(1e6,), grade="exact") == "raw"
+    assert chosen("bfloat16", rates=(1e9,)) == "bfloat16"
+    with pytest.raises(ConfigError, match="codec is one of auto, raw"):
+        chosen("zip")

@@ -208,7 +208,7 @@ class SimSwarm:
         return swarm
 
     def terms(self, max_tokens: int) -> Terms:
-        return Terms(MODEL, self.n_blocks, 1, max_tokens)
+        return Terms(MODEL, self.n_blocks, 1, max_tokens, codec="raw")
 
     def views_agree(self) -> bool:
         """Does everybody know exactly who is there?"""

@@ -1,0 +1,43 @@
+"""How hidden states travel: as they are where links are fast, smaller where sending them takes too long.
+
+Decided once for a session, by its slowest link. Errors of each codec: docs/protocol.md, "Codecs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmd.errors import ConfigError
+from swarmd.protocol.tensors import CODECS, token_bytes
+from swarmd.values import Decision
+
+NEAR_TRIP_S = 0.005
+HALF_BELOW_BYTES_PER_S = 15e6
+INT8_BELOW_BYTES_PER_S = 2.5e6
+
+
+def choose_codec(
+    asked: str, grade: str, dtype: str, trips_s: Sequence[float], bandwidths_bytes_per_s: Sequence[float]
+) -> Decision[str]:
+    """Choose a session's codec. ``asked`` is a codec or "auto"; trips and bandwidths are those that are known.
+
+    Raises ConfigError for an unknown one.
+    """
+    if asked != "auto":
+        if asked not in CODECS:
+            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, not {asked!r}")
+        return Decision(asked, "asked for")
+    if grade == "exact":
+        return Decision("raw", "the exact grade is lossless")
+    if all(trip < NEAR_TRIP_S for trip in trips_s):
+        return Decision("raw", "all hops are near")
+    if not bandwidths_bytes_per_s:
+        return Decision("raw", "no link's bandwidth is measured")
+    slowest = min(bandwidths_bytes_per_s)
+    mbit = 8 * slowest / 1e6
+    if slowest >= HALF_BELOW_BYTES_PER_S:
+        return Decision("raw", f"the slowest link has {mbit:.0f} Mbit/s")
+    codec = "int8" if slowest < INT8_BELOW_BYTES_PER_S else dtype if dtype != "float32" else "float16"
+    codec = "raw" if codec == dtype else codec
+    share = token_bytes(1_024, dtype, codec) / token_bytes(1_024, dtype, "raw")
+    return Decision(codec, f"the slowest link has {mbit:.0f} Mbit/s: {100 * share:.0f} % of the bytes")
