@@ -12,6 +12,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,7 @@ from swarmd.node.balancer import Balancer, holder_of
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.server import Server
-from swarmd.node.worker_link import Starter, WorkerLink, start_subprocess
+from swarmd.node.worker_link import Prestarted, Starter, WorkerLink
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
 from swarmd.protocol.frames import Frame
@@ -450,40 +451,39 @@ class Daemon:
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
     """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
-    from swarmd.net.direct import DirectNetwork
-    from swarmd.net.libp2p.host import Libp2pNetwork
-    from swarmd.net.libp2p.kademlia import KademliaStore
+    swarm = home.swarm()
+    with home.locked(), closing(Prestarted(config.serve)) as workers:
+        from swarmd.net.direct import DirectNetwork  # while the worker imports torch
+        from swarmd.net.libp2p.host import Libp2pNetwork
+        from swarmd.net.libp2p.kademlia import KademliaStore
 
-    swarm, identity = home.swarm(), home.identity()
-    exchange = Exchange(swarm.keys, time.time)
-    if (raw := home.catalog_raw()) is not None:
-        exchange.merge_catalog_untrusted(raw)
-    blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
-    libp2p = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
-    network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port)
-    with home.locked():
-        async with libp2p.running(), network.running():
-            store = KademliaStore(libp2p, value_sequence(exchange, time.time))
-            async with store.running(), trio.open_nursery() as nursery:
-                daemon = Daemon(
-                    swarm.keys,
-                    identity,
-                    swarm.certificate,
-                    config,
-                    home.folders(),
-                    network,
-                    store,
-                    time.time,
-                    random.Random(),
-                    start_subprocess,
-                    exchange,
-                    by_peer(swarm.bootstrap),
-                    home,
-                )
-                nursery.start_soon(_stop_on_signal, daemon)
-                ready(daemon)
-                await daemon.run()
-                nursery.cancel_scope.cancel()
+        exchange, identity = Exchange(swarm.keys, time.time), home.identity()
+        if (raw := home.catalog_raw()) is not None:
+            exchange.merge_catalog_untrusted(raw)
+        blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
+        libp2p = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
+        network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port)
+        store = KademliaStore(libp2p, value_sequence(exchange, time.time))
+        async with libp2p.running(), network.running(), store.running(), trio.open_nursery() as nursery:
+            daemon = Daemon(
+                swarm.keys,
+                identity,
+                swarm.certificate,
+                config,
+                home.folders(),
+                network,
+                store,
+                time.time,
+                random.Random(),
+                workers.start,
+                exchange,
+                by_peer(swarm.bootstrap),
+                home,
+            )
+            nursery.start_soon(_stop_on_signal, daemon)
+            ready(daemon)
+            await daemon.run()
+            nursery.cancel_scope.cancel()
 
 
 async def _stop_on_signal(daemon: Daemon) -> None:

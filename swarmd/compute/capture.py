@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 Pass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -56,6 +55,8 @@ def capture(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention:
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
     """
+    from torch.fx.experimental.proxy_tensor import make_fx  # brings sympy: a second that the start need not wait for
+
     _attend_now.append(attention)
     try:
         with torch.no_grad():

@@ -207,7 +207,6 @@ class LoadedSpan:
             return
         self._ragged.on_layer = lambda: self.on_block()
         self._capture = True
-        self.capture(1)
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
     def example_cache(self, hop: Span) -> SpanCache:

@@ -1,11 +1,12 @@
 """The worker process: torch and no network. It loads a span and computes what its daemon sends, pass by pass.
 
-Started by the daemon as ``python -m swarmd.compute.worker FD`` with one end of a Unix socketpair. It ends when the
+Started by the daemon (``node.worker_link``) with one end of a Unix socketpair. It ends when the
 socket does. What goes wrong with an op is answered with a refusal; what goes wrong with the load ends the worker.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.5
 IDLE_S = 0.3
-QUICK_S = 0.08
+FIRST_IDLE_S = 1.5
+QUICK_S = 0.05
 BUDGET_S = 0.15
 MEASURE_INTERVAL_S = 600.0
 STREAMS = (1, 4, 16)
@@ -50,6 +52,7 @@ class Worker:
         self._n_loads = 0
         self._ticked_at = 0.0
         self._is_prepared = False
+        self._prepare_after_s = FIRST_IDLE_S
         self._measure_at = 0.0
         self._to_measure: list[int] = []
         self._speed = Measured()
@@ -75,11 +78,11 @@ class Worker:
     def _prepare_while_idle(self) -> None:
         """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
         while self._engine is not None and not self._engine.has_work:
-            wait_s = IDLE_S if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
+            wait_s = self._prepare_after_s if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
             if not self._is_prepared:
-                self._is_prepared = not self._engine.prepare()
+                self._is_prepared, self._prepare_after_s = not self._engine.prepare(), IDLE_S
                 continue
             if not self._to_measure:
                 self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]
@@ -156,6 +159,8 @@ class Worker:
 
 
 def main() -> None:
+    gc.freeze()  # what importing made stays, and need not be looked at again
+    gc.enable()
     logging.basicConfig(level=logging.WARNING, format="worker %(process)d: %(message)s")
     os.environ["HF_HUB_OFFLINE"] = "1"
     with socket.socket(fileno=int(sys.argv[1])) as connection:

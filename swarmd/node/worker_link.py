@@ -57,14 +57,18 @@ class WorkerProcess(Protocol):
 Starter = Callable[[], Awaitable[WorkerProcess]]
 
 
+# Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
+START_WORKER = "import gc; gc.disable(); from swarmd.compute.worker import main; main()"
+
+
 class SubprocessWorker:
-    """``python -m swarmd.compute.worker`` on the other end of a socketpair."""
+    """``swarmd.compute.worker`` on the other end of a socketpair."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        command = [sys.executable, "-m", "swarmd.compute.worker", str(theirs.fileno())]
+        command = [sys.executable, "-c", START_WORKER, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
@@ -92,8 +96,20 @@ class SubprocessWorker:
         self._stream.socket.close()
 
 
-async def start_subprocess() -> WorkerProcess:
-    return SubprocessWorker()
+class Prestarted:
+    """Starts the first worker before it is known what for: importing torch takes longer than joining a swarm."""
+
+    def __init__(self, at_once: bool = True) -> None:
+        self._first = SubprocessWorker() if at_once else None
+
+    async def start(self) -> WorkerProcess:
+        first, self._first = self._first, None
+        return first or SubprocessWorker()
+
+    def close(self) -> None:
+        """End the first worker if nobody took it."""
+        if self._first is not None:
+            self._first.kill()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,13 @@ class LocalSwarm:
 
     def add(self, *arguments: str, models: dict[str, Path] | None = None, **environment: str) -> Volunteer:
         """Start a volunteer; the first one founds the swarm."""
+        volunteer = self.prepare(*arguments, models=models, **environment)
+        volunteer.start()
+        self.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
+        return volunteer
+
+    def prepare(self, *arguments: str, models: dict[str, Path] | None = None, **environment: str) -> Volunteer:
+        """Make a volunteer's home; it is not started."""
         home = Home(self.folder / f"peer{len(self.volunteers)}")
         if not self.volunteers:
             home.found("test")
@@ -100,8 +107,6 @@ class LocalSwarm:
             add_model(home, name, model_folder)
         volunteer = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", *arguments), environment)
         self.volunteers.append(volunteer)
-        volunteer.start()
-        self.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
         return volunteer
 
     def join(self, home: Home) -> None:

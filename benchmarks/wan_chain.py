@@ -1,0 +1,133 @@
+"""Three hops with 50 ms one way between any two peers: tokens/s against what four trips a token allow.
+
+    python benchmarks/wan_chain.py [--one-way-ms 50] [--tokens 60] [--runs 3]
+
+Every peer announces the address of its proxy (wan.py), direct channels are off, so that all traffic is delayed. The
+limit is 1 / (4 trips + compute): client to first hop, two pushes, and back; compute is the same model in one local
+process in the same run. Then the same with prompt lookup on text that repeats itself, against the same limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+import swarmd
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.wan import Wan, owner_of_port
+from swarmd.home import bundled_folder
+from swarmd.plan.routing import Hop
+from swarmd.values import PeerId, Span
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+SPANS = ((0, 2), (2, 4), (4, 6))
+TEXT = "The function returns a list of names. "
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def start_swarm(swarm: LocalSwarm, wan: Wan, nursery: trio.Nursery, names: dict[int, str]) -> list[Volunteer]:
+    """Three volunteers, each behind its proxy."""
+    volunteers = []
+    for number, (start, end) in enumerate(SPANS):
+        name, port = f"server{number}", free_port()
+        wan.add(name, 125e6, 125e6)
+        proxy = await nursery.start(partial(wan.serve, name, port))
+        arguments = (
+            *("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--announce", f"/ip4/127.0.0.1/tcp/{proxy}"),
+            *("--serve", "demo", "--blocks", f"{start}:{end}"),
+        )
+        volunteer = await trio.to_thread.run_sync(partial(swarm.add, *arguments, SWARMD_DIRECT="0"))
+        assert volunteer.process is not None
+        names[volunteer.process.pid] = name
+        volunteers.append(volunteer)
+    await trio.to_thread.run_sync(swarm.wait_online)
+    return volunteers
+
+
+async def measure(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        names: dict[int, str] = {}
+        wan = Wan(options.one_way_ms / 1000, owner_of_port(names, "client"))
+        wan.add("client", 125e6, 125e6)
+        async with trio.open_nursery() as nursery:
+            volunteers = await start_swarm(swarm, wan, nursery, names)
+            chain = [[v.peer, a, b] for v, (a, b) in zip(volunteers, SPANS, strict=True)]
+            invite = await trio.to_thread.run_sync(swarm.invite)
+            settings = {"invite": invite, "chain": chain, "tokens": options.tokens, "runs": options.runs}
+            command = [sys.executable, __file__, "--client", json.dumps(settings)]
+            done = await trio.run_process(command, capture_stdout=True)
+            nursery.cancel_scope.cancel()
+    report(json.loads(done.stdout.decode().splitlines()[-1]), options.one_way_ms / 1000)
+
+
+def client(settings: dict[str, Any]) -> None:
+    """The client's process: local and remote runs, interleaved; prints their tokens/s as JSON."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    hops = tuple(Hop(PeerId(p), Span(a, b)) for p, a, b in settings["chain"])
+    result: dict[str, list[float]] = {"local": [], "plain": [], "lookup": []}
+    with swarmd.connect(settings["invite"]) as swarm:
+        model = swarm.model("demo", chain=hops, wait_s=30)
+        ids = swarm.tokenizer("demo")(TEXT * 12, return_tensors="pt").input_ids
+        rate(model, ids, 3)
+        for _ in range(settings["runs"]):
+            result["local"].append(rate(local, ids, settings["tokens"]))
+            result["plain"].append(rate(model, ids, settings["tokens"]))
+            result["lookup"].append(rate(model, ids, settings["tokens"], prompt_lookup_num_tokens=7))
+    print(json.dumps(result))
+
+
+def rate(model: Any, ids: torch.Tensor, n_tokens: int, **more: Any) -> float:
+    """Tokens/s after the first."""
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "min_new_tokens": 1, **more}
+    begun = time.perf_counter()
+    model.generate(ids, max_new_tokens=1, **options)
+    first = time.perf_counter()
+    out = model.generate(ids, max_new_tokens=n_tokens + 1, **options)
+    taken = time.perf_counter() - first - (first - begun)
+    return (out.shape[1] - ids.shape[1] - 1) / taken
+
+
+def report(result: dict[str, list[float]], one_way_s: float) -> None:
+    local, plain, lookup = (statistics.median(result[k]) for k in ("local", "plain", "lookup"))
+    limit = 1 / (4 * one_way_s + 1 / local)
+    print(f"three hops, {1000 * one_way_s:.0f} ms one way; local compute {1000 / local:.1f} ms a token")
+    print(f"  limit of four trips: {limit:.2f} tokens/s")
+    print(f"  greedy: {plain:.2f} tokens/s, {plain / limit:.3f} of the limit")
+    print(f"  prompt lookup on repeating text: {lookup:.2f} tokens/s, {lookup / limit:.2f} x the limit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one-way-ms", type=float, default=50.0)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--client", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        client(options.client)
+    else:
+        trio.run(measure, options)
+
+
+if __name__ == "__main__":
+    main()
