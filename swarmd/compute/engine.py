@@ -121,12 +121,12 @@ class Engine:
 
     def _compute(self, shares: tuple[Share, ...]) -> None:
         sessions = [self._sessions[share.key] for share in shares]
-        if len(shares) == 1:
-            (session,), (share,) = sessions, shares
-            n_tokens = session.n_rows * share.t
-            if not (session.can_share and self.span.can_batch and self.span.is_captured(n_tokens, session.hop)):
-                session.compute(share.t)
-                return
+        n_tokens = sum(s.n_rows * share.t for s, share in zip(sessions, shares, strict=True))
+        can_share = self.span.can_batch and all(s.can_share for s in sessions)
+        is_captured = can_share and self.span.is_captured(n_tokens, sessions[0].hop)
+        if len(sessions) == 1 and not is_captured:
+            sessions[0].compute(shares[0].t)
+            return
         pieces = [s.piece(share.t) for s, share in zip(sessions, shares, strict=True)]
         outs = self.span.forward_ragged(pieces, sessions[0].hop)
         for session, out in zip(sessions, outs, strict=True):

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from swarmd.values import Span
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURED = 8
+COMMON = 50  # passes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
@@ -56,6 +58,7 @@ class LoadedSpan:
         self._ragged: RaggedAttention | None = None
         self._captured: dict[int, Pass] = {}
         self._capture = False
+        self._n_passes: Counter[int] = Counter()
 
     def new_cache(self, hop: Span | None = None) -> SpanCache:
         return SpanCache(self.config, hop or self.span)
@@ -87,8 +90,17 @@ class LoadedSpan:
         return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
 
     def is_captured(self, n_tokens: int, hop: Span) -> bool:
-        """Is a pass over so many tokens known as a straight line?"""
-        return n_tokens in self._captured and hop == self.span
+        """Is a pass over so many tokens known as a straight line? One that is asked for often is captured now.
+
+        That takes some tenths of a second, once, on a server that is never idle.
+        """
+        if hop != self.span or not self._capture or n_tokens > MAX_CAPTURED:
+            return False
+        if n_tokens not in self._captured:
+            self._n_passes[n_tokens] += 1
+            if self._n_passes[n_tokens] == COMMON:
+                self.capture(n_tokens)
+        return n_tokens in self._captured
 
     @property
     def next_to_capture(self) -> int | None:

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.5
 IDLE_S = 0.3
-FIRST_IDLE_S = 1.5
 QUICK_S = 0.05
 BUDGET_S = 0.15
 MEASURE_INTERVAL_S = 600.0
@@ -52,7 +51,6 @@ class Worker:
         self._n_loads = 0
         self._ticked_at = 0.0
         self._is_prepared = False
-        self._prepare_after_s = FIRST_IDLE_S
         self._measure_at = 0.0
         self._to_measure: list[int] = []
         self._speed = Measured()
@@ -78,11 +76,11 @@ class Worker:
     def _prepare_while_idle(self) -> None:
         """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
         while self._engine is not None and not self._engine.has_work:
-            wait_s = self._prepare_after_s if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
+            wait_s = IDLE_S if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
             if not self._is_prepared:
-                self._is_prepared, self._prepare_after_s = not self._engine.prepare(), IDLE_S
+                self._is_prepared = not self._engine.prepare()
                 continue
             if not self._to_measure:
                 self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]

@@ -16,11 +16,23 @@ from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
+from swarmd.node.server import UNUSED_LEASE_S
 from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.messages import AnyMessage, Edit, Hello, Message, Op, OpenSession, Refusal, TensorMeta
+from swarmd.protocol.messages import (
+    AnyMessage,
+    CachePart,
+    Edit,
+    HandOver,
+    Hello,
+    Message,
+    Op,
+    OpenSession,
+    Refusal,
+    TensorMeta,
+)
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, HIDDEN, MODEL, Reference, SimSwarm
@@ -276,3 +288,47 @@ async def test_records_of_others_cannot_be_forged(virtual_time: trio.testing.Moc
         daemon = s.swarm.daemons[s.server][0]
         assert daemon.directory.view().peers[s.server].sequence < 2**50
         assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
+
+
+async def test_caches_from_a_stranger_or_for_no_heir_are_refused(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        part = CachePart(session=s.victim.key, start=0, epoch=1, digest=b"\0" * 32)
+        assert await s.attacker.codes_for(s.server, part, b"junk") == [Code.STRANGER]
+        await s.attacker.open(s.server)
+        mine = msgspec.structs.replace(part, session=KEY)
+        assert await s.attacker.codes_for(s.server, mine, b"junk") == [Code.STRANGER]
+
+
+async def test_caches_that_are_not_what_was_announced_cost_their_own_session_only(
+    virtual_time: trio.testing.MockClock,
+) -> None:
+    async with scene() as s:
+        part = CachePart(session=KEY, start=0, epoch=1, digest=b"\0" * 32)
+        for payload in (b"junk", b""):
+            await s.attacker.open(s.server, inherit=s.attacker.identity.peer_id)
+            assert await s.attacker.codes_for(s.server, part, payload) == [Code.SESSION_LOST]
+        await s.attacker.open(s.server, inherit=s.attacker.identity.peer_id)
+        late = msgspec.structs.replace(part, part=3, n_parts=9)
+        assert await s.attacker.codes_for(s.server, late, b"junk") == [Code.SESSION_LOST]
+
+
+async def test_only_its_client_can_have_a_session_handed_over(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        request = HandOver(id=7, session=s.victim.key, start=0, epoch=2, to=s.attacker.identity.peer_id)
+        assert await s.attacker.codes_for(s.server, request) == [Code.STRANGER]
+
+
+async def test_an_unknown_codec_is_refused(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        with pytest.raises(Refused, match="knows the codecs raw"):
+            await s.attacker.open(s.server, codec="zip")
+
+
+async def test_a_reservation_that_is_not_used_expires(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        ledger = s.swarm.daemons[s.server][0].server.ledger  # type: ignore[union-attr]
+        before = ledger.free_tokens
+        await s.attacker.open(s.server, max_tokens=5_000)
+        assert ledger.free_tokens == before - 5_000
+        await trio.sleep(UNUSED_LEASE_S + 1)
+        assert ledger.free_tokens == before

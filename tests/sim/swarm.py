@@ -41,6 +41,9 @@ class ToyCache:
 
     def record_past(self) -> None: ...
 
+    def n_bytes(self) -> int:
+        return 0
+
 
 class ToySpan:
     """A model of one line: every block adds a share of its memory to each token, one token after the other."""
@@ -54,6 +57,8 @@ class ToySpan:
 
     def new_cache(self, hop: Span | None = None) -> ToyCache:
         return ToyCache(hop or self.span)
+
+    example_cache = new_cache
 
     def forward(self, hidden: torch.Tensor, positions: Any, mask: Any, cache: Any, n_past: int, hop: Span) -> Any:
         out = hidden.clone()
@@ -142,7 +147,7 @@ class SimSwarm:
         chosen = self.rng.sample(sorted(self.daemons), min(2, len(self.daemons)))
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
-    async def add(self, span: Span) -> PeerId:
+    async def add(self, span: Span, is_fixed: bool = True) -> PeerId:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
         exchange = Exchange(self.keys, self.wall_clock)
@@ -156,7 +161,7 @@ class SimSwarm:
             self.keys,
             identity,
             certificate,
-            Config(blocks=f"{span.start}:{span.end}", model="toy", cache_tokens=10**6),
+            Config(blocks=f"{span.start}:{span.end}" if is_fixed else "auto", model="toy", cache_tokens=10**6),
             {MODEL: Path("/toy")},
             network,
             SimRecordStore(self.world, identity.peer_id),

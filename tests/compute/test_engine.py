@@ -1,0 +1,191 @@
+"""Sessions of different lengths through one engine: together they give what each gives alone, and nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarmd.compute.engine import Engine
+from swarmd.compute.history import Budget, Sent
+from swarmd.compute.session import encode_op
+from swarmd.compute.span import LoadedSpan
+from swarmd.compute.wire import unpack_untrusted
+from swarmd.protocol import messages
+from swarmd.protocol.frames import FrameDecoder
+from swarmd.protocol.messages import CloseSession, HandOver, Inherited, Op, OpenSession, Refusal
+from swarmd.values import Span
+from tests import checkpoints
+
+BLOCKS = Span(0, 3)
+
+
+@pytest.fixture(scope="module")
+def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+    torch.set_num_threads(1)
+    folder = checkpoints.make("llama", tmp_path_factory.mktemp("llama"), n_layers=3, max_position_embeddings=4_096)
+    loaded = LoadedSpan(folder, BLOCKS, torch.float32)
+    loaded.self_test()
+    assert loaded.can_batch
+    return loaded
+
+
+class Bench:
+    """An engine and the sessions that a test drives by hand."""
+
+    def __init__(self, span: LoadedSpan) -> None:
+        self.engine = Engine(span, Budget())
+        self.outputs: dict[bytes, list[torch.Tensor]] = {}
+        self.others: list[messages.AnyMessage] = []
+        self.raw: list[bytes] = []
+        self.n_passes = 0
+        self.seq: dict[bytes, int] = {}
+
+    def open(self, key: bytes, batch: int = 1, inherit: str = "") -> None:
+        opening = OpenSession(
+            session=key, start=0, end=3, max_tokens=3_000, client=key, batch=batch, inherit=inherit, epoch=1
+        )
+        self.feed(messages.framed(opening))
+        self.seq[key], self.outputs[key] = 0, []
+
+    def put(self, key: bytes, hidden: torch.Tensor, n_past: int) -> None:
+        self.seq[key] += 1
+        b, t, _ = hidden.shape
+        positions = torch.arange(n_past, n_past + t, dtype=torch.int32).expand(b, t)
+        sent = Sent(self.seq[key], (), hidden, positions, None)
+        self.feed(encode_op(key, 0, 1, self.seq[key] - 1, sent, Op(), None, "raw"))
+
+    def feed(self, raw: bytes) -> None:
+        for frame in FrameDecoder().feed_untrusted(raw):
+            for answer in self.engine.take(messages.decode_untrusted(frame.header), frame):
+                self._note(answer)
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def step(self) -> None:
+        self.n_passes += 1
+        for answer in (*self.engine.run_pass(), *self.engine.settle()):
+            self._note(answer)
+
+    def _note(self, raw: bytes) -> None:
+        self.raw.append(raw)
+        (frame,) = FrameDecoder().feed_untrusted(raw)
+        message = messages.decode_untrusted(frame.header)
+        if isinstance(message, Op) and message.tensor is not None:
+            self.outputs[message.session].append(unpack_untrusted(message.tensor, frame.payload)[0])
+        else:
+            self.others.append(message)
+
+
+def whole(span: LoadedSpan, hidden: torch.Tensor) -> torch.Tensor:
+    return span.forward(hidden, torch.arange(hidden.shape[1]).expand(hidden.shape[0], -1))
+
+
+def test_steps_of_several_sessions_share_passes_and_stay_apart(span: LoadedSpan) -> None:
+    bench, rng = Bench(span), torch.Generator().manual_seed(0)
+    sizes = {b"a" * 16: (1, 5), b"b" * 16: (2, 9), b"c" * 16: (1, 17)}
+    hidden = {key: torch.randn(b, n + 6, 64, generator=rng) for key, (b, n) in sizes.items()}
+    for key, (b, n) in sizes.items():
+        bench.open(key, batch=b)
+        bench.put(key, hidden[key][:, :n], 0)
+        bench.run()
+    bench.n_passes = 0
+    for step in range(6):
+        for key, (_, n) in sizes.items():
+            bench.put(key, hidden[key][:, n + step : n + step + 1], n + step)
+        bench.run()
+    assert bench.n_passes == 6, "all three in each pass"
+    for key in sizes:
+        torch.testing.assert_close(torch.cat(bench.outputs[key], 1), whole(span, hidden[key]), rtol=1e-4, atol=1e-4)
+    assert not bench.others
+
+
+def test_decoding_goes_on_beside_a_long_prefill(span: LoadedSpan) -> None:
+    bench, rng = Bench(span), torch.Generator().manual_seed(1)
+    decoding, long = b"d" * 16, b"l" * 16
+    hidden, prompt = torch.randn(1, 300, 64, generator=rng), torch.randn(1, 2_000, 64, generator=rng)
+    bench.open(decoding)
+    bench.open(long)
+    bench.put(decoding, hidden[:, :4], 0)
+    bench.run()
+    bench.put(long, prompt, 0)
+    n_steps = 4
+    while not bench.outputs[long] and n_steps < 300:
+        bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
+        bench.step()
+        n_steps += 1
+        assert len(bench.outputs[decoding]) == n_steps - 3, "each pass takes the decode step along"
+    assert bench.outputs[long], "the prefill moved on beside it"
+    torch.testing.assert_close(bench.outputs[long][0], whole(span, prompt), rtol=1e-3, atol=1e-3)
+    got = torch.cat(bench.outputs[decoding], 1)
+    torch.testing.assert_close(got, whole(span, hidden[:, :n_steps]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_captured_pass_gives_the_same_bits(span: LoadedSpan) -> None:
+    bench, rng = Bench(span), torch.Generator().manual_seed(2)
+    hidden, key = torch.randn(1, 12, 64, generator=rng), b"k" * 16
+    positions, cache = torch.arange(12).unsqueeze(0), span.new_cache()
+    plain = [span.forward(hidden[:, i : i + 1], positions[:, i : i + 1], None, cache, i) for i in range(12)]
+    for n in range(1, 4):
+        span.capture(n)
+        assert span.is_captured(n, BLOCKS)
+    bench.open(key)
+    for i in range(12):
+        bench.put(key, hidden[:, i : i + 1], i)
+        bench.run()
+    assert torch.equal(torch.cat(bench.outputs[key], 1), torch.cat(plain, 1))
+
+
+def test_what_was_handed_over_goes_on_elsewhere(span: LoadedSpan) -> None:
+    key, rng = b"h" * 16, torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, 30, 64, generator=rng)
+    old, heir = Bench(span), Bench(span)
+    old.open(key)
+    for a, b in ((0, 20), (20, 21)):
+        old.put(key, hidden[:, a:b], a)
+        old.run()
+    old.raw.clear()
+    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    heir.open(key, inherit="old")
+    for raw in old.raw[:-1]:  # the last says that all have left
+        heir.feed(raw)
+    assert [type(m) for m in heir.others] == [Inherited]
+    heir.seq[key] = 2
+    heir.put(key, hidden[:, 21:], 21)
+    heir.run()
+    torch.testing.assert_close(heir.outputs[key][-1], whole(span, hidden)[:, 21:], rtol=1e-4, atol=1e-4)
+
+
+def test_caches_that_were_changed_on_the_way_are_refused(span: LoadedSpan) -> None:
+    key = b"t" * 16
+    old, heir = Bench(span), Bench(span)
+    old.open(key)
+    old.put(key, torch.randn(1, 5, 64), 0)
+    old.run()
+    old.raw.clear()
+    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    heir.open(key, inherit="old")
+    raw = bytearray(old.raw[0])
+    raw[-1] ^= 1
+    heir.feed(bytes(raw))
+    (refusal,) = heir.others
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "session_lost"
+    assert "digest" in refusal.message
+
+
+def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:
+    bench, key = Bench(span), b"n" * 16
+    bench.open(key)
+    bench.put(key, torch.randn(1, 4, 64), 0)
+    bench.put(key, torch.randn(1, 1, 64), 4)
+    bench.put(key, torch.full((1, 1, 64), float("nan")), 5)
+    bench.put(key, torch.randn(1, 1, 64), 5)
+    bench.run()
+    assert bench.engine.handled == 5
+    assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"]
+    bench.put(key, torch.randn(1, 1, 64), 6)
+    bench.feed(messages.framed(CloseSession(session=key)))
+    assert bench.engine.handled == 7
+    assert not bench.engine.has_work
