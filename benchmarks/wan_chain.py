@@ -4,7 +4,8 @@
 
 Every peer announces the address of its proxy (wan.py), direct channels are off, so that all traffic is delayed. The
 limit is 1 / (4 trips + compute): client to first hop, two pushes, and back; compute is the same model in one local
-process in the same run. Then the same with prompt lookup on text that repeats itself, against the same limit.
+process in the same run. Then the same with prompt lookup on text that repeats itself (the prompt is what the model
+itself fell into), against the same limit. The checkpoint is serving.py's.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import trio
 import swarmd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.serving import make_checkpoint
 from benchmarks.wan import Wan, owner_of_port
-from swarmd.home import bundled_folder
 from swarmd.plan.routing import Hop
 from swarmd.values import PeerId, Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
-SPANS = ((0, 2), (2, 4), (4, 6))
-TEXT = "The function returns a list of names. "
+SPANS = ((0, 3), (3, 6), (6, 8))
+N_PROMPT = 400
 
 
 def free_port() -> int:
@@ -51,9 +52,10 @@ async def start_swarm(swarm: LocalSwarm, wan: Wan, nursery: trio.Nursery, names:
         proxy = await nursery.start(partial(wan.serve, name, port))
         arguments = (
             *("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--announce", f"/ip4/127.0.0.1/tcp/{proxy}"),
-            *("--serve", "demo", "--blocks", f"{start}:{end}"),
+            *("--serve", "bench", "--blocks", f"{start}:{end}"),
         )
-        volunteer = await trio.to_thread.run_sync(partial(swarm.add, *arguments, SWARMD_DIRECT="0"))
+        add = partial(swarm.add, *arguments, models={"bench": swarm.folder / "llama"}, SWARMD_DIRECT="0")
+        volunteer = await trio.to_thread.run_sync(add)
         assert volunteer.process is not None
         names[volunteer.process.pid] = name
         volunteers.append(volunteer)
@@ -63,14 +65,16 @@ async def start_swarm(swarm: LocalSwarm, wan: Wan, nursery: trio.Nursery, names:
 
 async def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        make_checkpoint(swarm.folder / "llama", 512)
         names: dict[int, str] = {}
         wan = Wan(options.one_way_ms / 1000, owner_of_port(names, "client"))
         wan.add("client", 125e6, 125e6)
         async with trio.open_nursery() as nursery:
             volunteers = await start_swarm(swarm, wan, nursery, names)
             chain = [[v.peer, a, b] for v, (a, b) in zip(volunteers, SPANS, strict=True)]
-            invite = await trio.to_thread.run_sync(swarm.invite)
-            settings = {"invite": invite, "chain": chain, "tokens": options.tokens, "runs": options.runs}
+            home = str(volunteers[0].home.folder)
+            settings = {"home": home, "chain": chain, "tokens": options.tokens, "runs": options.runs}
+            settings["checkpoint"] = str(swarm.folder / "llama")
             command = [sys.executable, __file__, "--client", json.dumps(settings)]
             done = await trio.run_process(command, capture_stdout=True)
             nursery.cancel_scope.cancel()
@@ -82,27 +86,29 @@ def client(settings: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    local = AutoModelForCausalLM.from_pretrained(settings["checkpoint"], dtype=torch.float32)
     hops = tuple(Hop(PeerId(p), Span(a, b)) for p, a, b in settings["chain"])
     result: dict[str, list[float]] = {"local": [], "plain": [], "lookup": []}
-    with swarmd.connect(settings["invite"]) as swarm:
-        model = swarm.model("demo", chain=hops, wait_s=30)
-        ids = swarm.tokenizer("demo")(TEXT * 12, return_tensors="pt").input_ids
+    with swarmd.connect(home=settings["home"]) as swarm:
+        model = swarm.model("bench", chain=hops, wait_s=30)
+        start = torch.arange(3, 19).unsqueeze(0)
+        length = {"min_new_tokens": N_PROMPT, "max_new_tokens": N_PROMPT}
+        ids = local.generate(start, attention_mask=torch.ones_like(start), do_sample=False, **length)
         rate(model, ids, 3)
         for _ in range(settings["runs"]):
             result["local"].append(rate(local, ids, settings["tokens"]))
             result["plain"].append(rate(model, ids, settings["tokens"]))
-            result["lookup"].append(rate(model, ids, settings["tokens"], prompt_lookup_num_tokens=7))
+            result["lookup"].append(rate(model, ids, settings["tokens"], prompt_lookup_num_tokens=8))
     print(json.dumps(result))
 
 
 def rate(model: Any, ids: torch.Tensor, n_tokens: int, **more: Any) -> float:
     """Tokens/s after the first."""
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "min_new_tokens": 1, **more}
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **more}
     begun = time.perf_counter()
     model.generate(ids, max_new_tokens=1, **options)
     first = time.perf_counter()
-    out = model.generate(ids, max_new_tokens=n_tokens + 1, **options)
+    out = model.generate(ids, max_new_tokens=n_tokens + 1, min_new_tokens=n_tokens + 1, **options)
     taken = time.perf_counter() - first - (first - begun)
     return (out.shape[1] - ids.shape[1] - 1) / taken
 

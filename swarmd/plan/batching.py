@@ -1,8 +1,8 @@
 """What a worker computes next: every ready decode step together, and beside them as much prefill as they can bear.
 
-Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that it at most doubles the pass;
-with nobody decoding, chunks are as long as a pass may be. Clients take turns by what they were given so far, and so
-do sessions that cannot share a pass (exact grade, padded batches, families whose self-test failed).
+Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that the pass gets longer by
+half at most; with nobody decoding, chunks are as long as a pass may be. Clients take turns by what they were given so
+far, and so do sessions that cannot share a pass (exact grade, padded batches, families whose self-test failed).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from swarmd.values import Decision
 
-MAX_DECODE_TOKENS = 8  # a row: one token, or a few guessed ones to verify
+MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512
-MIN_CHUNK_TOKENS = 16
+MIN_CHUNK_TOKENS = 8
+PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Ready:
 
     @property
     def is_decode(self) -> bool:
-        return self.t <= MAX_DECODE_TOKENS and not self.is_begun
+        return not self.is_begun and (self.t == 1 or self.b * self.t <= MAX_GUESSED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     if not together:
         chunk = _longest(longest)
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    bearable = int(speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     chunk = min(_longest(longest), max(MIN_CHUNK_TOKENS, bearable) // longest.b or 1)
     shares.append(Share(longest.key, chunk))
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
@@ -93,7 +94,7 @@ def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> fl
 
 
 CHUNK_S = 0.05
-MIN_OP_TOKENS = 64
+MIN_OP_TOKENS = 128
 MAX_OP_TOKENS = 2_048
 
 

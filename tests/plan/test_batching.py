@@ -28,9 +28,9 @@ def test_all_ready_decode_steps_share_a_pass() -> None:
     assert keys(ready("a"), ready("b"), ready("c", 4)) == ["a", "b", "c"]
 
 
-def test_prefill_beside_decoding_at_most_doubles_the_pass() -> None:
+def test_prefill_beside_decoding_adds_half_a_pass_at_most() -> None:
     shares = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED).action
-    assert shares == (Share((b"a", 0), 1), Share((b"long", 0), 50))
+    assert shares == (Share((b"a", 0), 1), Share((b"long", 0), 25))
 
 
 def test_prefill_alone_takes_whole_passes() -> None:
