@@ -24,6 +24,7 @@ class Config:
     """Everything a daemon can be told.
 
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
+    ``max_blocks`` bounds what "auto" takes; 0 is as many as fit.
     ``balance`` lets a server with automatic blocks move to others that the swarm lacks.
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
@@ -38,6 +39,7 @@ class Config:
     serve: bool = True
     model: str = ""
     blocks: str = "auto"
+    max_blocks: int = 0
     balance: bool = True
     balance_interval_s: int = 60
     dtype: str = "float32"
@@ -53,7 +55,7 @@ class Config:
         """Return the settings if they can be right. Raises ConfigError."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name in ("threads", "cache_tokens", "history_mib", "direct_port", "balance_interval_s"):
+        for name in ("threads", "cache_tokens", "history_mib", "direct_port", "balance_interval_s", "max_blocks"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         _ = self.span

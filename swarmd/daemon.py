@@ -214,6 +214,7 @@ class Daemon:
                 await trio.sleep(0.2)
         weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
         n_fit = blocks_that_fit(psutil.virtual_memory().available, weights // n_blocks, n_blocks)
+        n_fit = min(n_fit, self._config.max_blocks or n_fit)
         spans = [s for s in self.directory.view().spans if s.model == model and s.state != "draining"]
         holders = [holder_of(s) for s in spans if s.end <= n_blocks and s.peer != self.network.peer_id]
         speeds = [h.blocks_per_s for h in holders] or [1.0]

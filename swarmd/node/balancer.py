@@ -19,7 +19,6 @@ from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 MAX_LIFETIMES = 512
-SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +106,11 @@ class Balancer:
         own = next((s for s in view.spans if s.peer == self._me and s.state == "online"), None)
         if own is None or not own.moves_left:
             return Decision(None, "this server stays: its blocks are fixed, or it moved often today")
-        if self._wall_clock() - self._up_since.get(self._me, 0) < SETTLED_S:
+        if self._wall_clock() - self._up_since.get(self._me, 0) < self._interval_s:
             return Decision(None, "this server has only just come")
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
-        spans = sorted((s for s in view.spans if s.model == own.model and s.end <= n_blocks), key=lambda s: s.peer)
-        decision = choose_move([holder_of(s) for s in spans], n_blocks)
+        spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
+        decision = choose_move([holder_of(s) for s in sorted(spans, key=lambda s: s.peer)], n_blocks)
         if decision.action is None or decision.action.peer != self._me:
             who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{who}{decision.reason}")
