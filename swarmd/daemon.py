@@ -138,6 +138,7 @@ class Daemon:
         model, n_blocks, folder = await self._choose_model()
         while True:
             while self._is_drained:
+                self._changed_mind = trio.Event()
                 await self._changed_mind.wait()
             self.placement = self._next_placement or await self._choose_span(model, n_blocks, folder)
             self._next_placement, self._changed_mind = None, trio.Event()
@@ -432,8 +433,9 @@ class Daemon:
         """Serve again after a drain."""
         if not self._config.serve:
             raise ConfigError("this daemon was started with --no-serve: start it without")
-        self._is_drained = False
-        self._changed_mind.set()
+        if self._is_drained:
+            self._is_drained = False
+            self._changed_mind.set()
         return {"serving": True}
 
     def stop(self) -> None:

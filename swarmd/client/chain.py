@@ -226,8 +226,10 @@ class ChainSession:
         elif isinstance(message, Refusal):
             self._on_refusal(peer, message)
         elif isinstance(message, Inherited):
-            self._inherited[message.start] = message.seq
-            self._notify()
+            link = self._link_at(message.start)
+            if link is not None and link.hop.peer == peer and message.epoch == self._epoch:
+                self._inherited[message.start] = message.seq
+                self._notify()
         elif isinstance(message, Leaving):
             self._on_leaving(peer, message)
 

@@ -7,11 +7,10 @@ timed with, so that simulated workers run it too.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import torch
 
 from swarmd.compute.history import Budget
 from swarmd.compute.session import HopSession
@@ -22,7 +21,16 @@ from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
 
+logger = logging.getLogger(__name__)
+
 _SMOOTHING = 0.2
+PASS_ERRORS = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    ArithmeticError,
+)  # torch's own included, out of memory too
 Key = tuple[bytes, int]
 
 
@@ -63,6 +71,10 @@ class Engine:
                 yield self._refuse(message, Refused(Code.NO_SESSION, text))
                 return
             self._n_taken += 1
+            if key not in self._queues:  # whoever was idle has no claim on what others were given meanwhile
+                client = self._sessions[key].client
+                active = [self._served[self._sessions[k].client] for k in self._queues]
+                self._served[client] = max(self._served[client], min(active, default=0.0))
             self._queues.setdefault(key, []).append(_Waiting(message, frame.payload, self._n_taken))
             if not self._sessions[key].is_computing:
                 yield from self._advance(key)
@@ -101,9 +113,10 @@ class Engine:
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
         try:
             self._compute(shares)
-        except torch.OutOfMemoryError as error:
+        except PASS_ERRORS as error:  # one session's state must not end the others'
+            logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them
-                yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"out of memory: {error}"))
+                yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
             return
         self._learn(ready, shares, n_tokens, begun)
         self._answered = [share.key for share in shares if self._sessions[share.key].is_complete]
@@ -115,7 +128,15 @@ class Engine:
         """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""
         answered, self._answered = self._answered, []
         for key in answered:
-            self._sessions[key].keep()
+            if key not in self._sessions:
+                continue
+            try:
+                self._sessions[key].keep()
+            except PASS_ERRORS as error:
+                logger.exception("an op could not be kept")
+                self.handled -= 1  # it was counted with its answer
+                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op could not be kept: {error}"[:500]))
+                continue
             self._next(key)
             yield from self._advance(key)
 
@@ -139,29 +160,37 @@ class Engine:
         return Ready(key, session.client, session.n_rows, left, waiting.order, can_share, session.hop, session.is_begun)
 
     def _advance(self, key: Key) -> Iterator[bytes]:
-        """Begin the next op of a session; ops without tokens and replays are done at once."""
+        """Begin the next op of a session; what has no tokens to compute is done at once."""
         while (queue := self._queues.get(key)) and not self._sessions[key].is_computing:
-            waiting, session = queue[0], self._sessions[key]
+            waiting = queue[0]
             try:
-                if isinstance(waiting.message, Replay):
-                    yield from self._replay(session, waiting.message)
-                elif isinstance(waiting.message, HandOver):
-                    yield from session.hand_over(waiting.message)
-                elif isinstance(waiting.message, CachePart):
-                    yield from session.inherit(waiting.message, waiting.payload)
-                else:
-                    session.begin(waiting.message, waiting.payload)
-                    if session.is_computing:
-                        return
-                    yield session.answer()
-                    session.keep()
+                yield from self._begin(self._sessions[key], waiting)
+                if self._sessions[key].is_computing:
+                    return
                 self.handled += 1
-            except (Refused, RemoteProtocolError) as error:
-                refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
-                if isinstance(waiting.message, CachePart):  # what is half in place is worth nothing
-                    refused = Refused(Code.SESSION_LOST, str(error))
-                yield self._refuse(waiting.message, refused)
+            except Refused as error:
+                is_part = isinstance(waiting.message, CachePart)  # what is half in place is worth nothing
+                yield self._refuse(waiting.message, Refused(Code.SESSION_LOST, str(error)) if is_part else error)
+            except RemoteProtocolError as error:
+                yield self._refuse(waiting.message, Refused(Code.MALFORMED, str(error)))
+            except PASS_ERRORS as error:
+                logger.exception("an op could not be begun")
+                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                return
             self._next(key)
+
+    def _begin(self, session: HopSession, waiting: _Waiting) -> Iterator[bytes]:
+        if isinstance(waiting.message, Replay):
+            yield from self._replay(session, waiting.message)
+        elif isinstance(waiting.message, HandOver):
+            yield from session.hand_over(waiting.message)
+        elif isinstance(waiting.message, CachePart):
+            yield from session.inherit(waiting.message, waiting.payload)
+        else:
+            session.begin(waiting.message, waiting.payload)
+            if not session.is_computing:
+                yield session.answer()
+                session.keep()
 
     def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
         n_ops = 0

@@ -6,6 +6,7 @@ opened for it before anything of it is used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,6 +23,15 @@ from swarmd.protocol.untrusted import decode
 
 Tensors = dict[str, torch.Tensor]
 MAX_RECENT = 4_096
+UNREADABLE = (
+    SafetensorError,
+    RemoteProtocolError,
+    LookupError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    ArithmeticError,
+)
 
 
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
@@ -41,7 +51,10 @@ def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_
     if whole is not None:
         _put(tensors, "base", whole[2])
     tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
-    for number, sent in enumerate(history.after(0)):
+    recent = list(history.after(0))
+    if len(recent) > MAX_RECENT:
+        raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
+    for number, sent in enumerate(recent):
         _put(tensors, f"recent.{number}", sent)
         tensors[f"recent.{number}.seq"] = torch.tensor([sent.seq, int(sent.record_past)])
         edits = msgspec.msgpack.encode(sent.edits)
@@ -50,8 +63,19 @@ def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_
     return raw
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What state must fit: rows, tokens that were reserved, hidden size and dtype, and the op that it reaches."""
+
+    n_rows: int
+    max_tokens: int
+    hidden: int
+    dtype: torch.dtype
+    seq: int
+
+
 def unpack_state_untrusted(
-    raw: bytes, cache: SpanCache, history: History, n_rows: int, max_tokens: int, like: SpanCache
+    raw: bytes, cache: SpanCache, history: History, like: SpanCache, shape: StateShape
 ) -> tuple[int, torch.Tensor | None]:
     """Put encoded state in place; returns (tokens, mask). ``like`` is a cache of the same hop with one token in it.
 
@@ -59,25 +83,60 @@ def unpack_state_untrusted(
     """
     try:
         tensors = load(raw)
-        n_tokens = int(tensors["n_tokens"])
-        if not 0 <= n_tokens <= max_tokens:
-            raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {max_tokens}")
+        n_tokens = _whole_numbers(tensors["n_tokens"], 1)[0]
+        if not 0 <= n_tokens <= shape.max_tokens:
+            raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore(layer, like.owned[index], tensors, index, (n_rows, n_tokens))
-        reached = tensors["base.reached"].tolist()
-        if "base.hidden" in tensors:
-            history.add(_get(tensors, "base", *reached))
-            history.settle(reached[0])
-        number = 0
-        while f"recent.{number}.seq" in tensors and number < MAX_RECENT:
-            history.add(_get(tensors, f"recent.{number}", *tensors[f"recent.{number}.seq"].tolist()))
-            number += 1
+            _restore(layer, like.owned[index], tensors, index, (shape.n_rows, n_tokens))
+        _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
-        if mask is not None and tuple(mask.shape) != (n_rows, n_tokens):
-            raise Refused(Code.BAD_SHAPE, f"a mask of shape {tuple(mask.shape)} for {n_rows} rows of {n_tokens} tokens")
-        return n_tokens, mask
-    except (SafetensorError, RemoteProtocolError, KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise Refused(Code.MALFORMED, f"caches that do not parse: {error}") from None
+        if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
+            raise Refused(Code.BAD_SHAPE, f"a mask of {tuple(mask.shape)} for {shape.n_rows} rows of {n_tokens} tokens")
+        return n_tokens, None if mask is None else mask.long()
+    except (
+        SafetensorError,
+        RemoteProtocolError,
+        LookupError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as e:
+        raise Refused(Code.MALFORMED, f"caches that do not parse: {e}") from None
+
+
+def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> None:
+    """Check and take over what was sent on: the merged part, then the ops after it, up to the op the state reaches."""
+    base_seq, base_records = _whole_numbers(tensors["base.reached"], 2)
+    n_recent = sum(name.endswith(".seq") for name in tensors)
+    if not 0 <= base_seq <= shape.seq or n_recent > MAX_RECENT:
+        raise Refused(Code.MALFORMED, f"history up to op {base_seq} and {n_recent} more, for op {shape.seq}")
+    if "base.hidden" in tensors:
+        history.add(_get(tensors, "base", base_seq, base_records, shape))
+        history.settle(base_seq)
+    history.base_seq = base_seq
+    reached, n_tokens = base_seq, history.n_tokens
+    for number in range(n_recent):
+        seq, record_past = _whole_numbers(tensors[f"recent.{number}.seq"], 2)
+        sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
+        for edit in sent.edits:
+            n_tokens -= edit.crop or 0
+            rows = edit.rows or ()
+            if n_tokens < 0 or (rows and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)):
+                raise Refused(Code.MALFORMED, f"op {seq} of the history holds an edit that does not fit")
+        n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+        if seq != reached + 1:
+            raise Refused(Code.MALFORMED, f"op {seq} of the history follows op {reached}")
+        reached = seq
+        history.add(sent)
+    if reached != shape.seq:
+        raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
+
+
+def _whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
+    if tensor.dtype != torch.int64 or tensor.numel() != n:
+        raise Refused(Code.MALFORMED, f"expected {n} whole numbers, got {tuple(tensor.shape)} of {tensor.dtype}")
+    return [int(value) for value in tensor.flatten().tolist()]
 
 
 def _restore(layer: Any, like: Any, tensors: Tensors, index: int, size: tuple[int, int]) -> None:
@@ -99,7 +158,10 @@ def _restore(layer: Any, like: Any, tensors: Tensors, index: int, size: tuple[in
         raise Refused(Code.NOT_FINITE, f"layer {index} of the caches holds values that are not finite")
     layer.update(keys.to(like.keys.device), values.to(like.keys.device))
     if records:
-        seen, records_past = tensors[f"layer.{index}.seen"].tolist()
+        seen, records_past = _whole_numbers(tensors[f"layer.{index}.seen"], 2)
+        kept = min(n_tokens, like.sliding_window - 1)
+        if seen != n_tokens or not (n == kept or (records_past and n >= kept)):
+            raise Refused(Code.BAD_SHAPE, f"layer {index} keeps {n} of {seen} tokens, expected {kept} of {n_tokens}")
         layer.keys, layer.values = keys.to(like.keys.device), values.to(like.keys.device)
         layer.cumulative_length, layer.record_past = int(seen), bool(records_past)
 
@@ -110,8 +172,14 @@ def _put(tensors: Tensors, name: str, sent: Sent) -> None:
             tensors[f"{name}.{part}"] = value.contiguous()
 
 
-def _get(tensors: Tensors, name: str, seq: int, record_past: int) -> Sent:
+def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> Sent:
     hidden, positions, mask = (tensors.get(f"{name}.{part}") for part in ("hidden", "positions", "mask"))
+    if hidden is not None:
+        n = hidden.shape[1] if hidden.ndim == 3 else -1
+        fits = tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and n > 0 and hidden.dtype == shape.dtype
+        beside = [(positions, torch.int32), *([(mask, torch.uint8)] if mask is not None else [])]
+        if not fits or any(t is None or tuple(t.shape) != (shape.n_rows, n) or t.dtype != d for t, d in beside):
+            raise Refused(Code.BAD_SHAPE, f"{name} of the history does not fit {shape.n_rows} rows of {shape.hidden}")
     edits: tuple[Edit, ...] = ()
     if (raw := tensors.get(f"{name}.edits")) is not None:
         edits = decode(bytes(raw.tolist()), tuple[Edit, ...], "edits")

@@ -16,13 +16,15 @@ from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
 _FIRST_TOKENS = 64
+UNBOUNDED = 1 << 62
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
     """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
         super().__init__()
+        self._max_tokens = max_tokens
         self._slabs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -50,7 +52,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             and (not n_past or self.keys.data_ptr() == slabs[0].data_ptr())
         ):
             return slabs
-        capacity = max(_FIRST_TOKENS, n_tokens, 2 * n_past)
+        capacity = max(n_tokens, min(self._max_tokens, max(_FIRST_TOKENS, 2 * n_past)))
         grown = []
         for old, new in ((self.keys, key), (self.values, value)):
             b, h, _, d = new.shape
@@ -84,7 +86,7 @@ class SpanCache:
     layer 0 would silently decode at position 0.
     """
 
-    def __init__(self, config: PretrainedConfig, span: Span | None) -> None:
+    def __init__(self, config: PretrainedConfig, span: Span | None, max_tokens: int = UNBOUNDED) -> None:
         self.cache = DynamicCache(config=config)
         layers: list[Any] = self.cache.layers
         n = text_config(config).num_hidden_layers
@@ -92,7 +94,7 @@ class SpanCache:
             layers.append(DynamicLayer())
         for index in range(span.start, span.end) if span else ():
             if type(layers[index]) is DynamicLayer:
-                layers[index] = SlabLayer()
+                layers[index] = SlabLayer(max_tokens)
         self.cache.layer_class_to_replicate = None
         self.owned = layers[span.start : span.end] if span else []
         by_type: dict[type, Any] = {}

@@ -44,7 +44,7 @@ class RaggedAttention:
         self._name = f"swarmd_ragged_{id(self)}"
         self._cuts: list[tuple[Piece, slice]] = []
         self.on_layer: Callable[[], None] = lambda: None
-        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._sites: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._is_capturing = False
         self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
@@ -98,11 +98,12 @@ class RaggedAttention:
         """What the family's layers call. In a capture it leaves one node that stands for all below."""
         layer = module.layer_idx
         kwargs.pop("position_ids", None)  # of the row, not of a session
+        if args:
+            raise RuntimeError("this family calls its attention with positional arguments")
         self._sites[layer] = module, kwargs
         if not self._is_capturing:
             return self._attend_at(query, key, value, layer), None
-        strangers = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and not isinstance(v, nn.Parameter)]
-        if args or strangers:
+        if any(torch.is_tensor(v) and not isinstance(v, nn.Parameter) for v in kwargs.values()):
             raise RuntimeError("this family hands its attention tensors that change")
         return capture.attend(query, key, value, layer), None
 
@@ -130,7 +131,7 @@ class RaggedAttention:
         t = piece.hidden.shape[1]
         if t == 1:
             return None  # a cache layer returns only what one new token may see
-        key = (piece.n_past, t, window)
+        key = (piece.n_past, t, n_keys, window)
         if key not in self._masks:
             end, device = piece.n_past + t, piece.hidden.device
             queries = torch.arange(piece.n_past, end, device=device)[:, None]
@@ -140,7 +141,7 @@ class RaggedAttention:
                 allowed &= keys > queries - window
             if self._original == "eager":
                 lowest = torch.finfo(piece.hidden.dtype).min
-                allowed = torch.zeros(allowed.shape, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
+                allowed = torch.zeros_like(allowed, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
             self._masks[key] = allowed[None, None]
         return self._masks[key]
 
@@ -155,6 +156,11 @@ class _PassOn(DynamicLayer):  # type: ignore[misc]
 def can_batch(cache: SpanCache, config: Any) -> bool:
     """Do all owned layers keep plain keys and values, with full or sliding attention?"""
     kinds = set(getattr(text_config(config), "layer_types", None) or ["full_attention"])
+    rope = str(
+        getattr(text_config(config), "rope_parameters", None) or getattr(text_config(config), "rope_scaling", None)
+    )
+    if "longrope" in rope or "dynamic" in rope:  # their frequencies follow the longest sequence of a pass
+        return False
     known = all(type(layer) in (SlabLayer, DynamicSlidingWindowLayer) for layer in cache.owned)
     return known and kinds <= {"full_attention", "sliding_attention"}
 

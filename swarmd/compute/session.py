@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.compute.handover import pack_state, unpack_state_untrusted
+from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.history import Budget, History, Sent
+from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import pack, unpack_untrusted
@@ -53,12 +54,14 @@ class HopSession:
         self._span = span
         self._max_tokens = opened.max_tokens
         self._codec = opened.codec
-        self._cache = span.new_cache(self.hop)
+        self._cache = span.new_cache(self.hop, opened.max_tokens)
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
         self._begun: _Begun | None = None
         self._reached = 0  # the last op that is part of the caches
         self._parts: list[bytes] = []
+        self._epoch = opened.epoch
+        self._like: SpanCache | None = None
 
     @property
     def is_computing(self) -> bool:
@@ -164,6 +167,7 @@ class HopSession:
     def hand_over(self, request: HandOver) -> Iterator[bytes]:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
         raw = pack_state(self._cache, self.history, self._mask, self._n_tokens)
+        self._span.on_block()  # this takes a while, and is progress
         digest, n_parts = hashlib.sha256(raw).digest(), -(-len(raw) // PART_BYTES)
         for part in range(n_parts):
             header = CachePart(
@@ -183,7 +187,7 @@ class HopSession:
         if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
             text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
             raise Refused(Code.SESSION_LOST, text)
-        like = self._span.example_cache(self.hop)
+        like = self._like = self._like or self._span.example_cache(self.hop)
         limit = self.n_rows * self._max_tokens * (like.n_bytes() + self._history_bytes_per_token()) + PART_BYTES
         if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
             raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
@@ -191,13 +195,15 @@ class HopSession:
         if len(self._parts) < part.n_parts:
             return
         raw, self._parts = b"".join(self._parts), []
+        self._span.on_block()  # this takes a while, and is progress
         if hashlib.sha256(raw).digest() != part.digest:
             raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
-        self._n_tokens, self._mask = unpack_state_untrusted(
-            raw, self._cache, self.history, self.n_rows, self._max_tokens, like
-        )
+        self._span.on_block()
+        shape = StateShape(self.n_rows, self._max_tokens, self._span.hidden_size, self._span.dtype, part.seq)
+        self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, like, shape)
+        self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
-        yield messages.framed(Inherited(session=self.session, start=self.hop.start, seq=part.seq))
+        yield messages.framed(Inherited(session=self.session, start=self.hop.start, epoch=self._epoch, seq=part.seq))
 
     def _history_bytes_per_token(self) -> int:
         return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)

@@ -21,7 +21,7 @@ import transformers
 
 from swarmd.compute import skeleton
 from swarmd.compute.capture import Pass
-from swarmd.compute.kvcache import SpanCache
+from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Span
@@ -60,8 +60,8 @@ class LoadedSpan:
         self._capture = False
         self._n_passes: Counter[int] = Counter()
 
-    def new_cache(self, hop: Span | None = None) -> SpanCache:
-        return SpanCache(self.config, hop or self.span)
+    def new_cache(self, hop: Span | None = None, max_tokens: int = UNBOUNDED) -> SpanCache:
+        return SpanCache(self.config, hop or self.span, max_tokens)
 
     @torch.inference_mode()
     def forward(

@@ -76,7 +76,7 @@ class Worker:
     def _prepare_while_idle(self) -> None:
         """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
         while self._engine is not None and not self._engine.has_work:
-            wait_s = IDLE_S if not self._is_prepared else max(0.0, self._measure_at - time.monotonic())
+            wait_s = IDLE_S if not self._is_prepared else max(IDLE_S, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
             if not self._is_prepared:

@@ -46,14 +46,14 @@ AGAIN_AFTER_S = 300.0
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
 SEND_BUFFER_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 18
-BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError)
+BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """What a peer gives to one that may dial it: where, whom to trust, and the token to begin with."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-    certificate: Annotated[bytes, msgspec.Meta(max_length=2_048)]
+    certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=2_048)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
@@ -210,6 +210,7 @@ class DirectNetwork:
                 if tls.getpeercert(binary_form=True) != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
                 await tls.send_all(ticket.token)
+                return self._keep(DirectStream(peer, tls, connection))
         except BaseException as error:
             if connection is not None:
                 connection.socket.close()
@@ -217,7 +218,6 @@ class DirectNetwork:
                 text = f"no direct channel to {peer} at {host}:{ticket.port}: {error or 'no answer'}"
                 raise Unreachable(text) from None
             raise
-        return self._keep(DirectStream(peer, tls, connection))
 
     async def _ask_ticket(self, peer: PeerId) -> Ticket:
         stream = await self._inner.open_stream(peer, "ticket")
@@ -255,15 +255,15 @@ class DirectNetwork:
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 peer = await self._admit(tls)
+                stream = self._keep(DirectStream(peer, tls, connection)) if peer is not None else None
         except (trio.TooSlowError, *BROKEN):
-            peer = None
+            peer = stream = None
         finally:
             self._n_pending -= 1
         handler = self._handlers.get("interactive")
-        if peer is None or handler is None:
+        if peer is None or stream is None or handler is None:
             await trio.aclose_forcefully(tls)
             return
-        stream = self._keep(DirectStream(peer, tls, connection))
         try:
             await handler(stream)
         except Exception as error:  # noqa: BLE001 - the stream-handler guard, as for libp2p's streams

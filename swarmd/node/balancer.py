@@ -57,7 +57,7 @@ class Balancer:
         self._rng = rng
         self._interval_s = interval_s
         self._on_move = on_move
-        self._up_since: dict[PeerId, int] = {}
+        self._seen: dict[PeerId, tuple[int, float]] = {}  # when it started by its own word, and when it was first seen
         self._lifetimes_s: deque[float] = deque(maxlen=MAX_LIFETIMES)
         self._moved_at: list[float] = []
         self._last_move: str | None = None
@@ -74,7 +74,7 @@ class Balancer:
         """How safe the blocks of a model are by what was seen so far."""
         coverage = self._view().coverage(model, n_blocks)
         now = self._wall_clock()
-        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - since) for since in self._up_since.values()])
+        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
         lowest = min(coverage, default=0)
         chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(coverage, hazard)
         return Risk(TARGET_REDUNDANCY, lowest, chance)
@@ -96,17 +96,19 @@ class Balancer:
         """Note who came and who went."""
         now = self._wall_clock()
         present = {peer: record.up_since for peer, record in view.peers.items() if record.up_since}
-        for peer, since in self._up_since.items():
-            if present.get(peer) != since:  # gone, or started again
-                self._lifetimes_s.append(max(1.0, now - since))
-        self._up_since = present
+        for peer, (up_since, seen_at) in self._seen.items():
+            if present.get(peer) != up_since:  # gone, or started again
+                self._lifetimes_s.append(max(1.0, now - seen_at))
+        fresh = {p: (since, now) for p, since in present.items() if self._seen.get(p, (0, 0.0))[0] != since}
+        self._seen = {p: self._seen[p] for p in present if p not in fresh} | fresh
 
     def look(self, view: SwarmView) -> Decision[Span | None]:
         """Should this server hold other blocks now?"""
         own = next((s for s in view.spans if s.peer == self._me and s.state == "online"), None)
         if own is None or not own.moves_left:
             return Decision(None, "this server stays: its blocks are fixed, or it moved often today")
-        if self._wall_clock() - self._up_since.get(self._me, 0) < self._interval_s:
+        me = view.peers.get(self._me)
+        if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come")
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
         spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]

@@ -42,6 +42,14 @@ class Handovers:
         nursery.start_soon(self._send, to, transfer, outgoing)
         return msgspec.structs.replace(request, id=self._next_id)
 
+    def is_under_way(self, key: tuple[bytes, int]) -> bool:
+        return any(transfer.key == key for transfer in self._transfers.values())
+
+    def fail_all(self, reason: str) -> None:
+        """The worker is gone: nothing more will come."""
+        for transfer_id in list(self._transfers):
+            self.fail(Refusal(re=transfer_id, code=Code.SESSION_LOST.value, message=reason[:500]))
+
     def put(self, key: tuple[bytes, int], frame: bytes) -> None:
         """Take one part that the worker gave."""
         for transfer in self._transfers.values():

@@ -7,7 +7,7 @@ computing is the worker's. See docs/life-of-a-request.md.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,7 +65,9 @@ logger = logging.getLogger(__name__)
 PUSH_TIMEOUT_S = 3.0
 WATCH_INTERVAL_S = 0.25
 ABANDONED_LEASE_S = 60.0
-UNUSED_LEASE_S = 30.0
+UNUSED_LEASE_S = 60.0
+LEAST_WAITING_BYTES = 4 * 2**20
+WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
 ACTIVE_S = 2.0
 
 HopKey = tuple[bytes, int]
@@ -87,6 +89,16 @@ class HopSession:
     used_at: float = 0.0
     why: str = ""
     inherit_from: PeerId | None = None
+    limit_bytes: int = 0
+    unfinished: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def take_in(self, seq: int, n_bytes: int) -> None:
+        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need."""
+        while self.unfinished and self.unfinished[0][0] <= self.state.finished:
+            self.unfinished.popleft()
+        if sum(n for _, n in self.unfinished) + n_bytes > self.limit_bytes:
+            raise Refused(Code.TOO_LONG, f"more than {self.limit_bytes} B of this session wait to be computed")
+        self.unfinished.append((seq, n_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +229,7 @@ class Server:
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
+        hop.take_in(op.seq, len(frame.raw))
         accept_op(hop.state, op)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
@@ -238,8 +251,10 @@ class Server:
         hop = HopSession(
             state, Span(opening.start, opening.end), successor, used_at=trio.current_time(), inherit_from=heir
         )
+        token_bytes = 8 * (self._worker.loaded.hidden if self._worker.loaded else 0) + 64
+        hop.limit_bytes = LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes
         if key in self._hops:
-            self._by_end.pop((key[0], self._hops[key].span.end), None)
+            self._unlink(key, self._hops[key])
         self._hops[key] = hop
         self._by_end[opening.session, opening.end] = key
         principal = self._exchange.principal(client)
@@ -268,6 +283,9 @@ class Server:
             raise Refused(Code.NUMERICS_DIFFER, "this server's numerics differ from those that the session needs")
         known = self._hops.get((opening.session, opening.start))
         if known is not None and known.state.client != client:
+            raise Refused(Code.STRANGER, "another client has a session of this name")
+        beside = self._hops.get(self._by_end.get((opening.session, opening.end), (b"", 0)))
+        if beside is not None and beside.state.client != client:
             raise Refused(Code.STRANGER, "another client has a session of this name")
 
     async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: HopSession) -> None:
@@ -354,6 +372,8 @@ class Server:
     async def _on_hand_over(self, peer: PeerId, message: HandOver) -> None:
         _check_ids(message.to)
         hop = self._own_hop(peer, message.session, message.start)
+        if not self.is_draining or self._handovers.is_under_way((message.session, message.start)):
+            raise Refused(Code.REFUSED, "caches are handed over once, by a server that stops serving")
         if message.epoch < hop.state.epoch:
             raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
         hop.state.epoch = message.epoch  # what it may still compute belongs to the past
@@ -375,7 +395,7 @@ class Server:
 
     def _on_inherited(self, message: Inherited) -> None:
         hop = self._hops.get((message.session, message.start))
-        if hop is not None:
+        if hop is not None and hop.inherit_from is not None and message.epoch == hop.state.epoch:
             hop.inherit_from = None
             hop.state.received = hop.state.finished = message.seq
             self._tell(hop.state.client, framed(message))
@@ -481,6 +501,7 @@ class Server:
             lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
             self._forget(key)
             self._tell(hop.state.client, framed(lost))
+        self._handovers.fail_all(reason)
         for peer, original in self._replays.values():
             self._tell(peer, framed(Refusal(re=original, code=Code.SESSION_LOST.value, message=reason[:500])))
         self._replays.clear()
@@ -553,11 +574,15 @@ class Server:
         except WorkerLost:
             return
 
+    def _unlink(self, key: HopKey, hop: HopSession) -> None:
+        if self._by_end.get((key[0], hop.span.end)) == key:  # another hop may end there by now
+            del self._by_end[key[0], hop.span.end]
+
     def _forget(self, key: HopKey) -> None:
         hop = self._hops.pop(key, None)
         if hop is None:
             return
-        self._by_end.pop((key[0], hop.span.end), None)
+        self._unlink(key, hop)
         self.ledger.release(key)
         self._changed.set()
         self._changed = trio.Event()

@@ -57,7 +57,8 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     if not ready:
         return Decision((), "nothing is ready")
     decoding = [r for r in ready if r.is_decode]
-    contenders = [r for r in ready if r.is_decode or not r.can_share] or ready
+    busy = {r.group for r in decoding}
+    contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
     turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
     if not turn.can_share:
         return Decision((Share(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")

@@ -266,10 +266,11 @@ class CachePart(Message, tag="cache_part", frozen=True):
 
 
 class Inherited(Message, tag="inherited", frozen=True):
-    """The caches that were sent are in place; the hop has come to op ``seq``."""
+    """The caches that were sent are in place; the hop, opened in ``epoch``, has come to op ``seq``."""
 
     session: SessionKey = b"\0" * 16
     start: Block = 0
+    epoch: Count = 0
     seq: Count = 0
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from swarmd.compute.engine import Engine
 from swarmd.compute.history import Budget, Sent
@@ -12,7 +16,7 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import unpack_untrusted
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import CloseSession, HandOver, Inherited, Op, OpenSession, Refusal
+from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
 from tests import checkpoints
 
@@ -173,6 +177,67 @@ def test_caches_that_were_changed_on_the_way_are_refused(span: LoadedSpan) -> No
     assert isinstance(refusal, Refusal)
     assert refusal.code == "session_lost"
     assert "digest" in refusal.message
+
+
+FORGED: dict[str, dict[str, torch.Tensor]] = {
+    "an endless count": {"n_tokens": torch.tensor(float("inf"))},
+    "more tokens than keys": {"n_tokens": torch.tensor(900)},
+    "more than reserved": {"n_tokens": torch.tensor(10**9)},
+    "a number below zero": {"base.reached": torch.tensor([-1, 0])},
+    "another op than announced": {"base.reached": torch.tensor([2, 0])},
+    "positions of another length": {"recent.0.positions": torch.zeros(1, 3, dtype=torch.int32)},
+    "no rows": {"recent.0.hidden": torch.zeros(0, 5, 64)},
+    "values that are not finite": {"layer.0.keys": torch.full((1, 2, 5, 16), float("nan"))},
+    "another number of heads": {"layer.0.keys": torch.zeros(1, 3, 5, 16)},
+    "another dtype": {"layer.0.keys": torch.zeros(1, 2, 5, 16, dtype=torch.float16)},
+    "an edit that does not fit": {
+        "recent.0.edits": torch.frombuffer(bytearray(msgspec.msgpack.encode([{"rows": [7]}])), dtype=torch.uint8)
+    },
+    "a crop past the start": {
+        "recent.0.edits": torch.frombuffer(bytearray(msgspec.msgpack.encode([{"crop": 99}])), dtype=torch.uint8)
+    },
+    "a mask of another shape": {"mask": torch.ones(1, 2, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, what: str) -> None:
+    key, other = b"f" * 16, b"o" * 16
+    old, heir = Bench(span), Bench(span)
+    old.open(key)
+    old.put(key, torch.randn(1, 5, 64), 0)
+    old.run()
+    old.raw.clear()
+    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    (frame,) = FrameDecoder().feed_untrusted(old.raw[0])
+    part = messages.decode_untrusted(frame.header)
+    assert isinstance(part, CachePart)
+    raw = save({**load(bytes(frame.payload)), **FORGED[what]})
+    heir.open(key, inherit="old")
+    heir.open(other)
+    heir.feed(messages.framed(msgspec.structs.replace(part, digest=hashlib.sha256(raw).digest()), raw))
+    (refusal,) = heir.others
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "session_lost"
+    hidden = torch.randn(1, 4, 64)
+    heir.put(other, hidden, 0)
+    heir.run()
+    torch.testing.assert_close(heir.outputs[other][0], whole(span, hidden), rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
+    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(span)
+    for key in (b"x" * 16, b"y" * 16):
+        bench.open(key)
+        bench.put(key, torch.randn(1, 20, 64), 0)
+    broken = bench.engine._sessions[b"x" * 16, 0]
+    monkeypatch.setattr(broken, "compute", lambda _: [][1])
+    bench.run()
+    assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
+    assert len(bench.outputs[b"y" * 16]) == 1
+    assert bench.engine.handled == 4
 
 
 def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:

@@ -131,11 +131,19 @@ async def test_a_closed_port_or_no_offer_leaves_libp2p() -> None:
             assert await talks_over(pair) is Libp2pStream
 
 
-async def test_garbage_for_a_ticket_leaves_libp2p() -> None:
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xff" * 10_000,
+        msgspec.msgpack.encode((4117, b"", b"t" * direct.TOKEN_BYTES)),
+        msgspec.msgpack.encode((4117, b"no certificate", b"t" * direct.TOKEN_BYTES)),
+    ],
+)
+async def test_garbage_for_a_ticket_leaves_libp2p(raw: bytes) -> None:
     async with Pair().running() as pair:
 
         async def garbage(stream: Stream) -> None:
-            await stream.send(b"\xff" * 10_000)
+            await stream.send(raw)
             await stream.aclose()
 
         pair.libp2p_of_bob.set_handler("ticket", garbage)

@@ -50,12 +50,15 @@ class ToySpan:
 
     hidden_size, dtype, device, layer_arity = HIDDEN, torch.float32, torch.device("cpu"), 0
     can_batch = False
+
+    def on_block(self) -> None: ...
+
     n_layers = 0  # it does not know, and gives all
 
     def __init__(self, span: Span) -> None:
         self.span = span
 
-    def new_cache(self, hop: Span | None = None) -> ToyCache:
+    def new_cache(self, hop: Span | None = None, max_tokens: int = 0) -> ToyCache:
         return ToyCache(hop or self.span)
 
     example_cache = new_cache
