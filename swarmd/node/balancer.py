@@ -1,6 +1,7 @@
 """Looks at the swarm now and then: how long members stay, how near a gap is, and whether this server should move.
 
-What is best is ``plan.placement``'s; all members decide alike, and the one whose move helps most acts on it.
+What is best is ``plan.placement``'s; all members decide alike, and the one whose move helps most acts on it, once two
+looks in a row say so: views differ for a moment after something changed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Balancer:
         self._moved_at: list[float] = []
         self._last_move: str | None = None
         self._last_look = "has not looked yet"
+        self._meant: Span | None = None
 
     @property
     def moves_left(self) -> int:
@@ -85,9 +87,10 @@ class Balancer:
             await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
             view = self._view()
             self.observe(view)
-            decision = self.look(view)
-            self._last_look = decision.reason
-            if decision.action is not None:
+            decision, before = self.look(view), self._meant
+            self._last_look, self._meant = decision.reason, decision.action
+            if decision.action is not None and decision.action == before:  # two looks agree: no race of equal views
+                self._meant = None
                 self._moved_at.append(self._wall_clock())
                 self._last_move = f"to blocks {decision.action}: {decision.reason}"
                 await self._on_move(Decision(decision.action, f"moved: {decision.reason}"))

@@ -136,24 +136,19 @@ def test_an_idle_session_is_moved_too(tmp_path: Path) -> None:
 
 
 def test_a_server_moves_to_blocks_that_were_left(tmp_path: Path) -> None:
-    settings = {"SWARMD_MAX_BLOCKS": "3", "SWARMD_BALANCE_INTERVAL_S": "1"}
     with local_swarm(tmp_path) as swarm:
-        for _ in range(3):
-            swarm.add("--serve", "demo", **settings)
-            swarm.wait_online()
-        blocks = {v.peer: tuple(v.ask("status")["serving"]["blocks"]) for v in swarm.volunteers}
-        assert set(blocks.values()) == {(0, 3), (3, 6)}, blocks
-        rare = next(v for v in swarm.volunteers if list(blocks.values()).count(blocks[v.peer]) == 1)
-        others = [v for v in swarm.volunteers if v is not rare]
-        drain(rare)
+        fixed = dict(zip(((0, 3), (3, 6)), swarm.serving((0, 3), (3, 6)), strict=True))
+        free = swarm.add("--serve", "demo", SWARMD_MAX_BLOCKS="3", SWARMD_BALANCE_INTERVAL_S="2")
+        swarm.wait_online()
 
-        def moved() -> list[Volunteer]:
-            return [v for v in others if v.ask("status")["balance"]["last_move"]]
+        def blocks() -> tuple[int, ...]:
+            serving = free.ask("status")["serving"]
+            return tuple(serving["blocks"]) if serving else ()
 
-        swarm.wait(moved, "a move")
-        (mover,) = moved()
-        swarm.wait(lambda: not mover.ask("models")["models"][0]["missing"], "all blocks to be served again")
-        status = mover.ask("status")
-        assert tuple(status["serving"]["blocks"]) == blocks[rare.peer]
-        assert "fewer than 2 holders" in status["balance"]["last_move"]
+        there = next(span for span in fixed if span != blocks())
+        drain(fixed[there])
+        swarm.wait(lambda: blocks() == there, "the move")
+        swarm.wait(lambda: not free.ask("models")["models"][0]["missing"], "all blocks to be served again")
+        status = free.ask("status")
+        assert status["balance"]["last_move"].startswith(f"to blocks [{there[0]},{there[1]}): ")
         assert "moved:" in status["serving"]["why"]
