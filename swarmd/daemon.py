@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 FIRST_LOOK_S = 4.0
 ROUND_TRIPS_IN_RECORD = 8
 DRAIN_S = 15.0
+GOODBYE_S = 1.0
 
 
 class Daemon:
@@ -101,6 +102,7 @@ class Daemon:
         self._stopping = trio.Event()
         self._hurry = trio.Event()
         self._is_drained = False
+        self._left_span: list[dict[str, Any]] = []
         self._changed_mind = trio.Event()
         self._next_placement: Decision[Span] | None = None
         self.balancer = Balancer(
@@ -126,6 +128,8 @@ class Daemon:
             async with trio.open_nursery() as last:
                 last.start_soon(self._cancel_when_hurried, last.cancel_scope)
                 await self._drain()
+                with trio.move_on_after(GOODBYE_S):
+                    await self.directory.announce()
                 last.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
 
@@ -278,7 +282,7 @@ class Daemon:
             "up_since": self._up_since,
         }
         if self.server is None or self.worker is None or self.placement is None:
-            return [peer]
+            return [peer, *self._left_span]  # else its last record would be believed until it expires
         likely = self._likely_next()
         nearest = sorted(links.round_trip_s.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
         span = {
@@ -297,6 +301,7 @@ class Daemon:
             "free_cache_tokens": self.server.ledger.free_tokens,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
         }
+        self._left_span = [{**span, "state": "draining"}]
         return [peer, span]
 
     def _likely_next(self) -> set[PeerId]:

@@ -153,12 +153,13 @@ class Directory:
     async def _announce_loop(self) -> None:
         while True:
             self._announce_now = trio.Event()
-            await self._announce()
+            await self.announce()
             with trio.move_on_after(ANNOUNCE_INTERVAL_S):
                 await self._announce_now.wait()
             await trio.sleep(0.2)  # changes that come together go out together
 
-    async def _announce(self) -> None:
+    async def announce(self) -> None:
+        """Sign this peer's own records anew and tell some of those it is connected with."""
         raws = [records.sign(record, self._identity) for record in self._own_records()]
         for raw in raws:
             self.exchange.merge_untrusted(raw)
