@@ -173,3 +173,44 @@ def test_a_range_of_one_dead_hop_is_recovered_on_two(tmp_path: Path) -> None:
         check_recovery(outcome, volunteers, blows)
         check_gap_rule(outcome, expected, inputs["input_ids"].shape[1], "float32")
         assert [hop.split(" ")[0] for hop in outcome.chain] == ["[0,2)", "[2,4)", "[4,6)", "[6,8)"]
+
+
+def test_a_draft_model_speculates_and_the_chain_verifies(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from swarmd.home import bundled_folder
+
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        first, second = swarm.serving((0, 3), (3, 6))
+        draft = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+        with swarmd.connect(home=first.home.folder) as client:
+            model = client.model("demo", chain=swarm.hops((first, 0, 3), (second, 3, 6)))
+            inputs = inputs_for("greedy", 1024, 6)
+            expected = generate(model, "greedy", inputs, 30, 6)
+            plain_steps = model.last_session.statistics.steps
+            out = generate(model, "greedy", inputs, 30, 6, assistant_model=draft)
+            assert torch.equal(out.sequences, expected.sequences)
+            assert model.last_session.statistics.steps < plain_steps / 2, "several tokens in one pass"
+            torch.manual_seed(1)
+            sampled = model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant_model=draft)
+            assert sampled.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_codecs_travel_through_real_servers(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        first, second = swarm.serving((0, 3), (3, 6))
+        ids = inputs_for("greedy", 1024, 7)["input_ids"]
+        with swarmd.connect(home=first.home.folder) as client, torch.no_grad():
+            chain = swarm.hops((first, 0, 3), (second, 3, 6))
+            raw = client.model("demo", chain=chain)(ids).logits
+            worst = {}
+            for codec in ("float16", "bfloat16", "int8"):
+                logits = client.model("demo", chain=chain, codec=codec)(ids).logits
+                worst[codec] = float((logits - raw).abs().max() / raw.abs().max())
+            with pytest.raises(swarmd.ConfigError, match="codec is one of"):
+                client.model("demo", chain=chain, codec="zip")(ids)
+        assert 0 < worst["float16"] < 0.005
+        assert 0 < worst["bfloat16"] < 0.05
+        assert 0 < worst["int8"] < 0.1
