@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import trio
 
-from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms
+from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms, joined
 from swarmd.client.ops import codec_for, cut, read_answer
 from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
@@ -30,6 +30,7 @@ from swarmd.errors import (
     PeerTimeout,
     Refused,
     SwarmError,
+    SwarmUnavailable,
 )
 from swarmd.plan.routing import Hop, Route, best_route
 from swarmd.plan.session import Watch
@@ -89,8 +90,7 @@ class ChainSession:
         self._fatal: Exception | None = None
         self._excluded: dict[PeerId, float] = {}
         self._opened: set[tuple[PeerId, int]] = set()
-        self._is_over = False
-        self._is_closed = False
+        self._is_over = self._is_closed = False
         self._quiet_repair: trio.Event | None = None
         self._inherited: dict[int, int] = {}
         self._numerics = ""
@@ -324,8 +324,7 @@ class ChainSession:
         """Make the chain whole again and bring every hop up to date. Raises NoRoute after PATIENCE_S."""
         begun = trio.current_time()
         reason, before = self._trouble or "", self.chain
-        lost: list[str] = []
-        moved: list[str] = []
+        lost, moved = list[str](), list[str]()
         counts = [0, 0]
         while True:
             self._trouble = None
@@ -342,6 +341,8 @@ class ChainSession:
                 continue
             if await self._tell_neighbours() and await self._catch_up(counts):
                 break
+            if trio.current_time() - begun > PATIENCE_S:
+                raise SwarmUnavailable(f"no repair within {PATIENCE_S:.0f} s: {self._trouble or reason}")
             self._trouble = reason
             await trio.sleep(0.05)
         repair = Repair(
@@ -374,7 +375,7 @@ class ChainSession:
             gap = Span(self.links[first].hop.span.start, self.links[index - 1].hop.span.end)
             previous = links[-1].hop.peer if links else None
             links += [Link(hop) for hop in self._route(gap, previous).hops]
-        self.links = links
+        self.links = joined(links)
 
     async def _move_leaving(self) -> list[str]:
         """Have hops that stop serving hand their caches to other holders; where that fails they count as lost."""

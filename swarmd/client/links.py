@@ -11,7 +11,7 @@ from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import ModelId, PeerId
+from swarmd.values import ModelId, PeerId, Span
 
 
 class Swarm(Protocol):
@@ -53,6 +53,19 @@ class Link:
     is_lost: bool = False
     is_leaving: bool = False
     received: int | None = None
+
+
+def joined(links: list[Link]) -> list[Link]:
+    """Make one hop of neighbouring new ones on the same peer."""
+    whole: list[Link] = []
+    for link in links:
+        last = whole[-1] if whole else None
+        if last is None or last.hop.peer != link.hop.peer or last.received is not None or link.received is not None:
+            whole.append(link)
+        else:
+            span = Span(last.hop.span.start, link.hop.span.end)
+            whole[-1] = Link(Hop(link.hop.peer, span, link.hop.numerics))
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
