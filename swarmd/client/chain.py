@@ -396,8 +396,8 @@ class ChainSession:
     async def _hand_over(self, index: int, link: Link) -> None:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
         hop = link.hop
-        route = self._route(hop.span, whole=True)
-        heir = self.links[index] = Link(Hop(route.hops[0].peer, hop.span, route.hops[0].numerics))
+        found = self._route(hop.span, whole=True).hops[0]
+        heir = self.links[index] = Link(Hop(found.peer, hop.span, found.numerics))
         failures: dict[int, PeerError] = {}
         self._inherited.pop(hop.span.start, None)
         await self._open_hop(index, failures, inherit=hop.peer)
@@ -437,8 +437,9 @@ class ChainSession:
         except PeerError as error:
             failures[index] = error
             return
-        if isinstance(reply, Rerouted):
-            link.received = reply.received
+        link.received = reply.received if isinstance(reply, Rerouted) else 0
+        if self._answered and not link.received:  # a new hop whose replay was lost on the way needs all of it
+            await self._open_hop(index, failures)
 
     async def _catch_up(self, counts: list[int]) -> bool:
         """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
@@ -489,7 +490,6 @@ class ChainSession:
 
     async def _ask_replay(self, index: int, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
         link = self.links[index]
-
         request = partial(self._requests.replay, link, self._epoch, (have, silent_through, replay_end))
         # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
         reply, _ = await self._call_while_sound(link.hop.peer, request)
@@ -531,7 +531,6 @@ class ChainSession:
         link = self.links[index]
         self._swarm.rpc.network.learn(link.hop.peer, self._swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
-
         numerics = self._numerics if is_exact else ""
         request = partial(self._requests.open, self.links, index, self._epoch, self.codec.action, numerics, inherit)
         try:

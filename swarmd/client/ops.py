@@ -12,6 +12,7 @@ from swarmd.client.links import Swarm, Terms
 from swarmd.compute.history import Sent
 from swarmd.compute.wire import unpack_untrusted
 from swarmd.errors import RemoteProtocolError
+from swarmd.net.interfaces import is_loopback
 from swarmd.plan.batching import tokens_of_op
 from swarmd.plan.codec import choose_codec
 from swarmd.protocol.frames import Frame
@@ -23,9 +24,14 @@ MAX_OP_BYTES = 8 * 2**20
 
 
 def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
-    """Choose a session's codec by the trips of its chain, and the slower direction of each peer. Raises ConfigError."""
+    """Choose a session's codec by the trips of its chain, and the slower direction of each peer. Raises ConfigError.
+
+    A peer that announces nothing but loopback is on this machine: however long a busy machine takes, no link is slow.
+    """
     view, me = swarm.view(), swarm.rpc.network.peer_id
     known = swarm.trips(view.serving(terms.model))
+    here = {peer for peer in peers if is_loopback(swarm.addresses_of(peer))}
+    peers = [peer for peer in peers if peer not in here]
     pairs = [(a, b) for a, b in itertools.pairwise([me, *peers, me]) if a != b]
     trips = [trip for a, b in pairs if (trip := known.get((a, b), known.get((b, a)))) is not None]
     records = [view.peers.get(peer) for peer in peers]

@@ -174,10 +174,8 @@ class AsyncSwarm:
     async def _measure_trips(self) -> None:
         for peer in sorted(self.rpc.peers())[:16]:
             if peer not in self._trips_s:
-                begun = trio.current_time()
                 with contextlib.suppress(PeerError):
-                    await self.rpc.call(peer, lambda i: Ping(id=i), timeout_s=2)
-                    self._trips_s[peer] = (trio.current_time() - begun) / 2
+                    self._trips_s[peer] = await self.rpc.round_trip_s(peer, timeout_s=2) / 2
 
     # --- the rpc's guest -------------------------------------------------------------------------------------
 

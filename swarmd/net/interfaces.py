@@ -22,3 +22,8 @@ def expand(listen: tuple[str, ...]) -> tuple[str, ...]:
         ]
         found += [address.replace("0.0.0.0", host) for host in hosts or ["127.0.0.1"]]
     return tuple(found)
+
+
+def is_loopback(addresses: tuple[str, ...]) -> bool:
+    """Can a peer with these multiaddrs be reached from its own machine only?"""
+    return bool(addresses) and all(a.startswith(("/ip4/127.", "/ip6/::1/")) for a in addresses)

@@ -20,7 +20,7 @@ from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
 from swarmd.net.write_lock import WriteLock
 from swarmd.protocol import frames, messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Hello, Message, Refusal
+from swarmd.protocol.messages import AnyMessage, Hello, Message, Ping, Refusal
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -182,6 +182,15 @@ class Rpc:
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} could not be reached within {timeout_s:.1f} s") from None
         return await channel.call(request, payload, timeout_s)
+
+    async def round_trip_s(self, peer: PeerId, timeout_s: float = 5.0) -> float:
+        """Measure one round trip in seconds, the better of two. Raises PeerError."""
+        times = []
+        for _ in range(2):
+            begun = trio.current_time()
+            await self.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
+            times.append(trio.current_time() - begun)
+        return min(times)
 
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)

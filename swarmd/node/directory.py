@@ -255,14 +255,9 @@ class Directory:
                 self.announce_soon()
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
-        """Measure one round trip in seconds, the better of two. Raises PeerError."""
+        """Measure one round trip in seconds. Raises PeerError."""
         self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
-        times = []
-        for _ in range(2):
-            begun = trio.current_time()
-            await self._rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
-            times.append(trio.current_time() - begun)
-        return min(times)
+        return await self._rpc.round_trip_s(peer, timeout_s)
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:

@@ -1,0 +1,140 @@
+"""What a session asks of its hops when repairs follow each other; the hops are played by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from swarmd.client.chain import ChainSession
+from swarmd.client.links import Terms
+from swarmd.compute.history import Budget
+from swarmd.compute.wire import pack
+from swarmd.errors import PeerError, Unreachable
+from swarmd.plan.routing import Hop
+from swarmd.plan.view import SwarmView
+from swarmd.protocol import messages
+from swarmd.protocol.frames import FrameDecoder
+from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Replay, Replayed, Reroute, Rerouted
+from swarmd.protocol.records import Catalog, SpanRecord
+from swarmd.values import ModelId, PeerId, Span
+
+MODEL = ModelId("m" * 64)
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def serves(peer: PeerId, start: int, end: int) -> SpanRecord:
+    times: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": ()}
+    return SpanRecord(peer=peer, model=MODEL, start=start, end=end, state="online", free_cache_tokens=10_000, **times)
+
+
+class PlayedSwarm:
+    """Stands for the swarm and its rpc: answers calls by ``received``, and keeps what was asked."""
+
+    def __init__(self, *spans: SpanRecord) -> None:
+        self.rpc: Any = self
+        self.network: Any = self
+        self.peer_id = PeerId("me")
+        self.asked: list[tuple[PeerId, AnyMessage]] = []
+        self.dead: set[PeerId] = set()
+        self.received: dict[PeerId, int] = {}
+        self.on_replay: Callable[[PeerId], None] = lambda peer: None
+        self.session: ChainSession
+        self._spans = spans
+
+    def view(self) -> SwarmView:
+        return SwarmView({}, tuple(s for s in self._spans if s.peer not in self.dead), Catalog())
+
+    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
+        return {}
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        return ()
+
+    async def refresh(self) -> None: ...
+
+    def learn(self, *args: Any) -> None: ...
+
+    def existing(self, peer: PeerId) -> None: ...
+
+    async def channel(self, peer: PeerId) -> PlayedSwarm:
+        if peer in self.dead:
+            raise Unreachable(f"{peer} is dead")
+        return self
+
+    async def send_raw(self, raw: bytes) -> None:
+        """What the client gives to its first hop comes back from the last one at once, or a dead hop is noticed."""
+        (frame,) = FrameDecoder().feed_untrusted(raw)
+        op = messages.decode_untrusted(frame.header)
+        assert isinstance(op, Op)
+        for peer in self.dead.intersection(link.hop.peer for link in self.session.links):
+            self.session.on_gone(peer)
+            return
+        await self.answer(op.seq)
+
+    async def answer(self, seq: int) -> None:
+        meta, payload = pack(torch.ones(1, 1, 8), torch.zeros(1, 1), None, "raw")
+        epoch = self.session._epoch
+        raw = messages.framed(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
+        (frame,) = FrameDecoder().feed_untrusted(raw)
+        op = messages.decode_untrusted(frame.header)
+        await self.session.on_message(self.session.links[-1].hop.peer, op, frame)
+
+    async def call(self, peer: PeerId, request: Callable[[int], Any], timeout_s: float) -> tuple[AnyMessage, None]:
+        message = request(1)
+        await trio.lowlevel.checkpoint()
+        if peer in self.dead:
+            raise PeerError(f"{peer} is dead")
+        self.asked.append((peer, message))
+        if isinstance(message, OpenSession):
+            self.received[peer] = 0
+            return Opened(re=1, push=True, why="", numerics="", layer_arity=0), None
+        if isinstance(message, Reroute):
+            return Rerouted(re=1, received=self.received[peer], push=True, why=""), None
+        assert isinstance(message, Replay)
+        self.on_replay(peer)
+        return Replayed(re=1, ops=1, tokens=3), None
+
+
+async def step(session: ChainSession) -> None:
+    hidden = torch.ones(1, 1, 8)
+    await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, record_past=False)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_new_hop_whose_replay_was_lost_is_opened_again() -> None:
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), serves(C, 4, 6))
+    chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=chain), Budget())
+    await session.open()
+    for _ in range(3):
+        await step(session)
+    swarm.received = {A: 4, B: 3}
+
+    n_replays = 0
+
+    def lose_the_first(sender: PeerId) -> None:
+        """A new epoch begins before what was sent arrives: the hop drops it as old."""
+        nonlocal n_replays
+        n_replays += 1
+        if n_replays == 1:
+            trio.lowlevel.spawn_system_task(stumble)
+        else:
+            swarm.received[C] = 4
+            trio.lowlevel.spawn_system_task(swarm.answer, 4)
+
+    async def stumble() -> None:
+        await trio.sleep(0.01)
+        session.on_gone(C)
+
+    swarm.on_replay = lose_the_first
+    swarm.dead = {B}
+    with trio.fail_after(30):
+        await step(session)
+    replays = [m for _, m in swarm.asked if isinstance(m, Replay)]
+    assert [m.have for m in replays] == [None, None], "the merged history too: without it later ops have a gap"
+    assert [peer for peer, m in swarm.asked if isinstance(m, OpenSession)].count(C) == 2
+    assert [link.hop.peer for link in session.links] == [A, C]
