@@ -182,8 +182,7 @@ class Daemon:
         """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
         if self.server is None:
             return
-        self.server.is_draining = True
-        self.directory.announce_soon()
+        self.directory.announce_soon()  # as draining: the server says so from here on
         left = await self.server.drain(DRAIN_S)
         logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
 

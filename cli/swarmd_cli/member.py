@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -133,13 +134,8 @@ def drain() -> None:
     asked = ask("drain", "POST")
     n = asked["sessions"]
     print(f"draining: {n} session{'' if n == 1 else 's'} to be taken over", flush=True)
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if ask("status")["serving"] is None:
-            print("drained; swarmd resume serves again")
-            return
-        time.sleep(0.1)
-    print("the daemon is still at it: swarmd status")
+    is_done = _wait_until(lambda: ask("status")["serving"] is None)
+    print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
 
 
 def resume() -> None:
@@ -157,13 +153,18 @@ def down() -> None:
     Example: swarmd down
     """
     ask("down", "POST")
+    is_done = _wait_until(lambda: not home().socket.exists())
+    print("stopped" if is_done else "the daemon was told to stop and is still at it")
+
+
+def _wait_until(is_done: Callable[[], bool]) -> bool:
+    """Look ten times a second for as long as a daemon may take to leave; did it?"""
     deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if not home().socket.exists():
-            print("stopped")
-            return
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
-    print("the daemon was told to stop and is still at it")
+    return True
 
 
 def _new_invite(days: float) -> str:

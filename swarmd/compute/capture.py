@@ -55,7 +55,7 @@ def capture(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention:
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # brings sympy: a second that the start need not wait for
+    from torch.fx.experimental.proxy_tensor import make_fx  # late: the first token need not wait for the tracer
 
     _attend_now.append(attention)
     try:

@@ -24,13 +24,7 @@ from swarmd.protocol.messages import AnyMessage, CachePart, CloseSession, HandOv
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
-PASS_ERRORS = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    TypeError,
-    ArithmeticError,
-)  # torch's own included, out of memory too
+PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
 Key = tuple[bytes, int]
 
 

@@ -23,15 +23,7 @@ from swarmd.protocol.untrusted import decode
 
 Tensors = dict[str, torch.Tensor]
 MAX_RECENT = 4_096
-UNREADABLE = (
-    SafetensorError,
-    RemoteProtocolError,
-    LookupError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    ArithmeticError,
-)
+UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 
 
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
@@ -93,16 +85,8 @@ def unpack_state_untrusted(
         if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
             raise Refused(Code.BAD_SHAPE, f"a mask of {tuple(mask.shape)} for {shape.n_rows} rows of {n_tokens} tokens")
         return n_tokens, None if mask is None else mask.long()
-    except (
-        SafetensorError,
-        RemoteProtocolError,
-        LookupError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as e:
-        raise Refused(Code.MALFORMED, f"caches that do not parse: {e}") from None
+    except UNREADABLE as error:
+        raise Refused(Code.MALFORMED, f"caches that do not parse: {error}") from None
 
 
 def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> None:

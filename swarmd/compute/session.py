@@ -19,6 +19,7 @@ from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
+from swarmd.plan.batching import MAX_TOKENS_PER_PASS
 from swarmd.protocol import messages
 from swarmd.protocol.messages import CachePart, Done, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
 from swarmd.protocol.tensors import max_tokens_per_frame
@@ -26,7 +27,6 @@ from swarmd.values import Span
 
 REPLAY_FRAME_BYTES = 4 * 2**20
 PART_BYTES = 1 << 20
-MAX_TOKENS_PER_PASS = 512  # of an op that is computed alone; fixed, so that the exact grade repeats it
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swarmd.values import Decision
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
-MAX_TOKENS_PER_PASS = 512
+MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
 MIN_CHUNK_TOKENS = 8
 PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
