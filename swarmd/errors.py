@@ -32,6 +32,7 @@ class Code(StrEnum):
     NO_CAPACITY = "no_capacity"
     NOT_SERVING = "not_serving"
     NUMERICS_DIFFER = "numerics_differ"
+    NOT_HELD = "not_held"
 
     @classmethod
     def _missing_(cls, value: object) -> Code:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
 import trio
 
-from swarmd.client.links import Link, Repair, Statistics, Swarm, Terms, joined
+from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined
 from swarmd.client.ops import codec_for, cut, read_answer
 from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
@@ -88,7 +89,7 @@ class ChainSession:
         self._answers: dict[int, tuple[Op, Frame]] = {}
         self._trouble: str | None = None
         self._fatal: Exception | None = None
-        self._excluded: dict[PeerId, float] = {}
+        self._excluded = Exclusions()
         self._opened: set[tuple[PeerId, int]] = set()
         self._is_over = self._is_closed = False
         self._quiet_repair: trio.Event | None = None
@@ -288,19 +289,18 @@ class ChainSession:
             self._lose(self.links[index], f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
-        code = Code(refusal.code)
-        link = self._link_at(refusal.start)
-        if refusal.epoch not in (0, self._epoch) or link is None or code is Code.STALE_EPOCH:
+        code, index = Code(refusal.code), self._index_at(refusal.start)
+        if refusal.epoch not in (0, self._epoch) or index is None or code is Code.STALE_EPOCH:
             return
-        if code in HOP_LOST:
-            link.is_lost = True  # it says so itself: nobody is blamed
-            self._worry(f"{link.hop}: {refusal.message}")
-        elif code in CHAIN_BROKEN:
+        link = self.links[index]
+        if peer not in (link.hop.peer, self.links[max(0, index - 1)].hop.peer):
+            return  # of a hop that is no more
+        if code in HOP_LOST or code in CHAIN_BROKEN:
+            link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
             self._worry(f"{link.hop}: {refusal.message}")
         else:
-            error = CacheExhausted if code is Code.TOO_LONG else None
             text = f"{link.hop} refused: {refusal.message}"
-            self._fatal = error(text) if error else Refused(code, text)
+            self._fatal = CacheExhausted(text) if code is Code.TOO_LONG else Refused(code, text)
             self._notify()
 
     # --- waiting and repairing -------------------------------------------------------------------------------
@@ -403,7 +403,6 @@ class ChainSession:
         await self._open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-
         request = partial(self._requests.hand_over, link, self._epoch, heir.hop.peer)
         await self._swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
@@ -554,19 +553,21 @@ class ChainSession:
                 raise error
 
     def _route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
-        now = trio.current_time()
-        self._excluded = {p: until for p, until in self._excluded.items() if until > now}
+        now, is_last_resort = trio.current_time(), False
         spans = self._swarm.view().serving(self.terms.model)
 
         def eligible(span: SpanRecord) -> bool:
-            numerics = self.terms.grade != "exact" or self._numerics in ("", span.numerics)
-            if whole and not Span(span.start, span.end).covers(wanted):
-                return False
-            return numerics and span.dtype == self.terms.dtype and span.peer not in self._excluded
+            fits = span.dtype == self.terms.dtype and (not whole or Span(span.start, span.end).covers(wanted))
+            fits = fits and (self.terms.grade != "exact" or self._numerics in ("", span.numerics))
+            return fits and self._excluded.allow(PeerId(span.peer), now, is_last_resort)
 
         client = self._swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens
-        return best_route(spans, wanted, client, self._swarm.trips(spans), eligible, previous, n_tokens)
+        find = partial(best_route, spans, wanted, client, self._swarm.trips(spans), eligible, previous, n_tokens)
+        with suppress(NoRoute):
+            return find()
+        is_last_resort = True
+        return find()
 
     # --- small things ----------------------------------------------------------------------------------------
 
@@ -600,7 +601,7 @@ class ChainSession:
 
     def _exclude(self, peer: PeerId, reason: str, for_s: float = EXCLUDED_FOR_S) -> None:
         logger.info("leaving out %s for %.0f s: %s", peer, for_s, reason)
-        self._excluded[peer] = trio.current_time() + for_s
+        self._excluded.add(peer, trio.current_time(), for_s)
 
     def _worry(self, reason: str) -> None:
         self._trouble = self._trouble or reason

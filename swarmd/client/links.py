@@ -13,6 +13,8 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId, Span
 
+SECOND_CHANCE_S = 1.0
+
 
 class Swarm(Protocol):
     """What a session needs of the swarm around it."""
@@ -66,6 +68,20 @@ def joined(links: list[Link]) -> list[Link]:
             span = Span(last.hop.span.start, link.hop.span.end)
             whole[-1] = Link(Hop(link.hop.peer, span, link.hop.numerics))
     return whole
+
+
+@dataclass(slots=True)
+class Exclusions:
+    """Peers that a session leaves out for a while; where nobody else is left, soon given another chance."""
+
+    _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, peer: PeerId, now: float, for_s: float) -> None:
+        self._times[peer] = now, now + for_s
+
+    def allow(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
+        since, until = self._times.get(peer, (0.0, 0.0))
+        return now >= (min(until, since + SECOND_CHANCE_S) if is_last_resort else until)
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,8 +351,9 @@ class Server:
         await self._worker.send(framed(request))
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
-        self._own_hop(peer, message.session, message.start)
-        await self._end((message.session, message.start))
+        if (message.session, message.start) in self._hops:  # else it is over already, which is as good
+            self._own_hop(peer, message.session, message.start)
+            await self._end((message.session, message.start))
 
     # --- leaving ---------------------------------------------------------------------------------------------
 

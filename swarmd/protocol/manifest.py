@@ -1,29 +1,45 @@
-"""What a checkpoint consists of, and the checks a folder must pass before anything is built from it.
+"""What a checkpoint consists of, and the checks a folder or a manifest must pass before anything is built from it.
 
-A manifest lists the configuration, tokenizer files and every tensor with dtype, shape and the sha256 of each
-4 MiB chunk of its bytes, in a canonical encoding; its own sha256 is the model's identity. Only ``json`` and
-struct reading happen here: no transformers, no torch, no pickle.
+A manifest lists the configuration and every tensor and tokenizer file with the sha256 of each 4 MiB chunk of its
+bytes, in a canonical encoding; its own sha256 is the model's identity, the same wherever the same bytes are. Only
+``json`` and struct reading happen here: no transformers, no torch, no pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol import shards
+from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId
 
+VERSION = 2
 CHUNK_BYTES = 4 * 2**20
+MAX_MANIFEST_BYTES = 15 * 2**20
+MAX_ENTRIES = 200_000
+MAX_MODEL_BYTES = 16 * 2**40
 MAX_JSON_BYTES = 32 * 2**20
-MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
-ITEM_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "U32": 32, "U64": 64}
+MAX_FILE_BYTES = 256 * 2**20
+FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 CONFIG_LIMITS = {
     "num_hidden_layers": 1_024,
     "hidden_size": 65_536,
@@ -37,26 +53,40 @@ CONFIG_LIMITS = {
     "max_position_embeddings": 100_000_000,
     "num_experts": 4_096,
 }
-Digest = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+_NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Extent = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: its name, safetensors dtype, shape, and the digests of its bytes in chunks of 4 MiB."""
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor: name, safetensors dtype, shape, and digests of its chunks. A file is a U8 tensor of its bytes."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Extent, ...], msgspec.Meta(max_length=16)]
     chunks: tuple[Digest, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return shards.tensor_bytes(self.dtype, self.shape)
+
+    def chunk_bytes(self, chunk: int) -> int:
+        return min(CHUNK_BYTES, self.n_bytes - chunk * CHUNK_BYTES)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Everything that makes a model what it is. ``config`` and ``files`` hold text; tensors only digests."""
+    """Everything that makes a model what it is. ``config`` is canonical JSON; bytes are named by their digests."""
 
     version: int
     n_blocks: int
     config: str
-    files: dict[str, str]
-    tensors: tuple[TensorEntry, ...]
+    files: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=len(FILES))]
+    tensors: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Files, then tensors: what an index in a request counts."""
+        return (*self.files, *self.tensors)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -67,16 +97,24 @@ def model_id(manifest: Manifest) -> ModelId:
     return ModelId(hashlib.sha256(encode(manifest)).hexdigest())
 
 
+# --- from a folder -----------------------------------------------------------------------------------------------
+
+
 def read_folder(folder: Path) -> Manifest:
     """Hash and check a checkpoint folder. Raises ConfigError naming the file and the reason."""
     config = read_config(folder)
-    tensors = [entry for shard in shards(folder) for entry in _read_shard(shard)]
-    names = [t.name for t in tensors]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"{folder}: a tensor appears in more than one shard")
-    files = {n: _read_text(folder / n) for n in TOKENIZER_FILES if (folder / n).is_file()}
-    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return Manifest(1, count_blocks(config), canonical, files, tuple(sorted(tensors, key=lambda t: t.name)))
+    tensors = [entry for shard in shard_files(folder) for entry in _digest_shard(shard)]
+    twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
+    if twice:
+        raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
+    files = tuple(_digest_file(folder / name) for name in FILES if (folder / name).is_file())
+    ordered = tuple(sorted(tensors, key=lambda t: t.name))
+    manifest = Manifest(VERSION, count_blocks(config), _canonical(config), files, ordered)
+    try:
+        check(manifest)
+    except IntegrityError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    return manifest
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -84,32 +122,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors")
-    config = _read_json(path)
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{path}: expected a JSON object with a model_type")
-    if config.get("auto_map"):
-        raise ConfigError(f"{path}: the model brings code of its own (auto_map), which swarmd never runs")
-    for section in (config, config.get("text_config")):
-        if isinstance(section, dict):
-            _check_limits(path, section)
-    count_blocks(config)
-    return config
+    try:
+        return check_config(_read_json(path))
+    except IntegrityError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
-def count_blocks(config: dict[str, Any]) -> int:
-    section = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    assert isinstance(section, dict)
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        if isinstance(section.get(key), int):
-            return int(section[key])
-    raise ConfigError("config.json names no number of layers (num_hidden_layers)")
-
-
-def shards(folder: Path) -> list[Path]:
+def shard_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map", {})
+        listed = _read_json(index)
+        weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise ConfigError(f"{index}: weight_map must map tensor names to file names")
         names = sorted(set(weight_map.values()))
@@ -121,81 +145,170 @@ def shards(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
             hint = f"; {others[0]} holds pickle, which swarmd never opens: convert it to safetensors" if others else ""
-            raise ConfigError(f"{folder / name} is missing{hint}")
+            raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
     return [folder / name for name in names]
 
 
-def _read_shard(path: Path) -> list[TensorEntry]:
-    size = path.stat().st_size
+# --- from a peer -------------------------------------------------------------------------------------------------
+
+
+def read_untrusted(raw: bytes, model: ModelId) -> Manifest:
+    """Read a manifest that a peer sent for ``model``. Raises IntegrityError for a lie, whatever it is."""
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"a manifest of {len(raw)} B; at most {MAX_MANIFEST_BYTES} are read")
+    if hashlib.sha256(raw).hexdigest() != model:
+        raise IntegrityError(f"a manifest that is not {model[:12]}'s: its sha256 differs")
+    manifest = decode(raw, Manifest, "a manifest", IntegrityError)
+    if encode(manifest) != raw:
+        raise IntegrityError("a manifest in another encoding than the canonical one")
+    check(manifest)
+    return manifest
+
+
+def check(manifest: Manifest) -> None:
+    """Refuse what cannot be a model, however it came. Raises IntegrityError."""
+    if manifest.version != VERSION:
+        raise IntegrityError(f"expected a manifest of version {VERSION}, got {manifest.version}")
+    try:
+        config = json.loads(manifest.config)
+    except (ValueError, RecursionError):
+        raise IntegrityError("the manifest's config is not JSON") from None
+    if check_config(config) and (_canonical(config), count_blocks(config)) != (manifest.config, manifest.n_blocks):
+        raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
+    names = [entry.name for entry in manifest.entries]
+    if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
+        raise IntegrityError("the manifest names an entry twice, or files that no model needs")
+    if list(manifest.tensors) != sorted(manifest.tensors, key=lambda t: t.name):
+        raise IntegrityError("the manifest's tensors are not in order")
+    for entry in manifest.entries:
+        _check_entry(entry)
+    total = sum(entry.n_bytes for entry in manifest.entries)
+    if total > MAX_MODEL_BYTES or any(f.dtype != "U8" or f.n_bytes > MAX_FILE_BYTES for f in manifest.files):
+        raise IntegrityError(f"the manifest promises {total} B, or a file of more than {MAX_FILE_BYTES} B")
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """Bound a configuration before anything is built from it. Raises IntegrityError."""
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise IntegrityError("expected a JSON object with a model_type")
+    if config.get("auto_map"):
+        raise IntegrityError("the model brings code of its own (auto_map), which swarmd never runs")
+    sections = [s for s in (config, config.get("text_config")) if isinstance(s, dict)]
+    for section in sections:
+        for key, limit in CONFIG_LIMITS.items():
+            value = section.get(key)
+            if isinstance(value, int) and not 0 < value <= limit:
+                raise IntegrityError(f"{key} is {value}, expected 1 to {limit}")
+    count_blocks(config)
+    return config
+
+
+def count_blocks(config: dict[str, Any]) -> int:
+    nested = config.get("text_config")
+    section: dict[str, Any] = nested if isinstance(nested, dict) else config
+    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        if isinstance(section.get(key), int):
+            return int(section[key])
+    raise IntegrityError("the config names no number of layers (num_hidden_layers)")
+
+
+# --- which tensors belong together -------------------------------------------------------------------------------
+
+
+def groups(manifest: Manifest) -> tuple[int | None, ...]:
+    """The group of each entry: its block, or ``n_blocks`` for the *head*: files and what is around the blocks.
+
+    The blocks are the numbered list of names (``model.layers.7.…``) that counts up to the number of blocks and holds
+    the most bytes; ``compute.check`` asks the library whether that is so. None: numbered beyond the blocks, as layers
+    that predict several tokens are; nobody needs them. Raises IntegrityError when there is no such list.
+    """
+    seen: defaultdict[str, set[int]] = defaultdict(set)
+    n_bytes: Counter[str] = Counter()
+    for tensor in manifest.tensors:
+        parts = tensor.name.split(".")
+        for at, part in enumerate(parts):
+            if part.isdecimal():
+                prefix = ".".join((*parts[:at], ""))
+                seen[prefix].add(int(part))
+                n_bytes[prefix] += tensor.n_bytes
+    wanted = set(range(manifest.n_blocks))
+    lists = [prefix for prefix, numbers in seen.items() if wanted <= numbers]
+    if not lists:
+        raise IntegrityError(f"no names of tensors count the {manifest.n_blocks} blocks")
+    best = max(lists, key=lambda prefix: (n_bytes[prefix], -len(prefix)))
+
+    def group(name: str) -> int | None:
+        if not name.startswith(best):
+            return manifest.n_blocks
+        number = name[len(best) :].split(".")[0]
+        if not number.isdecimal():
+            return manifest.n_blocks
+        return int(number) if int(number) < manifest.n_blocks else None
+
+    return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
+
+
+# --- small things ------------------------------------------------------------------------------------------------
+
+
+def _check_entry(entry: Entry) -> None:
+    if not _NAME.fullmatch(entry.name):
+        raise IntegrityError(f"the manifest names an entry {entry.name[:80]!r}, which is no name of a tensor")
+    if entry.dtype not in shards.ITEM_BITS:
+        raise IntegrityError(f"{entry.name}: unknown dtype {entry.dtype!r}")
+    if entry.n_bytes > MAX_MODEL_BYTES or len(entry.chunks) != -(-entry.n_bytes // CHUNK_BYTES):
+        raise IntegrityError(f"{entry.name}: {len(entry.chunks)} digests for {entry.n_bytes} B")
+
+
+def _digest_shard(path: Path) -> list[Entry]:
+    before = path.stat()
     with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 2 <= header_bytes <= min(MAX_SAFETENSORS_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{path}: not a safetensors file, or cut short ({size} B)")
-        try:
-            header = json.loads(file.read(header_bytes))
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{path}: the safetensors header is not JSON") from None
-        data_start = 8 + header_bytes
-        entries, end = [], 0
-        for name, info in header.items():
-            if name == "__metadata__":
-                continue
-            begin, stop, dtype, shape = _entry_fields(path, name, info)
-            end = max(end, stop)
-            if data_start + stop > size:
-                raise ConfigError(f"{path}: cut short: {name} ends at byte {data_start + stop}, the file has {size}")
-            file.seek(data_start + begin)
-            entries.append(TensorEntry(name, dtype, shape, _digest_chunks(file, stop - begin)))
-    if data_start + end != size:
-        raise ConfigError(f"{path}: {size - data_start - end} B at its end belong to no tensor")
+        places = shards.read_header(file, path, before.st_size)
+        entries = []
+        for place in places:
+            file.seek(place.start)
+            entries.append(Entry(place.name, place.dtype, place.shape, _digest_chunks(file, place.n_bytes, path)))
+    _check_unchanged(path, before)
     return entries
 
 
-def _entry_fields(path: Path, name: str, info: Any) -> tuple[int, int, str, tuple[int, ...]]:
-    try:
-        begin, stop = info["data_offsets"]
-        dtype, shape = info["dtype"], tuple(info["shape"])
-        n_items = 1
-        for extent in shape:
-            if not isinstance(extent, int) or extent < 0:
-                raise ValueError
-            n_items *= extent
-        consistent = 0 <= begin <= stop and (stop - begin) * 8 == n_items * ITEM_BITS[dtype]
-    except (KeyError, TypeError, ValueError):
-        consistent = False
-    if not consistent:
-        raise ConfigError(f"{path}: the entry of tensor {name!r} contradicts itself: {info}")
-    return begin, stop, dtype, shape
+def _digest_file(path: Path) -> Entry:
+    before = path.stat()
+    if before.st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: {before.st_size} B, at most {MAX_FILE_BYTES} are read")
+    with path.open("rb") as file:
+        entry = Entry(path.name, "U8", (before.st_size,), _digest_chunks(file, before.st_size, path))
+    _check_unchanged(path, before)
+    return entry
 
 
-def _digest_chunks(file: Any, n_bytes: int) -> tuple[str, ...]:
+def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...]:
     digests = []
     while n_bytes > 0:
         chunk = file.read(min(CHUNK_BYTES, n_bytes))
-        digests.append(hashlib.sha256(chunk).hexdigest())
+        if not chunk:
+            raise ConfigError(f"{path}: cut short while it was read")
+        digests.append(hashlib.sha256(chunk).digest())
         n_bytes -= len(chunk)
     return tuple(digests)
 
 
-def _check_limits(path: Path, section: dict[str, Any]) -> None:
-    for key, limit in CONFIG_LIMITS.items():
-        value = section.get(key)
-        if isinstance(value, int) and not 0 < value <= limit:
-            raise ConfigError(f"{path}: {key} is {value}, expected 1 to {limit}")
+def _check_unchanged(path: Path, before: Any) -> None:
+    after = path.stat()
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise ConfigError(f"{path} changed while it was read: wait until it is complete, then try again")
 
 
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None
+def _canonical(config: dict[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
 def _read_json(path: Path) -> Any:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
     try:
-        return json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(path.read_bytes())
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None

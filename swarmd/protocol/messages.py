@@ -80,6 +80,31 @@ class Records(Message, tag="records", frozen=True):
     """Records (and perhaps a catalog) that the receiver asked for or that just changed; payload: ``ExchangeBody``."""
 
 
+class WantManifest(Message, tag="want_manifest", frozen=True):
+    """What does this model consist of? The answer's payload is the manifest in its canonical encoding."""
+
+    id: Count = 0
+    model: Name = ""
+
+
+class ManifestIs(Message, tag="manifest", frozen=True):
+    re: Count = 0
+
+
+class WantChunks(Message, tag="want_chunks", frozen=True):
+    """Send these chunks of a model, (entry, chunk) each, of 4 MiB together at most."""
+
+    id: Count = 0
+    model: Name = ""
+    refs: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
+
+
+class ChunksAre(Message, tag="chunks", frozen=True):
+    """The payload is the chunks that were asked for, one after the other."""
+
+    re: Count = 0
+
+
 class OpenSession(Message, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session.
 
@@ -341,6 +366,10 @@ AnyMessage = (
     | ExchangeDigest
     | ExchangeReply
     | Records
+    | WantManifest
+    | ManifestIs
+    | WantChunks
+    | ChunksAre
     | OpenSession
     | Opened
     | Op

@@ -43,7 +43,10 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
 
 
 class PeerRecord(Record, tag="peer", frozen=True):
-    """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown."""
+    """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown.
+
+    ``holds``: of which models it gives away which groups, as ranges [start, end) (weights.folder says what a group is).
+    """
 
     addresses: Addresses = ()
     version: Name = ""
@@ -55,6 +58,9 @@ class PeerRecord(Record, tag="peer", frozen=True):
     up_bytes_per_s: Rate | None = None
     down_bytes_per_s: Rate | None = None
     up_since: Count = 0
+    holds: Annotated[
+        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)
+    ] = {}
 
 
 class SpanRecord(Record, tag="span", frozen=True):

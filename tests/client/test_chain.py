@@ -13,12 +13,12 @@ from swarmd.client.chain import ChainSession
 from swarmd.client.links import Terms
 from swarmd.compute.history import Budget
 from swarmd.compute.wire import pack
-from swarmd.errors import PeerError, Unreachable
+from swarmd.errors import Code, PeerError, Unreachable
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Replay, Replayed, Reroute, Rerouted
+from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Refusal, Replay, Replayed, Reroute, Rerouted
 from swarmd.protocol.records import Catalog, SpanRecord
 from swarmd.values import ModelId, PeerId, Span
 
@@ -138,3 +138,31 @@ async def test_a_new_hop_whose_replay_was_lost_is_opened_again() -> None:
     assert [m.have for m in replays] == [None, None], "the merged history too: without it later ops have a gap"
     assert [peer for peer, m in swarm.asked if isinstance(m, OpenSession)].count(C) == 2
     assert [link.hop.peer for link in session.links] == [A, C]
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_the_last_holder_of_a_block_gets_a_second_chance_soon() -> None:
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    await session.open()
+    await step(session)
+    swarm.received = {A: 1, B: 1}
+    swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
+    session._lose(session.links[1], "a moment of silence")
+    begun = trio.current_time()
+    await session._repair()
+    assert trio.current_time() - begun < 2, "nobody else holds its blocks: it is not left out for 20 s"
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_what_a_former_hop_refuses_costs_no_repair() -> None:
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    await session.open()
+    refusal = Refusal(code=Code.NO_SESSION.value, message="closed already", session=session.key, start=4)
+    (frame,) = FrameDecoder().feed_untrusted(messages.framed(refusal))
+    await session.on_message(C, refusal, frame)
+    await step(session)
+    assert not session.statistics.repairs
+    await session.on_message(B, refusal, frame)
+    assert session.links[1].is_lost

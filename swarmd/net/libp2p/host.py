@@ -30,7 +30,7 @@ from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerTimeout, Unreachable
-from swarmd.net.api import Purpose, StreamHandler
+from swarmd.net.api import PURPOSES, Purpose, StreamHandler
 from swarmd.net.interfaces import expand
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
@@ -68,7 +68,7 @@ class Libp2pStream:
         muxed = getattr(net_stream, "muxed_stream", None)
         assert isinstance(muxed, YamuxStream)
         self._muxed = muxed
-        muxed.is_bulk = purpose == "bulk"
+        muxed.is_bulk = purpose in ("bulk", "weights")
 
     async def send(self, data: bytes) -> None:
         sent = False
@@ -123,7 +123,7 @@ class Libp2pNetwork:
         self.host = BasicHost(
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
         )
-        purposes: tuple[Purpose, ...] = ("interactive", "bulk", "ticket")
+        purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
         for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
 

@@ -1,0 +1,148 @@
+"""Which piece of a model to ask which donor for next. Time and events are arguments.
+
+A *piece* is what one request asks for: chunks of one group, up to 4 MiB together. The rarest group goes first, so
+that a donor's death costs least; among equals the lowest, so that groups are complete one after the other. When
+nothing is left to begin, an idle donor is given the piece that has been under way for longest elsewhere, if it is
+likely to have it sooner: a donor that stalls holds up nothing. After BitTorrent (Cohen 2003, section 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from swarmd.values import Decision, PeerId
+
+PIECE_BYTES = 4 * 2**20
+MAX_REFS = 256
+SMOOTHING = 0.3
+
+Ref = tuple[int, int]
+"""An entry of the manifest, and one of its chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one request asks for."""
+
+    group: int
+    refs: tuple[Ref, ...]
+    n_bytes: int
+
+
+def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[Piece]:
+    """Put what is missing of a group, with its bytes, into pieces, in order."""
+    pieces: list[Piece] = []
+    refs: list[Ref] = []
+    total = 0
+    for ref, n_bytes in missing:
+        if refs and (total + n_bytes > PIECE_BYTES or len(refs) >= MAX_REFS):
+            pieces.append(Piece(group, tuple(refs), total))
+            refs, total = [], 0
+        refs.append(ref)
+        total += n_bytes
+    return [*pieces, Piece(group, tuple(refs), total)] if refs else pieces
+
+
+@dataclass(slots=True)
+class Giver:
+    """A donor as the download sees it: what it holds, what it is asked for, how fast it was."""
+
+    groups: frozenset[int]
+    asked: dict[Piece, float] = field(default_factory=dict)
+    bytes_per_s: float | None = None
+    received_bytes: int = 0
+    last_at: float = 0.0
+
+
+class Download:
+    """Pieces that are wanted, and who was asked for them."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.givers: dict[PeerId, Giver] = {}
+        self._open: dict[int, list[Piece]] = {}
+        self._left: set[Piece] = set(pieces)
+        for piece in reversed(pieces):
+            self._open.setdefault(piece.group, []).append(piece)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def offers(self, peer: PeerId, groups: frozenset[int], now: float) -> None:
+        """Note what a donor holds at present."""
+        giver = self.givers.setdefault(peer, Giver(groups, last_at=now))
+        giver.groups = groups
+
+    def leaves(self, peer: PeerId) -> None:
+        """A donor is gone or lied: what it was asked for is open again."""
+        giver = self.givers.pop(peer, None)
+        for piece in giver.asked if giver else ():
+            self._reopen(piece)
+
+    def next_piece(self, peer: PeerId, now: float) -> Decision[Piece | None]:
+        """Choose what to ask ``peer`` for, and note that it is asked."""
+        giver = self.givers[peer]
+        mine = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
+        if mine:
+            rarity = {g: sum(g in other.groups for other in self.givers.values()) for g in mine}
+            group = min(mine, key=lambda g: (rarity[g], g))
+            piece = self._open[group].pop()
+            reason = f"group {group}: {rarity[group]} of {len(self.givers)} donors hold it"
+        else:
+            late = self._latest_elsewhere(peer, giver, now)
+            if late is None:
+                return Decision(None, "nothing left that it holds and would have sooner")
+            piece, reason = late, "under way elsewhere for long"
+        if not giver.asked:
+            giver.last_at = now
+        giver.asked[piece] = now
+        return Decision(piece, reason)
+
+    def arrived(self, peer: PeerId, piece: Piece, now: float) -> bool:
+        """Note a verified piece; False when another donor was sooner."""
+        giver = self.givers.get(peer)
+        if giver is not None:
+            giver.asked.pop(piece, None)
+            rate = piece.n_bytes / max(now - giver.last_at, 1e-6)
+            old = giver.bytes_per_s
+            giver.bytes_per_s = rate if old is None else old + SMOOTHING * (rate - old)
+            giver.received_bytes += piece.n_bytes
+            giver.last_at = now
+        was_wanted = piece in self._left
+        self._left.discard(piece)
+        if piece in (pieces := self._open.get(piece.group, [])):
+            pieces.remove(piece)
+        return was_wanted
+
+    def failed(self, peer: PeerId, piece: Piece, holds_group: bool) -> None:
+        """A donor did not give a piece; without the group it is not asked for that again."""
+        giver = self.givers.get(peer)
+        if giver is not None:
+            giver.asked.pop(piece, None)
+            if not holds_group:
+                giver.groups -= {piece.group}
+        self._reopen(piece)
+
+    def without_donor(self) -> list[int]:
+        """Groups with open pieces that nobody offers."""
+        offered = frozenset[int]().union(*(giver.groups for giver in self.givers.values()))
+        return sorted(g for g, pieces in self._open.items() if pieces and g not in offered)
+
+    def _latest_elsewhere(self, peer: PeerId, giver: Giver, now: float) -> Piece | None:
+        """The piece that is under way for longest at others, if this donor is likely to give it sooner."""
+        mine_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
+        found: tuple[float, Piece] | None = None
+        for other, theirs in self.givers.items():
+            for piece, asked_at in theirs.asked.items() if other != peer else ():
+                due_s = theirs.last_at + len(theirs.asked) * piece.n_bytes / (theirs.bytes_per_s or 1.0) - now
+                is_late = due_s > 2 * mine_s or now - asked_at > 4 * mine_s
+                if is_late and piece.group in giver.groups and piece not in giver.asked and piece in self._left:
+                    found = min(found or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
+        return found[1] if found else None
+
+    def _reopen(self, piece: Piece) -> None:
+        is_asked = any(piece in giver.asked for giver in self.givers.values())
+        pieces = self._open.setdefault(piece.group, [])
+        if piece in self._left and not is_asked and piece not in pieces:
+            pieces.append(piece)

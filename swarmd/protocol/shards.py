@@ -1,0 +1,94 @@
+"""Safetensors files as byte arithmetic: what a header says, and what header a set of tensors needs. No torch.
+
+The format is ``header_bytes:u64 little-endian``, a JSON header, then the tensors' bytes. See the safetensors README,
+"Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from swarmd.errors import ConfigError
+
+MAX_HEADER_BYTES = 100 * 2**20
+ALIGNMENT = 8
+ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+ITEM_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "U32": 32, "U64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor of a shard: its dtype and shape, and where its bytes are in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """How many bytes a tensor takes. Raises KeyError for an unknown dtype."""
+    return math.prod(shape) * ITEM_BITS[dtype] // 8
+
+
+def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
+    """Read and check the header of a shard of ``size`` bytes. Raises ConfigError naming the file and the reason."""
+    prefix = file.read(8)
+    header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ConfigError(f"{path}: not a safetensors file, or cut short ({size} B)")
+    try:
+        header = json.loads(file.read(header_bytes))
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path}: the safetensors header is not JSON") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path}: the safetensors header is no JSON object")
+    data_start, end = 8 + header_bytes, 0
+    places = []
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        begin, stop, dtype, shape = _fields(path, name, info)
+        end = max(end, stop)
+        if data_start + stop > size:
+            raise ConfigError(f"{path}: cut short: {name} ends at byte {data_start + stop}, the file has {size}")
+        places.append(Place(name, dtype, shape, data_start + begin, stop - begin))
+    if data_start + end != size:
+        raise ConfigError(f"{path}: {size - data_start - end} B at its end belong to no tensor")
+    return places
+
+
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[Place]]:
+    """Lay out (name, dtype, shape) one after the other: the bytes before the data, and where each tensor will be."""
+    header: dict[str, Any] = {}
+    at, laid = 0, []
+    for name, dtype, shape in tensors:
+        n_bytes = tensor_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + n_bytes]}
+        laid.append((name, dtype, shape, at, n_bytes))
+        at += n_bytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    prefix = struct.pack("<Q", len(encoded)) + encoded
+    return prefix, [Place(n, d, s, len(prefix) + start, size) for n, d, s, start, size in laid]
+
+
+def _fields(path: Path, name: str, info: Any) -> tuple[int, int, str, tuple[int, ...]]:
+    try:
+        begin, stop = info["data_offsets"]
+        dtype, shape = info["dtype"], tuple(info["shape"])
+        if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+            raise ValueError
+        consistent = 0 <= begin <= stop and stop - begin == tensor_bytes(dtype, shape)
+    except (KeyError, TypeError, ValueError):
+        consistent = False
+    if not consistent:
+        raise ConfigError(f"{path}: the entry of tensor {name!r} contradicts itself: {info}")
+    return begin, stop, dtype, shape

@@ -1,0 +1,1 @@
+"""Models as verified bytes: on disk, to others, and from others."""

@@ -1,0 +1,64 @@
+"""Gives models to others: manifests and chunks, verified before they leave, at a bounded pace."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import trio
+
+from swarmd.errors import Code, Refused
+from swarmd.net.rpc import Channel
+from swarmd.plan.download import PIECE_BYTES
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
+from swarmd.values import ModelId, PeerId, ranges
+from swarmd.weights.folder import ModelFolder
+from swarmd.weights.pace import Pace
+
+MAX_READS = 4  # pieces in memory at the same time, for all who ask
+MAX_ANNOUNCED = 64
+
+
+class Donor:
+    """See the module. ``folders`` is the owner's to fill."""
+
+    def __init__(self, folders: dict[ModelId, ModelFolder], pace: Pace) -> None:
+        self.given_bytes: Counter[PeerId] = Counter()
+        self._folders = folders
+        self._pace = pace
+        self._reads = trio.CapacityLimiter(MAX_READS)
+
+    def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """What a record says: groups of each model, as ranges."""
+        held = {model: ranges(set(folder.held)) for model, folder in self._folders.items() if folder.held}
+        return {m: tuple((s.start, s.end) for s in spans[:64]) for m, spans in list(held.items())[:MAX_ANNOUNCED]}
+
+    async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
+        """Send what was asked for. Raises Refused."""
+        folder = self._folders.get(ModelId(message.model))
+        if folder is None:
+            raise Refused(Code.NOT_HELD, f"nothing of model {message.model[:12]} is here")
+        if isinstance(message, WantManifest):
+            await channel.send(ManifestIs(re=message.id), manifests.encode(folder.manifest))
+            return
+        async with self._reads:
+            payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
+            await self._pace.take(len(payload))
+            await channel.send(ChunksAre(re=message.id), payload)
+        self.given_bytes[channel.peer] += len(payload)
+
+
+def read_piece(folder: ModelFolder, refs: tuple[tuple[int, int], ...]) -> bytes:
+    """Read chunks, of bounded size together. Raises Refused."""
+    parts, total = [], 0
+    for ref in refs:
+        parts.append(folder.read(ref))
+        total += len(parts[-1])
+        if total > PIECE_BYTES:
+            raise Refused(Code.MALFORMED, f"more than {PIECE_BYTES} B in one request")
+    return b"".join(parts)
+
+
+def groups_held(held: tuple[tuple[int, int], ...], n_groups: int) -> frozenset[int]:
+    """The groups that a record's ranges name."""
+    return frozenset(g for start, end in held for g in range(start, min(end, n_groups)))

@@ -1,0 +1,238 @@
+"""Gets groups of a model from several donors at once, verified, resumable, at a bounded pace.
+
+``plan.download`` says what to ask whom for; here is who waits, who writes and who is believed. A donor that sends
+other bytes than the manifest's is not asked again and loses standing; one that stalls, refuses or leaves costs a
+repetition of what it was asked for; what was verified stays on disk whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.net.rpc import Rpc
+from swarmd.plan.download import Download, Piece, cut
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.manifest import Manifest
+from swarmd.protocol.messages import ChunksAre, ManifestIs, Message, WantChunks, WantManifest
+from swarmd.values import ModelId, PeerId, Span, ranges
+from swarmd.weights.folder import ModelFolder, Part
+from swarmd.weights.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 3  # requests under way at each donor, so that its link is never idle
+LOOK_INTERVAL_S = 0.5
+STALL_S = 30.0
+BANNED_S = 60.0
+PATIENCE_S = 60.0
+MANIFEST_TIMEOUT_S = 20.0
+
+Donors = Callable[[], dict[PeerId, frozenset[int]]]
+"""Who holds which groups at present; may change from call to call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a download is. ``given_bytes`` by donor; ``resumed_bytes`` were on disk, verified, when it began."""
+
+    model: ModelId
+    groups: tuple[Span, ...]
+    total_bytes: int
+    done_bytes: int
+    resumed_bytes: int
+    bytes_per_s: float
+    given_bytes: dict[PeerId, int]
+    waiting_for: str = ""
+
+    @property
+    def left_s(self) -> float | None:
+        left = self.total_bytes - self.done_bytes
+        return left / self.bytes_per_s if self.bytes_per_s else None
+
+
+async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
+    """Ask one donor after the other. Raises SwarmUnavailable when none gives the true one."""
+    reasons = []
+    for donor in donors:
+        try:
+            request = partial(_want_manifest, model)
+            reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
+            if not isinstance(reply, ManifestIs):
+                raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
+            return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
+        except IntegrityError as error:
+            rpc.faults[donor] += 1
+            reasons.append(f"{donor[-8:]} lies: {error}")
+        except PeerError as error:
+            reasons.append(f"{donor[-8:]}: {error}")
+    raise SwarmUnavailable(f"nobody gives the manifest of {model[:12]}: {'; '.join(reasons) or 'no live donor'}")
+
+
+def _want_manifest(model: ModelId, call_id: int) -> Message:
+    return WantManifest(id=call_id, model=model)
+
+
+class Fetch:
+    """One download of some groups into one folder."""
+
+    def __init__(self, rpc: Rpc, target: ModelFolder, groups: Iterable[int], donors: Donors, pace: Pace) -> None:
+        self.groups = frozenset(groups) - target.held
+        self._rpc = rpc
+        self._target = target
+        self._donors = donors
+        self._pace = pace
+        self._download = Download([])
+        self._parts: dict[int, Part] = {}
+        self._given: dict[PeerId, int] = {}
+        self._banned: dict[PeerId, float] = {}
+        self._resumed_bytes = 0
+        self._done_bytes = 0
+        self._total_bytes = target.n_bytes(self.groups)
+        self._began_at = self._fed_at = 0.0
+        self._waiting_for = "looking at what is on disk"
+        self._news = trio.Event()
+
+    def progress(self) -> Progress:
+        elapsed = max(trio.current_time() - self._began_at, 1e-6) if self._began_at else 0.0
+        rate = (self._done_bytes - self._resumed_bytes) / elapsed if elapsed else 0.0
+        return Progress(
+            self._target.model,
+            tuple(ranges(self.groups)),
+            self._total_bytes,
+            self._done_bytes,
+            self._resumed_bytes,
+            rate,
+            dict(self._given),
+            self._waiting_for,
+        )
+
+    async def run(self) -> None:
+        """Return when every group is in place.
+
+        Raises ConfigError from the disk, and SwarmUnavailable when nobody has given anything for a minute; what is
+        verified stays.
+        """
+        await self._look_at_disk()
+        self._began_at = self._fed_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            serving: dict[PeerId, trio.CancelScope] = {}
+            while not self._download.is_done:
+                now = trio.current_time()
+                offers = {p: g for p, g in self._donors().items() if self._banned.get(p, 0.0) <= now}
+                for peer in [p for p in serving if p not in offers]:
+                    serving.pop(peer).cancel()
+                    self._download.leaves(peer)
+                for peer, groups in offers.items():
+                    self._download.offers(peer, groups & self.groups, now)
+                    if peer not in serving:
+                        serving[peer] = trio.CancelScope()
+                        nursery.start_soon(self._use, peer, serving[peer])
+                self._check_patience(now)
+                news = self._news
+                with trio.move_on_after(LOOK_INTERVAL_S):
+                    await news.wait()
+            nursery.cancel_scope.cancel()
+        self._waiting_for = ""
+
+    async def _look_at_disk(self) -> None:
+        pieces: list[Piece] = []
+        for group in sorted(self.groups):
+            part = self._parts[group] = Part(self._target, group)
+            await trio.to_thread.run_sync(part.begin)
+            there = part.n_bytes - sum(part.missing.values())
+            self._resumed_bytes += there
+            self._done_bytes += there
+            pieces += cut(group, part.missing.items())
+            if not part.missing:
+                await trio.to_thread.run_sync(part.finish)
+        self._download = Download(pieces)
+        self._waiting_for = ""
+
+    async def _use(self, peer: PeerId, scope: trio.CancelScope) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                for _ in range(WINDOW):
+                    nursery.start_soon(self._ask_for_more, peer)
+
+    async def _ask_for_more(self, peer: PeerId) -> None:
+        while not self._download.is_done and peer in self._download.givers:
+            news = self._news
+            piece = self._download.next_piece(peer, trio.current_time()).action
+            if piece is None:
+                with trio.move_on_after(LOOK_INTERVAL_S):
+                    await news.wait()
+                continue
+            await self._pace.take(piece.n_bytes)
+            try:
+                await self._get(peer, piece)
+            except IntegrityError as error:
+                self._rpc.faults[peer] += 1
+                self._ban(peer, f"lies: {error}", float("inf"))
+            except Refused as error:
+                logger.info("%s does not give group %d: %s", peer, piece.group, error)
+                self._download.failed(peer, piece, holds_group=error.code is not Code.NOT_HELD)
+                await trio.sleep(LOOK_INTERVAL_S)
+            except PeerError as error:
+                self._ban(peer, str(error), BANNED_S)
+
+    async def _get(self, peer: PeerId, piece: Piece) -> None:
+        """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
+
+        def request(call_id: int) -> Message:
+            return WantChunks(id=call_id, model=self._target.model, refs=piece.refs)
+
+        reply, frame = await self._rpc.call(peer, request, timeout_s=self._patience_s(peer), purpose="weights")
+        if not isinstance(reply, ChunksAre) or len(frame.payload) != piece.n_bytes:
+            raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(frame.payload)} B")
+        part = self._parts[piece.group]
+        written, at = 0, 0
+        try:
+            for ref in piece.refs:
+                n_bytes = part.missing.get(ref)
+                size = self._size(ref)
+                if n_bytes is not None:
+                    await trio.to_thread.run_sync(part.put, ref, frame.payload[at : at + size])
+                    written += size
+                at += size
+        finally:
+            self._done_bytes += written
+        self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
+        self._fed_at = trio.current_time()
+        if self._download.arrived(peer, piece, self._fed_at) and not part.missing:
+            await trio.to_thread.run_sync(part.finish)
+        self._notify()
+
+    def _size(self, ref: tuple[int, int]) -> int:
+        return self._target.manifest.entries[ref[0]].chunk_bytes(ref[1])
+
+    def _patience_s(self, peer: PeerId) -> float:
+        """Long enough for all that this donor was asked for at a quarter of its speed."""
+        giver = self._download.givers.get(peer)
+        if giver is None or not giver.bytes_per_s:
+            return STALL_S
+        return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked) / giver.bytes_per_s)
+
+    def _ban(self, peer: PeerId, reason: str, for_s: float) -> None:
+        logger.warning("leaving out the donor %s: %s", peer, reason)
+        self._banned[peer] = trio.current_time() + for_s
+        self._download.leaves(peer)
+        self._notify()
+
+    def _check_patience(self, now: float) -> None:
+        missing = self._download.without_donor()
+        listed = ", ".join(str(s) for s in ranges(set(missing)))
+        self._waiting_for = f"nobody who is up holds groups {listed}" if missing else ""
+        if now - self._fed_at > PATIENCE_S:
+            kept = f"{self._done_bytes} of {self._total_bytes} B are verified and kept"
+            why = self._waiting_for or "no donor gives anything"
+            raise SwarmUnavailable(f"{why} for {PATIENCE_S:.0f} s; {kept}: try again when a holder is up")
+
+    def _notify(self) -> None:
+        self._news.set()
+        self._news = trio.Event()

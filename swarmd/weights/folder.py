@@ -1,0 +1,269 @@
+"""The bytes of one model on this machine: a folder of safetensors that may hold a part of the model only.
+
+Entries belong to *groups*: one for each block, and the *head* (files, and tensors around the blocks). A group that is
+on its way is a ``.part`` file of its final size; what is in it is found out by hashing, so nothing that was written
+before a crash is lost, and nothing unverified is ever believed. No event loop: call it from a thread where it hashes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.plan.download import Ref
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol import shards
+from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
+
+MANIFEST = "manifest.bin"
+INDEX = "model.safetensors.index.json"
+PART = ".part"
+
+
+class ModelFolder:
+    """One model in one folder: a checkpoint of the user's, or one that swarmd fills."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.model = manifests.model_id(manifest)
+        self.groups = manifests.groups(manifest)
+        self._entries = manifest.entries
+        self._places: dict[int, tuple[Path, int]] = {}
+        self.held: frozenset[int] = frozenset()
+        self.look()
+
+    @property
+    def head(self) -> int:
+        """The number of the group around the blocks."""
+        return self.manifest.n_blocks
+
+    def look(self) -> None:
+        """See which groups are complete. What does not fit the manifest is not there. Raises ConfigError."""
+        numbers = {entry.name: i for i, entry in enumerate(self._entries)}
+        places: dict[int, tuple[Path, int]] = {}
+        for shard in self._shards():
+            with shard.open("rb") as file:
+                for place in shards.read_header(file, shard, shard.stat().st_size):
+                    i = numbers.get(place.name, -1)
+                    if i >= 0 and (place.dtype, place.shape) == (self._entries[i].dtype, self._entries[i].shape):
+                        places[i] = (shard, place.start)
+        for i, entry in enumerate(self.manifest.files):
+            path = self.folder / entry.name
+            if path.is_file() and path.stat().st_size == entry.n_bytes:
+                places[i] = (path, 0)
+        self._places = places
+        lacking = {g for i, g in enumerate(self.groups) if i not in places}
+        self.held = frozenset(g for g in range(self.head + 1) if g not in lacking)
+
+    def entries_of(self, group: int) -> list[tuple[int, Entry]]:
+        return [(i, self._entries[i]) for i, g in enumerate(self.groups) if g == group]
+
+    def n_bytes(self, groups: Iterable[int]) -> int:
+        wanted = set(groups)
+        return sum(entry.n_bytes for entry, g in zip(self._entries, self.groups, strict=True) if g in wanted)
+
+    def read(self, ref: Ref) -> bytes:
+        """One verified chunk of a complete group. Raises Refused when it is not here (any more)."""
+        index, chunk = ref
+        if not (index < len(self._entries) and chunk < len(self._entries[index].chunks)):
+            raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which {self.model[:12]} does not have")
+        place, entry = self._places.get(index), self._entries[index]
+        if place is None or self.groups[index] not in self.held:
+            raise Refused(Code.NOT_HELD, f"{entry.name} of {self.model[:12]} is not here")
+        path, start = place
+        try:
+            with path.open("rb") as file:
+                file.seek(start + chunk * CHUNK_BYTES)
+                data = file.read(entry.chunk_bytes(chunk))
+        except OSError as error:
+            raise Refused(Code.NOT_HELD, f"{entry.name} cannot be read: {error.strerror}") from None
+        if hashlib.sha256(data).digest() != entry.chunks[chunk]:
+            raise Refused(Code.NOT_HELD, f"{entry.name} on this disk is no longer what it was")
+        return data
+
+    def damaged(self) -> list[str]:
+        """Hash everything that is here; names of entries that are not what the manifest says."""
+        found = []
+        for index, entry in enumerate(self._entries):
+            if index in self._places and self.groups[index] in self.held:
+                try:
+                    for chunk in range(len(entry.chunks)):
+                        self.read((index, chunk))
+                except Refused:
+                    found.append(entry.name)
+        return found
+
+    def drop(self, groups: Iterable[int]) -> None:
+        """Delete groups; only for a folder that swarmd fills."""
+        for group in groups:
+            for slot in self.slots(group):
+                slot.path.unlink(missing_ok=True)
+                slot.part.unlink(missing_ok=True)
+        self.write_index()
+        self.look()
+
+    def slots(self, group: int) -> list[Slot]:
+        """The files that a group becomes: one of safetensors, and the head's plain ones."""
+        members = self.entries_of(group)
+        tensors = [(i, e) for i, e in members if i >= len(self.manifest.files)]
+        found = [Slot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
+        if tensors:
+            prefix, places = shards.make_header((e.name, e.dtype, e.shape) for _, e in tensors)
+            starts = tuple((i, place.start) for (i, _), place in zip(tensors, places, strict=True))
+            name = "head" if group == self.head else f"block-{group:04d}"
+            found.append(Slot(self.folder / f"{name}.safetensors", prefix, starts))
+        return found
+
+    def write_index(self) -> None:
+        """List the tensors of all complete groups as transformers does."""
+        weight_map = {
+            self._entries[i].name: slot.path.name
+            for group in range(self.head + 1)
+            for slot in self.slots(group)
+            if slot.prefix and slot.path.is_file()
+            for i, _ in slot.starts
+        }
+        write_file(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
+
+    def _shards(self) -> list[Path]:
+        if (self.folder / MANIFEST).is_file() and not (self.folder / INDEX).is_file():
+            return []  # nothing has come yet
+        return manifests.shard_files(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One file of a group: its path when complete, the bytes before its data, where each entry starts."""
+
+    path: Path
+    prefix: bytes
+    starts: tuple[tuple[int, int], ...]
+
+    @property
+    def part(self) -> Path:
+        return self.path.with_name(self.path.name + PART)
+
+
+class Part:
+    """One group on its way into a folder. ``missing`` holds the chunks that are not there yet."""
+
+    def __init__(self, target: ModelFolder, group: int) -> None:
+        self.group = group
+        self.missing: dict[Ref, int] = {}
+        self.n_bytes = target.n_bytes((group,))
+        self._target = target
+        self._entries = dict(target.entries_of(group))
+        self._at: dict[int, tuple[Path, int]] = {}
+        self._slots = target.slots(group)
+
+    def begin(self) -> None:
+        """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
+        for slot in self._slots:
+            is_new = self._prepare(slot)
+            for index, start in slot.starts:
+                self._at[index] = (slot.part, start)
+                for chunk in range(len(self._entries[index].chunks)):
+                    if is_new or not self._is_there((index, chunk)):
+                        self.missing[index, chunk] = self._entries[index].chunk_bytes(chunk)
+
+    def put(self, ref: Ref, data: bytes | memoryview) -> None:
+        """Write one chunk. Raises IntegrityError for other bytes than the manifest's, ConfigError from the disk."""
+        index, chunk = ref
+        entry = self._entries[index]
+        if hashlib.sha256(data).digest() != entry.chunks[chunk]:
+            raise IntegrityError(f"chunk {chunk} of {entry.name} has another sha256 than the manifest says")
+        path, start = self._at[index]
+        with _Disk(path), _open(path) as file:
+            file.seek(start + chunk * CHUNK_BYTES)
+            file.write(data)
+        self.missing.pop(ref, None)
+
+    def finish(self) -> None:
+        """Put the complete group in place. Raises ConfigError from the disk."""
+        assert not self.missing
+        for slot in self._slots:
+            with _Disk(slot.part):
+                if not slot.part.exists() and slot.path.is_file():
+                    continue  # another process was sooner
+                with _open(slot.part) as file:
+                    os.fsync(file.fileno())
+                slot.part.replace(slot.path)
+        self._target.write_index()
+        self._target.look()
+
+    def _prepare(self, slot: Slot) -> bool:
+        """Make the part file; is it new?"""
+        size = len(slot.prefix) + sum(self._entries[i].n_bytes for i, _ in slot.starts)
+        with _Disk(slot.part):
+            if slot.path.is_file() and not slot.part.exists():
+                slot.path.replace(slot.part)  # to be looked at: the group is incomplete or another one's
+            is_new = not slot.part.exists()
+            with _open(slot.part) as file:
+                if is_new or file.read(len(slot.prefix)) != slot.prefix or os.fstat(file.fileno()).st_size != size:
+                    is_new = True
+                    file.truncate(0)
+                    file.seek(0)
+                    file.write(slot.prefix)
+                    file.truncate(size)
+        return is_new
+
+    def _is_there(self, ref: Ref) -> bool:
+        index, chunk = ref
+        path, start = self._at[index]
+        entry = self._entries[index]
+        with _Disk(path), _open(path) as file:
+            file.seek(start + chunk * CHUNK_BYTES)
+            return hashlib.sha256(file.read(entry.chunk_bytes(chunk))).digest() == entry.chunks[chunk]
+
+
+def create(root: Path, manifest: Manifest) -> ModelFolder:
+    """Make (or open) the folder that swarmd fills with a model, under ``root``. Raises ConfigError."""
+    folder = root / manifests.model_id(manifest)
+    with _Disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / "config.json", manifest.config.encode())
+    write_file(folder / MANIFEST, manifests.encode(manifest))
+    return ModelFolder(folder, manifest)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file whole, by a new name, so that a crash leaves the old one. Raises ConfigError."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with _Disk(path):
+            new.write_bytes(data)
+            new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+class _Disk:
+    """Turns what the disk says into a ConfigError that names the file and what to do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        hint = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "; what was verified is kept: make room (swarmd models rm NAME) and try again"
+        elif error.errno == errno.ELOOP:
+            hint = "; a symbolic link is in the way: remove it"
+        raise ConfigError(f"cannot write {self._path}: {error.strerror}{hint}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open for reading and writing, made if need be, never through a symbolic link."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b")
