@@ -31,7 +31,7 @@ from swarmd.client.entry import membership
 from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, joined
 from swarmd.plan.routing import Hop
-from swarmd.values import PeerId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.serving import make_checkpoint
@@ -128,7 +128,7 @@ class Load:
 
     def __init__(self, swarm: AsyncSwarm, setting: Setting) -> None:
         self._swarm, self._setting = swarm, setting
-        self._model, self._n_blocks = swarm.resolve("bench")
+        self._model, self._n_blocks = swarm.view().model_named("bench") or (ModelId(""), 0)
 
     async def stream(self, n_prompt: int, n_tokens: int, steps_s: list[float], line: Any = None) -> None:
         """Open, prefill, wait at the starting line, then take ``n_tokens`` steps; their seconds go to ``steps_s``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class Config:
     ``max_blocks`` bounds what "auto" takes; 0 is as many as fit.
     ``balance`` lets a server with automatic blocks move to others that the swarm lacks.
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
+    ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
+    travel; 0 is no limit.
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -46,6 +49,9 @@ class Config:
     threads: int = 0
     cache_tokens: int = 131_072
     history_mib: int = 512
+    disk_limit_gib: float = 0.0
+    up_limit_mbit: float = 0.0
+    down_limit_mbit: float = 0.0
 
     @property
     def span(self) -> Span | None:
@@ -55,9 +61,10 @@ class Config:
         """Return the settings if they can be right. Raises ConfigError."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name in ("threads", "cache_tokens", "history_mib", "direct_port", "balance_interval_s", "max_blocks"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not 0 <= value < float("inf"):
+                raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
         _ = self.span
         return self
 
@@ -98,6 +105,9 @@ def _convert(name: str, value: Any, kind: type, source: str) -> Any:
             return value.lower() in ("1", "true", "yes")
     elif kind is int and isinstance(value, str) and value.lstrip("-").isdigit():
         return int(value)
+    elif kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return float(value)
     elif isinstance(value, kind) and (kind is not int or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{source}: {name} takes a value of type {kind.__name__}, not {value!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import signal
 import statistics
 import time
@@ -23,7 +24,7 @@ import trio
 
 from swarmd import status
 from swarmd.config import Config, split
-from swarmd.errors import Code, ConfigError, PeerError, Refused
+from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmError
 from swarmd.home import Home, by_peer
 from swarmd.net.api import Network, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
@@ -32,9 +33,11 @@ from swarmd.node.balancer import Balancer, holder_of
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.server import Server
+from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter, WorkerLink
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import blocks_that_fit, choose_span
+from swarmd.protocol import manifest as manifests
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -48,6 +51,7 @@ FIRST_LOOK_S = 4.0
 ROUND_TRIPS_IN_RECORD = 8
 DRAIN_S = 15.0
 GOODBYE_S = 1.0
+RETRY_S = 5.0
 
 
 class Daemon:
@@ -59,7 +63,8 @@ class Daemon:
         identity: Identity,
         certificate: tuple[bytes, ...],
         config: Config,
-        folders: dict[str, Path],
+        folders: dict[ModelId, Path],
+        weights: Path,
         network: Network,
         store: RecordStore,
         wall_clock: Callable[[], float],
@@ -92,7 +97,17 @@ class Daemon:
         self.placement: Decision[Span] | None = None
         self._certificate = certificate
         self._config = config
-        self._folders = folders
+        self.store = Store(
+            self.rpc,
+            self.directory.view,
+            weights,
+            folders,
+            config,
+            self._groups_in_use,
+            lambda: self.directory.links.up_bytes_per_s,
+            lambda: self.server is not None and self.server.n_decoding() > 0,
+        )
+        self.store.supply.on_change = self.directory.announce_soon
         self._start_worker = start_worker
         self._home = home
         self._announced_free = -1
@@ -103,6 +118,8 @@ class Daemon:
         self._hurry = trio.Event()
         self._is_drained = False
         self._left_span: list[dict[str, Any]] = []
+        self._joining: tuple[ModelId, Span] | None = None
+        self.cannot_serve = ""
         self._changed_mind = trio.Event()
         self._next_placement: Decision[Span] | None = None
         self.balancer = Balancer(
@@ -117,6 +134,7 @@ class Daemon:
             await nursery.start(self.rpc.run)
             nursery.start_soon(self._follow_catalog)
             await nursery.start(self.directory.run)
+            await nursery.start(self.store.run)
             if self._home is not None:
                 await nursery.start(serve_control, self, self._home.socket)
             if self._config.serve:
@@ -139,18 +157,27 @@ class Daemon:
 
     async def _serve(self) -> None:
         """Serve one span after the other: a move or a drain ends one."""
-        model, n_blocks, folder = await self._choose_model()
+        model, n_blocks = await self._choose_model()
+        if self._config.span is not None and self._config.span.end > n_blocks:
+            raise ConfigError(f"--blocks {self._config.blocks} exceeds the model's {n_blocks} blocks")
         while True:
             while self._is_drained:
                 self._changed_mind = trio.Event()
                 await self._changed_mind.wait()
-            self.placement = self._next_placement or await self._choose_span(model, n_blocks, folder)
-            self._next_placement, self._changed_mind = None, trio.Event()
-            span = self.placement.action
-            if span.end > n_blocks:
-                raise ConfigError(f"--blocks {span.start}:{span.end} exceeds the model's {n_blocks} blocks")
+            try:
+                self.placement = self._next_placement or await self._choose_span(model)
+                self._next_placement, self._changed_mind = None, trio.Event()
+                self._joining = model, self.placement.action
+                self.directory.announce_soon()
+                folder = await self.store.supply.ensure(model, self.placement.action.blocks())
+            except SwarmError as error:  # a disk that is full, or nobody who gives the weights: it may get better
+                logger.warning("cannot serve yet: %s", error)
+                self.cannot_serve, self._joining = str(error), None
+                await trio.sleep(RETRY_S)
+                continue
+            self.cannot_serve = ""
             logger.info("serving %s", self.placement.reason)
-            await self._serve_span(model, span, folder)
+            await self._serve_span(model, self.placement.action, folder.folder)
 
     async def _serve_span(self, model: ModelId, span: Span, folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
@@ -175,7 +202,7 @@ class Daemon:
             await self._changed_mind.wait()
             await self._drain()
             nursery.cancel_scope.cancel()
-        self.server = self.worker = None
+        self.server = self.worker = self._joining = None
         self.directory.announce_soon()
 
     async def _drain(self) -> None:
@@ -187,37 +214,40 @@ class Daemon:
         logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
 
     async def _move(self, placement: Decision[Span]) -> None:
+        """Serve other blocks, once they are here: what is served now is served meanwhile."""
+        if self.server is None:
+            return
         logger.info("moving: %s", placement.reason)
+        try:
+            await self.store.supply.ensure(self.server.model, placement.action.blocks())
+        except SwarmError as error:
+            logger.warning("not moving: %s", error)
+            return
         self._next_placement = placement
         self._changed_mind.set()
 
-    async def _choose_model(self) -> tuple[ModelId, int, Path]:
-        """Wait until the catalog lists a model that this machine has: the one asked for, or the least covered."""
+    async def _choose_model(self) -> tuple[ModelId, int]:
+        """Wait until the catalog lists the model asked for, or any: then the least covered, rather one that is here."""
         while True:
             view = self.directory.view()
             if self._config.model:
                 found = view.model_named(self._config.model)
-                if found is not None and found[0] not in self._folders:
-                    raise ConfigError(
-                        f"this machine has no copy of {self._config.model!r}: swarmd models add PATH --name NAME"
-                    )
-                candidates = [found] if found else []
-            else:
+                if found is not None:
+                    return found
+            elif view.catalog.models:
                 listed = [(ModelId(m), n) for m, n in view.catalog.models.values()]
-                candidates = [(m, n) for m, n in listed if m in self._folders]
-            if candidates:
-                model, n_blocks = min(candidates, key=lambda c: min(view.coverage(c[0], c[1])))
-                return model, n_blocks, self._folders[model]
+                return min(listed, key=lambda c: (min(view.coverage(*c)), c[0] not in self.store.library.folders))
             await trio.sleep(0.5)
 
-    async def _choose_span(self, model: ModelId, n_blocks: int, folder: Path) -> Decision[Span]:
+    async def _choose_span(self, model: ModelId) -> Decision[Span]:
         if self._config.span is not None:
             return Decision(self._config.span, f"blocks {self._config.span}, as --blocks says")
         with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
             while len(self.directory.view().peers) < 2:
                 await trio.sleep(0.2)
-        weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-        n_fit = blocks_that_fit(psutil.virtual_memory().available, weights // n_blocks, n_blocks)
+        manifest = await self.store.supply.manifest(model)
+        n_blocks, largest = manifest.n_blocks, manifests.largest_block_bytes(manifest)
+        n_fit = blocks_that_fit(psutil.virtual_memory().available, largest, n_blocks)
         n_fit = min(n_fit, self._config.max_blocks or n_fit)
         spans = [s for s in self.directory.view().spans if s.model == model and s.state != "draining"]
         holders = [holder_of(s) for s in spans if s.end <= n_blocks and s.peer != self.network.peer_id]
@@ -235,6 +265,8 @@ class Daemon:
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         self.exchange.require_member(channel.peer)
         if self.server is not None and await self.server.handle(channel.peer, message, frame, channel):
+            return
+        if await self.store.handle(channel, message):
             return
         if isinstance(message, Ping):
             await channel.send(Pong(re=message.id), bytes(message.want_bytes))
@@ -279,9 +311,14 @@ class Daemon:
             "up_bytes_per_s": links.up_bytes_per_s,
             "down_bytes_per_s": links.down_bytes_per_s,
             "up_since": self._up_since,
+            "holds": self.store.donor.holds(),
         }
         if self.server is None or self.worker is None or self.placement is None:
-            return [peer, *self._left_span]  # else its last record would be believed until it expires
+            if self._joining is None:
+                return [peer, *self._left_span]  # else its last record would be believed until it expires
+            model, blocks = self._joining
+            common = {"model": model, "start": blocks.start, "end": blocks.end, "dtype": self._config.dtype}
+            return [peer, {"kind": "span", "state": "joining", **common}]
         likely = self._likely_next()
         nearest = sorted(links.round_trip_s.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
         span = {
@@ -369,6 +406,8 @@ class Daemon:
                 "why": worker.reason,
                 "batching": worker.loaded.batching if worker.loaded else None,
             },
+            "cannot_serve": self.cannot_serve,
+            "downloads": self.downloads(),
             "server": server,
             "models": self.models(),
             "balance": asdict(self.balancer.snapshot()),
@@ -382,7 +421,35 @@ class Daemon:
         return [] if self.server is None else status.sessions(self.server.snapshot())
 
     def models(self) -> list[dict[str, Any]]:
-        return status.models(self.directory.view(), self._folders, self.balancer.risk)
+        return status.models(self.directory.view(), self.store.here, self.balancer.risk)
+
+    def downloads(self) -> list[dict[str, Any]]:
+        return self.store.downloads()
+
+    def here(self, model: str) -> dict[str, Any]:
+        return {"model": self._model(model), **self.store.here(self._model(model))}
+
+    def pull(self, model: str, blocks: str) -> dict[str, Any]:
+        """Begin to fetch a model, or some of its blocks and what is around them."""
+        found = self._model(model)
+        self.store.pull(found, Span.parse(blocks) if blocks else None)
+        return {"model": found}
+
+    def remove(self, model: str) -> dict[str, Any]:
+        """Delete what was fetched of a model."""
+        n_bytes = self.store.remove(self._model(model))
+        self.directory.announce_soon()
+        return {"freed_bytes": n_bytes}
+
+    def _model(self, name: str) -> ModelId:
+        found = self.directory.view().model_named(name)
+        if found is None and not re.fullmatch("[0-9a-f]{64}", name):
+            names = ", ".join(sorted(self.directory.view().catalog.models))
+            raise ConfigError(f"the catalog has no model {name!r}; it has: {names}")
+        return ModelId(name) if found is None else found[0]
+
+    def _groups_in_use(self) -> dict[ModelId, frozenset[int]]:
+        return {} if self._joining is None else {self._joining[0]: frozenset(self._joining[1].blocks())}
 
     def why(self, model: str) -> dict[str, Any]:
         """Explain this daemon's own blocks, and the chain it would choose for a model."""
@@ -418,7 +485,7 @@ class Daemon:
     def reload(self) -> dict[str, Any]:
         """Take over a catalog and models that the command line changed."""
         if self._home is not None:
-            self._folders.update(self._home.folders())
+            self.store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
             if raw is not None and self.exchange.merge_catalog_untrusted(raw):
                 self.directory.announce_soon()
@@ -478,6 +545,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
                 swarm.certificate,
                 config,
                 home.folders(),
+                home.weights,
                 network,
                 store,
                 time.time,

@@ -108,3 +108,10 @@ class CacheExhausted(SwarmError):
     """A prompt or session that does not fit the model's limit or the free cache."""
 
     exit_code = 2
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

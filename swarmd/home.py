@@ -22,7 +22,7 @@ from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import Invite, SwarmKeys
-from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog
+from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
 from swarmd.values import ModelId, PeerId
 
 MEMBERSHIP_LIFETIME_S = 365 * 86_400
@@ -56,6 +56,11 @@ class Home:
     @property
     def peers_file(self) -> Path:
         return self.folder / "peers.json"
+
+    @property
+    def weights(self) -> Path:
+        """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
+        return self.folder / "weights"
 
     @property
     def is_founder(self) -> bool:
@@ -142,24 +147,43 @@ class Home:
         self._write("catalog.bin", raw)
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
-        """Sign the next version of the catalog. Raises ConfigError when this is not the founder's home."""
+        """Sign the next version of the catalog, as the founder or its delegate. Raises ConfigError for others."""
         old = self.catalog()
-        new = msgspec.structs.replace(change(old), version=max(old.version + 1, int(time.time())))
-        self.save_catalog(sign_catalog(new, self.founder()))
+        new = msgspec.structs.replace(change(old), version=max(old.version + 1, int(time.time())), root=0)
+        self.save_catalog(self._sign(new))
         return new
 
-    def folders(self) -> dict[str, Path]:
-        """Checkpoint folders on this machine, by model hash; the bundled model is always there."""
+    @property
+    def may_publish(self) -> bool:
+        return self.is_founder or self.identity().public_key in self.catalog().delegates
+
+    def _sign(self, catalog: Catalog) -> bytes:
+        if self.is_founder:
+            return sign_catalog(catalog, self.founder())
+        current = self.catalog_raw()
+        if current is None or not self.may_publish:
+            raise ConfigError("only the swarm's founder, or a delegate that it names, can change the catalog")
+        return sign_catalog_as_delegate(catalog, self.identity(), current, self.swarm().keys.founder_key)
+
+    def folders(self) -> dict[ModelId, Path]:
+        """Checkpoint folders of the user's, by model hash; the bundled model is always there."""
         path = self.folder / "models.json"
         try:
             listed = json.loads(path.read_text()) if path.is_file() else {}
         except ValueError:
             raise ConfigError(f"{path} is damaged: remove it and add the models again") from None
-        return {bundled_model()[0]: bundled_folder(), **{m: Path(p) for m, p in listed.items()}}
+        return {bundled_model()[0]: bundled_folder(), **{ModelId(m): Path(p) for m, p in listed.items()}}
 
     def add_folder(self, model: ModelId, folder: Path) -> None:
-        listed = {m: str(p) for m, p in self.folders().items() if p != bundled_folder()}
-        self._write("models.json", json.dumps({**listed, model: str(folder.resolve())}, indent=2))
+        self._list_folders({**self.folders(), model: folder.resolve()})
+
+    def forget_folder(self, model: ModelId) -> None:
+        """No longer use a folder of the user's; it stays as it is."""
+        self._list_folders({m: p for m, p in self.folders().items() if m != model})
+
+    def _list_folders(self, folders: dict[ModelId, Path]) -> None:
+        listed = {m: str(p) for m, p in folders.items() if p != bundled_folder()}
+        self._write("models.json", json.dumps(listed, indent=2))
 
     # --- files -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -76,8 +76,10 @@ def sessions(server: ServerStatus) -> list[dict[str, Any]]:
     ]
 
 
-def models(view: SwarmView, folders: Container[str], risk: Callable[[ModelId, int], Risk]) -> list[dict[str, Any]]:
-    """One row for each model of the catalog: who holds its blocks, and how safe they are."""
+def models(
+    view: SwarmView, here: Callable[[ModelId], dict[str, Any]], risk: Callable[[ModelId, int], Risk]
+) -> list[dict[str, Any]]:
+    """One row for each model of the catalog: who serves its blocks, how safe they are, and what of it is here."""
     return [
         {
             "name": name,
@@ -85,7 +87,7 @@ def models(view: SwarmView, folders: Container[str], risk: Callable[[ModelId, in
             "blocks": n_blocks,
             "coverage": view.coverage(ModelId(model), n_blocks),
             "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
-            "here": model in folders,
+            **here(ModelId(model)),
             **asdict(risk(ModelId(model), n_blocks)),
         }
         for name, (model, n_blocks) in sorted(view.catalog.models.items())

@@ -34,6 +34,9 @@ class Span:
     def __str__(self) -> str:
         return f"[{self.start},{self.end})"
 
+    def blocks(self) -> range:
+        return range(self.start, self.end)
+
     def covers(self, other: Span) -> bool:
         return self.start <= other.start and other.end <= self.end
 

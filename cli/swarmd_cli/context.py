@@ -100,3 +100,10 @@ def rate(bytes_per_s: float | None) -> str:
 
 def number(value: float | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value:.4g}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3600:.1f} h"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, number, print_json, rate, size, table
+from swarmd_cli.context import ask, duration, home, is_running, number, print_json, rate, size, table
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
-models = typer.Typer(
-    help="Models of the swarm: list them, add a checkpoint folder.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 def status(as_json: Json = False) -> None:
@@ -33,7 +29,11 @@ def status(as_json: Json = False) -> None:
         ["directory", now["directory"]["reason"]],
     ]
     if serving:
-        rows.append(["serving", f"{serving['name']} blocks {_span(serving['blocks'])}: {serving['why']}"])
+        rows.append(["serving", f"{serving['name']} blocks {span_text(serving['blocks'])}: {serving['why']}"])
+    elif now["cannot_serve"]:
+        rows.append(["serving", f"nothing yet: {now['cannot_serve']}"])
+    for download in now["downloads"]:
+        rows.append(["fetching", download_line(download)])
     if worker:
         rows.append(["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"])
         if worker["batching"]:
@@ -42,11 +42,22 @@ def status(as_json: Json = False) -> None:
         free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
         rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
     for model in now["models"]:
-        missing = ", ".join(_span(s) for s in model["missing"])
+        missing = ", ".join(span_text(s) for s in model["missing"])
         rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else _safety(model)])
     if serving:
         rows.append(["balance", now["balance"]["last_move"] or f"never moved; {now['balance']['last_look']}"])
     table("Status", ["", ""], rows)
+
+
+def download_line(download: dict[str, Any]) -> str:
+    """How far one download is, in a line."""
+    done, total, left_s = download["done_bytes"], download["total_bytes"], download["left_s"]
+    share = f"{100 * done / total:.0f} %" if total else "all"
+    left = "" if left_s is None else f", {duration(left_s)} left"
+    waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
+    donors = len(download["donors"])
+    from_ = f"{rate(download['bytes_per_s'])} from {donors} peer{'' if donors == 1 else 's'}"
+    return f"{size(done)} of {size(total)} ({share}), {from_}{left}{waiting}"
 
 
 def _safety(model: dict[str, Any]) -> str:
@@ -76,7 +87,7 @@ def _peer_lines(peer: dict[str, Any]) -> str:
     for span in peer["spans"]:
         speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
         free = f"{span['free_cache_tokens']} cache tokens free"
-        lines.append(f"  serves {span['model']} {_span(span['blocks'])}: {span['state']}, {speed}, {free}")
+        lines.append(f"  serves {span['model']} {span_text(span['blocks'])}: {span['state']}, {speed}, {free}")
     if not peer["spans"]:
         lines.append("  serves nothing")
     own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
@@ -101,7 +112,7 @@ def ps(as_json: Json = False) -> None:
         [
             s["session"],
             s["client"][-8:],
-            _span(s["blocks"]),
+            span_text(s["blocks"]),
             f"{s['finished']}/{s['received']}",
             str(s["epoch"]),
             s["why"],
@@ -141,7 +152,7 @@ def why(
     print(f"placement: {reasons['placement']}")
     print(f"worker:    {reasons['worker']}")
     for session in reasons["sessions"]:
-        print(f"session {session['session']} {_span(session['blocks'])}: {session['why']}")
+        print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
     for name, chain in reasons["chains"].items():
         if chain["cost_ms"] is None:
             print(f"chain for {name}: none: {chain['error']}")
@@ -193,79 +204,10 @@ def _examine() -> list[tuple[str, bool, str]]:
     if now["worker"]:
         checks.append(("worker", now["worker"]["state"] in ("online", "loading"), now["worker"]["why"]))
     for model in now["models"]:
-        missing = ", ".join(_span(s) for s in model["missing"])
+        missing = ", ".join(span_text(s) for s in model["missing"])
         checks.append((f"model {model['name']}", not missing, f"missing {missing}" if missing else "complete"))
     return checks
 
 
-@models.command("ls")
-def models_ls(as_json: Json = False) -> None:
-    """List the models of the swarm's catalog.
-
-    Example: swarmd models ls
-    """
-    listed = ask("models")["models"] if is_running() else _offline_models()
-    if as_json:
-        print_json({"models": listed})
-        return
-    rows = [
-        [
-            m["name"],
-            m["model"][:12],
-            str(m["blocks"]),
-            "yes" if m["here"] else "no",
-            ", ".join(_span(s) for s in m["missing"]) or "none",
-        ]
-        for m in listed
-    ]
-    table("Models", ["name", "hash", "blocks", "copy here", "blocks missing in the swarm"], rows)
-
-
-@models.command("add")
-def models_add(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint folder with config.json and *.safetensors.")],
-    name: Annotated[str, typer.Option("--name", help="What to call the model.")],
-) -> None:
-    """Hash and check a checkpoint folder; the founder's machine also publishes the name.
-
-    Example: swarmd models add ./llama --name llama
-    """
-    import msgspec
-
-    from swarmd.compute.check import check_folder
-    from swarmd.errors import ConfigError
-    from swarmd.protocol import manifest
-
-    state = home()
-    state.swarm()
-    if not 1 <= len(name) <= 64:
-        raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
-    read = manifest.read_folder(folder)
-    check_folder(folder, read)
-    model = manifest.model_id(read)
-    known = state.catalog().models.get(name)
-    if state.is_founder:
-        state.add_folder(model, folder)
-        state.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
-    elif known is None or known[0] != model:
-        what = "has no model of that name" if known is None else f"says {name!r} is {known[0][:12]}"
-        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
-    else:
-        state.add_folder(model, folder)
-    if is_running():
-        ask("reload", "POST")
-    print(f"{name}: {model}  {read.n_blocks} blocks, {len(read.tensors)} tensors")
-
-
-def _offline_models() -> list[dict[str, Any]]:
-    state = home()
-    state.swarm()
-    folders = state.folders()
-    return [
-        {"name": n, "model": m, "blocks": b, "coverage": [0] * b, "missing": [[0, b]], "here": m in folders}
-        for n, (m, b) in sorted(state.catalog().models.items())
-    ]
-
-
-def _span(pair: list[int]) -> str:
+def span_text(pair: list[int]) -> str:
     return f"[{pair[0]},{pair[1]})"

@@ -22,10 +22,12 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
     if invite is not None:
         ticket = invites.decode_untrusted(invite, time.time())
         certificate = ticket.admit(identity.public_key, "client", int(time.time()) + CLIENT_LIFETIME_S)
-        return Membership(ticket.swarm, identity, certificate, by_peer(ticket.addresses), state.folders())
+        return Membership(
+            ticket.swarm, identity, certificate, by_peer(ticket.addresses), state.folders(), state.weights
+        )
     swarm = state.swarm()
     certificate = state.client_certificate(identity.public_key)
-    return Membership(swarm.keys, identity, certificate, _members_near(state), state.folders())
+    return Membership(swarm.keys, identity, certificate, _members_near(state), state.folders(), state.weights)
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:

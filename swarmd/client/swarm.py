@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +27,16 @@ from swarmd.client.chain import ChainSession
 from swarmd.client.links import Repair, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.compute.history import Budget
-from swarmd.errors import ConfigError, NoRoute, PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
+from swarmd.errors import (
+    ConfigError,
+    NoRoute,
+    PeerError,
+    Refused,
+    SwarmError,
+    SwarmUnavailable,
+    Unreachable,
+    first_error,
+)
 from swarmd.net.api import Network, TaskStatus
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
@@ -40,6 +50,9 @@ from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId
+from swarmd.weights.library import Library
+from swarmd.weights.pace import Pace
+from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +63,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are."""
+    """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are.
+
+    ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept.
+    """
 
     keys: SwarmKeys
     identity: Identity
     certificate: tuple[bytes, ...]
     bootstrap: dict[PeerId, tuple[str, ...]]
-    folders: dict[str, Path]
+    folders: dict[ModelId, Path]
+    weights: Path
 
 
 class AsyncSwarm:
@@ -66,6 +83,7 @@ class AsyncSwarm:
         self.rpc = Rpc(network, self)
         self.exchange = Exchange(membership.keys, wall_clock)
         self.budget = Budget()
+        self.supply = Supply(Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None))
         self._membership = membership
         self._network = network
         self._sessions: dict[bytes, ChainSession] = {}
@@ -99,19 +117,22 @@ class AsyncSwarm:
         self._sessions.pop(session.key, None)
         await session.close()
 
-    def resolve(self, name: str) -> tuple[ModelId, int]:
-        """Find a model by its name in the catalog, or by hash. Raises ConfigError."""
+    async def resolve(self, name: str) -> tuple[ModelId, int]:
+        """Find a model by its name in the catalog, or by hash. Raises ConfigError, or SwarmUnavailable for a hash."""
         found = self.view().model_named(name)
-        if found is None:
-            names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
-            raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
-        return found
+        if found is not None:
+            return found
+        if re.fullmatch("[0-9a-f]{64}", name):
+            return ModelId(name), (await self.supply.manifest(ModelId(name))).n_blocks
+        names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
+        raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
 
-    def folder(self, model: ModelId) -> Path:
-        found = self._membership.folders.get(model)
-        if found is None:
-            raise ConfigError(f"this machine has no copy of model {model[:12]}: swarmd models add PATH --name NAME")
-        return found
+    async def folder(self, model: ModelId, n_blocks: int) -> Path:
+        """Where the client's own part of a model lies: tokenizer, embedding, head; fetched if need be.
+
+        Raises ConfigError when it does not fit, SwarmUnavailable when nobody gives it.
+        """
+        return (await self.supply.ensure(model, [n_blocks])).folder
 
     async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float) -> None:
         """Wait until every block is served. Raises NoRoute with what is missing."""
@@ -222,13 +243,6 @@ async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first error inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class BlockingSession:
@@ -379,8 +393,8 @@ class Swarm:
         docs/protocol.md). Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
         than ``wait_s``.
         """
-        model, n_blocks = self._swarm.resolve(name)
-        folder = self._swarm.folder(model)
+        model, n_blocks = self._thread.call(self._swarm.resolve, name)
+        folder = self._thread.call(self._swarm.folder, model, n_blocks)
         self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
 
         def open_session(batch: int, max_tokens: int) -> BlockingSession:
@@ -394,7 +408,8 @@ class Swarm:
         """Return the model's own tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._swarm.folder(self._swarm.resolve(name)[0]))
+        model, n_blocks = self._thread.call(self._swarm.resolve, name)
+        return AutoTokenizer.from_pretrained(self._thread.call(self._swarm.folder, model, n_blocks))
 
     def close(self) -> None:
         self._thread.close()

@@ -8,6 +8,7 @@ everything else that owns parameters. tests/real/test_families.py proves five of
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def quiet() -> None:
 
 
 quiet()
+_loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
 
 
 class Stub(nn.Module):
@@ -137,7 +139,10 @@ def load(folder: Path, span: Span | None, dtype: torch.dtype) -> PreTrainedModel
         for key in needed_keys(cls, config, list(where)):
             handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
             state[key] = handle.get_slice(key)
-        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        with _loading:
+            model, info = cls.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            )
     except SafetensorError as error:
         raise ConfigError(f"{folder}: a weights file is damaged: {error}") from None
     except (RuntimeError, ValueError) as error:

@@ -106,10 +106,10 @@ class Exchange:
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
         """Exchange with one peer: send my digest, take what I lack, send what it lacks. Raises PeerError."""
         digest = msgspec.msgpack.encode(self.book.digest())
-        version = self.book.catalog.version if self.book.catalog_raw else 0
+        root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0)
 
         def request(call_id: int) -> ExchangeDigest:
-            return ExchangeDigest(id=call_id, catalog_version=version)
+            return ExchangeDigest(id=call_id, catalog_version=version, catalog_root=root)
 
         reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
         if not isinstance(reply, ExchangeReply):
@@ -125,9 +125,8 @@ class Exchange:
         if len(frame.payload) > MAX_DIGEST_BYTES:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
         send, want = self.book.compare(decode(frame.payload, Digest, "a digest"))
-        catalog = self.book.catalog_raw if self.book.catalog.version > message.catalog_version else None
-        if self.book.catalog_raw is not None and message.catalog_version == 0:
-            catalog = self.book.catalog_raw
+        theirs = (message.catalog_root, message.catalog_version)
+        catalog = self.book.catalog_raw if theirs == (0, 0) or self.book.catalog.rank > theirs else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
         await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 

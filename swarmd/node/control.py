@@ -40,6 +40,14 @@ class Controlled(Protocol):
 
     async def ping(self, peer: str) -> dict[str, Any]: ...
 
+    def downloads(self) -> list[dict[str, Any]]: ...
+
+    def here(self, model: str) -> dict[str, Any]: ...
+
+    def pull(self, model: str, blocks: str) -> dict[str, Any]: ...
+
+    def remove(self, model: str) -> dict[str, Any]: ...
+
     def reload(self) -> dict[str, Any]: ...
 
     def drain(self) -> dict[str, Any]: ...
@@ -80,12 +88,20 @@ def application(daemon: Controlled) -> Starlette:
             route("/v1/why", lambda r: daemon.why(r.query_params.get("model", ""))),
             route("/v1/addresses", lambda _: daemon.addresses()),
             route("/v1/ping", lambda r: daemon.ping(r.query_params.get("peer", "")), "POST"),
+            route("/v1/downloads", lambda _: {"downloads": daemon.downloads()}),
+            route("/v1/here", lambda r: daemon.here(**_named(r, "model"))),
+            route("/v1/pull", lambda r: daemon.pull(**_named(r, "model", "blocks")), "POST"),
+            route("/v1/rm", lambda r: daemon.remove(**_named(r, "model")), "POST"),
             route("/v1/reload", lambda _: daemon.reload(), "POST"),
             route("/v1/drain", lambda _: daemon.drain(), "POST"),
             route("/v1/resume", lambda _: daemon.resume(), "POST"),
             route("/v1/down", lambda _: {"stopping": True}, "POST", after=stop_daemon),
         ]
     )
+
+
+def _named(request: Request, *names: str) -> dict[str, str]:
+    return {name: request.query_params.get(name, "") for name in names}
 
 
 async def serve_control(

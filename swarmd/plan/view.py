@@ -73,8 +73,8 @@ class RecordBook:
         return Decision(True, "new" if known is None else "newer")
 
     def add_catalog(self, catalog: Catalog, raw: bytes) -> Decision[bool]:
-        if self.catalog_raw is not None and catalog.version <= self.catalog.version:
-            return Decision(False, f"version {catalog.version} is not newer than {self.catalog.version}")
+        if self.catalog_raw is not None and catalog.rank <= self.catalog.rank:
+            return Decision(False, f"version {catalog.rank} is not newer than {self.catalog.rank}")
         self.catalog, self.catalog_raw = catalog, raw
         revoked = frozenset(catalog.revoked)
         self._drop([k for k, v in self.entries.items() if revoked.intersection(v.membership.keys)])

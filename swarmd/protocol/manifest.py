@@ -248,6 +248,14 @@ def groups(manifest: Manifest) -> tuple[int | None, ...]:
     return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
 
 
+def largest_block_bytes(manifest: Manifest) -> int:
+    """What the largest block takes on disk."""
+    n_bytes: Counter[int | None] = Counter()
+    for entry, group in zip(manifest.entries, groups(manifest), strict=True):
+        n_bytes[group] += entry.n_bytes
+    return max(n_bytes[block] for block in range(manifest.n_blocks))
+
+
 # --- small things ------------------------------------------------------------------------------------------------
 
 

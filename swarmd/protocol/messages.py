@@ -68,6 +68,7 @@ class ExchangeDigest(Message, tag="digest", frozen=True):
 
     id: Count = 0
     catalog_version: Count = 0
+    catalog_root: Count = 0
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):

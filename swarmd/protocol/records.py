@@ -15,6 +15,7 @@ from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.protocol.identity import (
     Identity,
     Membership,
+    PublicKey,
     Signature,
     public_key_of_untrusted,
     verify,
@@ -59,7 +60,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     down_bytes_per_s: Rate | None = None
     up_since: Count = 0
     holds: Annotated[
-        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)
+        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
     ] = {}
 
 
@@ -151,11 +152,22 @@ def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozense
 
 
 class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The founder's list: model names to manifest hashes with the number of blocks, and revoked keys."""
+    """The swarm's list: model names to manifest hashes with the number of blocks, and revoked keys.
+
+    Signed by the founder, or by a key that the founder's catalog names in ``delegates``; then ``root`` is the version
+    of that one, and neither delegates nor revoked keys may differ from it.
+    """
 
     version: Count = 0
     models: Annotated[dict[Name, tuple[Name, Block]], msgspec.Meta(max_length=1_024)] = {}
     revoked: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4_096)] = ()
+    delegates: Annotated[tuple[PublicKey, ...], msgspec.Meta(max_length=64)] = ()
+    root: Count = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """What is newer counts: first the founder's version that it builds on, then its own."""
+        return self.root or self.version, self.version
 
 
 def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
@@ -163,8 +175,44 @@ def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
     return msgspec.msgpack.encode((body, founder.sign(_CATALOG_DOMAIN, body)))
 
 
+def sign_catalog_as_delegate(catalog: Catalog, delegate: Identity, current: bytes, founder_key: bytes) -> bytes:
+    """Sign what follows the ``current`` catalog. Raises IntegrityError when the founder did not name this key."""
+    envelope = decode(current, _SignedCatalog, "a catalog", IntegrityError)
+    root_raw = envelope.root_raw or current
+    root = _read_root(decode(root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
+    body = msgspec.msgpack.encode(msgspec.structs.replace(catalog, root=root.version))
+    signed = _SignedCatalog(body, delegate.sign(_CATALOG_DOMAIN, body), delegate.public_key, root_raw)
+    raw = msgspec.msgpack.encode(signed)
+    read_catalog_untrusted(raw, founder_key)
+    return raw
+
+
 def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
-    """Check a catalog's signature and read it. Raises IntegrityError."""
-    body, signature = decode(raw, tuple[bytes, bytes], "a catalog", IntegrityError)
-    verify(founder_key, _CATALOG_DOMAIN, body, signature, "the catalog")
-    return decode(body, Catalog, "a catalog", IntegrityError)
+    """Check a catalog's signatures and read it. Raises IntegrityError."""
+    envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
+    if not envelope.root_raw:
+        return _read_root(envelope, founder_key)
+    root = _read_root(decode(envelope.root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
+    if envelope.signer not in root.delegates:
+        raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
+    verify(envelope.signer, _CATALOG_DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
+    catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
+    fixed = (catalog.root, catalog.delegates, catalog.revoked)
+    if fixed != (root.version, root.delegates, root.revoked) or catalog.version <= root.version:
+        raise IntegrityError("a delegate may change models only, in a version after the founder's")
+    return catalog
+
+
+class _SignedCatalog(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    body: bytes
+    signature: bytes
+    signer: bytes = b""
+    root_raw: bytes = b""
+
+
+def _read_root(envelope: _SignedCatalog, founder_key: bytes) -> Catalog:
+    verify(founder_key, _CATALOG_DOMAIN, envelope.body, envelope.signature, "the catalog")
+    catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
+    if catalog.root:
+        raise IntegrityError("the founder's own catalog builds on no other")
+    return catalog

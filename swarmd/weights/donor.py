@@ -16,7 +16,8 @@ from swarmd.weights.folder import ModelFolder
 from swarmd.weights.pace import Pace
 
 MAX_READS = 4  # pieces in memory at the same time, for all who ask
-MAX_ANNOUNCED = 64
+MAX_ANNOUNCED = 32  # models, and ranges of each at most
+MAX_RANGES = 8
 
 
 class Donor:
@@ -31,7 +32,9 @@ class Donor:
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """What a record says: groups of each model, as ranges."""
         held = {model: ranges(set(folder.held)) for model, folder in self._folders.items() if folder.held}
-        return {m: tuple((s.start, s.end) for s in spans[:64]) for m, spans in list(held.items())[:MAX_ANNOUNCED]}
+        return {
+            m: tuple((s.start, s.end) for s in spans[:MAX_RANGES]) for m, spans in list(held.items())[:MAX_ANNOUNCED]
+        }
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
         """Send what was asked for. Raises Refused."""

@@ -14,7 +14,16 @@ from functools import partial
 
 import trio
 
-from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.errors import (
+    Code,
+    IntegrityError,
+    PeerError,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+    SwarmUnavailable,
+    first_error,
+)
 from swarmd.net.rpc import Rpc
 from swarmd.plan.download import Download, Piece, cut
 from swarmd.protocol import manifest as manifests
@@ -26,7 +35,7 @@ from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 3  # requests under way at each donor, so that its link is never idle
+WINDOW = 2  # requests under way at each donor: its link is never idle, and little waits for a slow one at the end
 LOOK_INTERVAL_S = 0.5
 STALL_S = 30.0
 BANNED_S = 60.0
@@ -120,25 +129,35 @@ class Fetch:
         """
         await self._look_at_disk()
         self._began_at = self._fed_at = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            serving: dict[PeerId, trio.CancelScope] = {}
-            while not self._download.is_done:
-                now = trio.current_time()
-                offers = {p: g for p, g in self._donors().items() if self._banned.get(p, 0.0) <= now}
-                for peer in [p for p in serving if p not in offers]:
-                    serving.pop(peer).cancel()
-                    self._download.leaves(peer)
-                for peer, groups in offers.items():
-                    self._download.offers(peer, groups & self.groups, now)
-                    if peer not in serving:
-                        serving[peer] = trio.CancelScope()
-                        nursery.start_soon(self._use, peer, serving[peer])
-                self._check_patience(now)
-                news = self._news
-                with trio.move_on_after(LOOK_INTERVAL_S):
-                    await news.wait()
-            nursery.cancel_scope.cancel()
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                await self._supervise(nursery)
+                nursery.cancel_scope.cancel()
+        except* SwarmError as errors:
+            failure = first_error(errors)
+        if failure is not None:
+            raise failure
         self._waiting_for = ""
+
+    async def _supervise(self, nursery: trio.Nursery) -> None:
+        """Use whoever holds something that is wanted, from the moment that this is known."""
+        serving: dict[PeerId, trio.CancelScope] = {}
+        while not self._download.is_done:
+            now = trio.current_time()
+            offers = {p: g for p, g in self._donors().items() if self._banned.get(p, 0.0) <= now}
+            for peer in [p for p in serving if p not in offers]:
+                serving.pop(peer).cancel()
+                self._download.leaves(peer)
+            for peer, groups in offers.items():
+                self._download.offers(peer, groups & self.groups, now)
+                if peer not in serving:
+                    serving[peer] = trio.CancelScope()
+                    nursery.start_soon(self._use, peer, serving[peer])
+            self._check_patience(now)
+            news = self._news
+            with trio.move_on_after(LOOK_INTERVAL_S):
+                await news.wait()
 
     async def _look_at_disk(self) -> None:
         pieces: list[Piece] = []

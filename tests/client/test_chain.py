@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import trio
+from trio.testing import MockClock
 
 from swarmd.client.chain import ChainSession
 from swarmd.client.links import Terms
@@ -104,8 +104,7 @@ async def step(session: ChainSession) -> None:
     await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, record_past=False)
 
 
-@pytest.mark.usefixtures("virtual_time")
-async def test_a_new_hop_whose_replay_was_lost_is_opened_again() -> None:
+async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), serves(C, 4, 6))
     chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
     session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=chain), Budget())
@@ -140,8 +139,7 @@ async def test_a_new_hop_whose_replay_was_lost_is_opened_again() -> None:
     assert [link.hop.peer for link in session.links] == [A, C]
 
 
-@pytest.mark.usefixtures("virtual_time")
-async def test_the_last_holder_of_a_block_gets_a_second_chance_soon() -> None:
+async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
     session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
     await session.open()
@@ -154,8 +152,7 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon() -> None:
     assert trio.current_time() - begun < 2, "nobody else holds its blocks: it is not left out for 20 s"
 
 
-@pytest.mark.usefixtures("virtual_time")
-async def test_what_a_former_hop_refuses_costs_no_repair() -> None:
+async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
     session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
     await session.open()

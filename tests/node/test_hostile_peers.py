@@ -35,7 +35,7 @@ from swarmd.protocol.messages import (
 )
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
-from tests.sim.swarm import EPOCH_S, HIDDEN, MODEL, Reference, SimSwarm
+from tests.sim.swarm import EPOCH_S, HIDDEN, Reference, SimSwarm, toy_checkpoint
 
 KEY = b"a" * 16
 
@@ -72,7 +72,15 @@ class Attacker:
         return [r.code for r in self.refusals]
 
     async def open(self, peer: PeerId, **changes: object) -> None:
-        fields = {"session": KEY, "model": MODEL, "start": 0, "end": 4, "epoch": 1, "max_tokens": 64, **changes}
+        fields = {
+            "session": KEY,
+            "model": toy_checkpoint(4)[1],
+            "start": 0,
+            "end": 4,
+            "epoch": 1,
+            "max_tokens": 64,
+            **changes,
+        }
         await self.rpc.call(peer, lambda i: OpenSession(id=i, **fields))  # type: ignore[arg-type]
 
 
@@ -266,7 +274,9 @@ async def test_one_peer_opens_few_channels_and_announces_few_records(virtual_tim
 async def test_a_revoked_member_is_turned_out(virtual_time: trio.testing.MockClock) -> None:
     async with scene() as s:
         await s.attacker.open(s.server)
-        catalog = Catalog(version=2, models={"toy": (MODEL, 4)}, revoked=(s.attacker.identity.public_key,))
+        catalog = Catalog(
+            version=2, models={"toy": (toy_checkpoint(4)[1], 4)}, revoked=(s.attacker.identity.public_key,)
+        )
         daemon = s.swarm.daemons[s.server][0]
         daemon.exchange.merge_catalog_untrusted(sign_catalog(catalog, s.swarm._founder))
         await trio.sleep(1)

@@ -196,9 +196,11 @@ def add_model(home: Home, name: str, folder: Path) -> None:
     import msgspec
 
     from swarmd.protocol import manifest
+    from swarmd.weights.library import Library
 
     read = manifest.read_folder(folder)
     model = manifest.model_id(read)
+    Library(home.weights, {}).keep_manifest(read)
     home.add_folder(model, folder)
     if home.is_founder:
         home.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))

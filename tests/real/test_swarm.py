@@ -112,7 +112,7 @@ def test_client_for_trio_programs_and_client_beside_a_daemon(tmp_path: Path) -> 
             async with swarmd.aconnect(home=only.home.folder) as inside:
                 assert only.peer in inside.view().peers
                 assert inside.rpc.network.peer_id != only.peer
-                assert inside.resolve("demo")[1] == 6
+                assert (await inside.resolve("demo"))[1] == 6
 
         trio.run(look)
         with swarmd.connect(swarm.invite()) as client:

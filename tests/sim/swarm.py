@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import random
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,17 +24,29 @@ from swarmd.daemon import Daemon
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker_link import WorkerLost, WorkerProcess
-from swarmd.protocol import frames, messages
+from swarmd.protocol import frames, manifest, messages, shards
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import Loaded, LoadSpan, Measured, Tick
 from swarmd.protocol.records import Catalog, sign_catalog
 from swarmd.values import ModelId, PeerId, Span
 
-MODEL = ModelId("0" * 64)
 HIDDEN = 4
 EPOCH_S = 1_700_000_000
 NO_HOPE_S = 10**6
+NOWHERE = Path("/nonexistent")  # nothing is ever fetched here
+
+
+@functools.cache
+def toy_checkpoint(n_blocks: int) -> tuple[Path, ModelId]:
+    """A folder that passes for a model: one number for each block. Lives as long as the process."""
+    temporary = tempfile.TemporaryDirectory(prefix="swarmd-toy-")
+    atexit.register(temporary.cleanup)
+    folder = Path(temporary.name)
+    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "num_hidden_layers": n_blocks}))
+    prefix, places = shards.make_header((f"layers.{i}.weight", "F32", (1,)) for i in range(n_blocks))
+    (folder / "model.safetensors").write_bytes(prefix + bytes(sum(p.n_bytes for p in places)))
+    return folder, manifest.model_id(manifest.read_folder(folder))
 
 
 class ToyCache:
@@ -135,7 +151,8 @@ class SimSwarm:
         self.daemons: dict[PeerId, tuple[Daemon, trio.CancelScope, Span]] = {}
         founder = Identity(bytes([seed % 256]) * 32)
         self.keys = SwarmKeys("sim", founder.public_key, b"\0" * 32)
-        self.catalog = sign_catalog(Catalog(version=1, models={"toy": (MODEL, n_blocks)}), founder)
+        self.folder, self.model = toy_checkpoint(n_blocks)
+        self.catalog = sign_catalog(Catalog(version=1, models={"toy": (self.model, n_blocks)}), founder)
         self._founder = founder
         self._nursery = nursery
 
@@ -165,7 +182,8 @@ class SimSwarm:
             identity,
             certificate,
             Config(blocks=f"{span.start}:{span.end}" if is_fixed else "auto", model="toy", cache_tokens=10**6),
-            {MODEL: Path("/toy")},
+            {self.model: self.folder},
+            NOWHERE,
             network,
             SimRecordStore(self.world, identity.peer_id),
             self.wall_clock,
@@ -209,14 +227,14 @@ class SimSwarm:
     async def client(self) -> AsyncSwarm:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
-        membership = Membership(self.keys, identity, certificate, self._bootstrap(), {})
+        membership = Membership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE)
         swarm = AsyncSwarm(membership, network, self.wall_clock)
         self._nursery.start_soon(network.run)
         await self._nursery.start(swarm.run)
         return swarm
 
     def terms(self, max_tokens: int) -> Terms:
-        return Terms(MODEL, self.n_blocks, 1, max_tokens, codec="raw")
+        return Terms(self.model, self.n_blocks, 1, max_tokens, codec="raw")
 
     def views_agree(self) -> bool:
         """Does everybody know exactly who is there?"""

@@ -1,0 +1,299 @@
+"""Verbs on models: what the swarm has, what of it is here, adding, fetching, deleting, checking."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmd_cli.context import ask, home, is_running, print_json, size, table
+from swarmd_cli.look import Json, download_line, span_text
+
+if TYPE_CHECKING:
+    from swarmd.values import ModelId
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+LOOK_INTERVAL_S = 0.5
+
+app = typer.Typer(
+    help="Models of the swarm: list, add, fetch, delete and check them.", no_args_is_help=True, rich_markup_mode=None
+)
+Model = Annotated[str, typer.Argument(help="A name of the swarm's catalog, or a model's hash.")]
+
+
+@app.command("ls")
+def ls(as_json: Json = False) -> None:
+    """List the models of the swarm's catalog.
+
+    Example: swarmd models ls
+    """
+    listed = ask("models")["models"] if is_running() else _offline_models()
+    if as_json:
+        print_json({"models": listed})
+        return
+    rows = [
+        [
+            m["name"],
+            m["model"][:12],
+            str(m["blocks"]),
+            "all" if m["here"] else ", ".join(span_text(s) for s in m["blocks_here"]) or "no",
+            ", ".join(span_text(s) for s in m["missing"]) or "none",
+        ]
+        for m in listed
+    ]
+    table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
+
+
+@app.command("add")
+def add(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hugging Face hub.")],
+    name: Annotated[str, typer.Option("--name", help="What to call the model.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
+) -> None:
+    """Hash and check a checkpoint; the founder, or a delegate, also publishes the name.
+
+    Example: swarmd models add ./llama --name llama
+    """
+    import msgspec
+
+    from swarmd.compute.check import check_folder
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import manifest
+    from swarmd.weights.library import Library
+
+    state = home()
+    state.swarm()
+    if not 1 <= len(name) <= 64:
+        raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
+    folder = _folder_of(source)
+    read = manifest.read_folder(folder)
+    check_folder(folder, read)
+    model, catalog = manifest.model_id(read), state.catalog().models
+    known = catalog.get(name)
+    is_new = known is None or known[0] != model
+    if is_new and not state.may_publish:
+        what = "has no model of that name" if known is None else f"says {name!r} is {known[0][:12]}"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
+    if known is not None and is_new and not replace:
+        raise ConfigError(
+            f"{name!r} is {known[0][:12]} in the catalog, and this folder is {model[:12]}: "
+            "choose another name, or say --replace"
+        )
+    Library(state.weights, {}).keep_manifest(read)
+    state.add_folder(model, folder)
+    if is_new:
+        state.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
+    if is_running():
+        ask("reload", "POST")
+    aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
+    also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
+    print(f"{name}: {model}  {read.n_blocks} blocks, {len(read.tensors)} tensors{also}")
+
+
+@app.command("pull")
+def pull(
+    model: Model,
+    blocks: Annotated[str, typer.Option("--blocks", metavar="A:B", help="Only these blocks, and the head.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the members that have it; interrupted downloads go on where they were.
+
+    Example: swarmd models pull llama --blocks 0:16
+    """
+    found = ask("pull", "POST", model=model, blocks=blocks)["model"]
+    row = _follow(found, quiet=as_json)
+    if as_json:
+        print_json(row)
+    else:
+        print(f"{model}: here, in {row['folder']}")
+
+
+@app.command("rm")
+def rm(model: Model) -> None:
+    """Delete what was fetched of a model; a folder that was added is forgotten, and stays as it is.
+
+    Example: swarmd models rm llama
+    """
+    from swarmd.weights.library import Library
+
+    state = home()
+    found = _resolve(model)
+    if found in state.folders():
+        state.forget_folder(found)
+        if is_running():
+            ask("reload", "POST")
+        print(f"{model}: this machine no longer offers it; its folder is untouched")
+        return
+    if is_running():
+        n_bytes = ask("rm", "POST", model=found)["freed_bytes"]
+    else:
+        n_bytes = Library(state.weights, state.folders()).remove(found)
+    print(f"{model}: deleted, {size(n_bytes)} freed")
+
+
+@app.command("verify")
+def verify(model: Model, as_json: Json = False) -> None:
+    """Hash all that is here of a model and compare it with the manifest.
+
+    Example: swarmd models verify llama
+    """
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.weights.library import Library
+
+    state = home()
+    found = _resolve(model)
+    folder = Library(state.weights, state.folders()).folders.get(found)
+    if folder is None:
+        raise ConfigError(f"nothing of {model} is on this machine")
+    damaged, n_bytes = folder.damaged(), folder.n_bytes(folder.held)
+    if as_json:
+        print_json({"model": found, "bytes": n_bytes, "damaged": damaged})
+    elif not damaged:
+        print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
+    if damaged:
+        listed = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+        raise IntegrityError(f"{model}: {listed} differ from the manifest: swarmd models rm {model}, then pull it")
+
+
+@app.command("delegate")
+def delegate(
+    peer: Annotated[str, typer.Argument(help="The member's peer id: swarmd status shows it.")],
+    revoke: Annotated[bool, typer.Option("--revoke", help="Take it back.")] = False,
+) -> None:
+    """Let another member publish models, or no longer. Only the founder can.
+
+    Example: swarmd models delegate 12D3KooW...
+    """
+    import msgspec
+
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.protocol.identity import public_key_of_untrusted
+
+    state = home()
+    state.founder()
+    try:
+        key = public_key_of_untrusted(peer)
+    except IntegrityError as error:
+        raise ConfigError(f"{peer!r} is no peer id: {error}") from None
+    others = tuple(k for k in state.catalog().delegates if k != key)
+    state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
+    if is_running():
+        ask("reload", "POST")
+    print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
+
+
+def _folder_of(source: str) -> Path:
+    """A folder as it is; an id of the hub becomes a folder in the hub's own cache."""
+    from swarmd.errors import ConfigError
+
+    folder = Path(source)
+    if folder.exists() or not HUB_ID.fullmatch(source):
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
+
+
+def _resolve(name: str) -> ModelId:
+    from swarmd.errors import ConfigError
+    from swarmd.values import ModelId
+
+    models = home().catalog().models
+    if name in models:
+        return ModelId(models[name][0])
+    if re.fullmatch("[0-9a-f]{64}", name):
+        return ModelId(name)
+    raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(models)) or 'none yet'}")
+
+
+def _follow(model: str, quiet: bool) -> dict[str, Any]:
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises SwarmUnavailable."""
+    from swarmd.errors import SwarmUnavailable
+
+    show = _silence if quiet else _bar if sys.stderr.isatty() else _lines
+    with show() as update:
+        while True:
+            row: dict[str, Any] = ask("here", model=model)
+            if not row["pulling"]:
+                break
+            for download in ask("downloads")["downloads"]:
+                if download["model"] == model:
+                    update(download)
+            time.sleep(LOOK_INTERVAL_S)
+    if row["failure"]:
+        raise SwarmUnavailable(row["failure"])
+    return row
+
+
+class _silence:
+    def __enter__(self) -> Any:
+        return lambda download: None
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _lines(_silence):
+    """A line whenever a tenth more is there."""
+
+    def __enter__(self) -> Any:
+        said = -1
+
+        def update(download: dict[str, Any]) -> None:
+            nonlocal said
+            tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
+            if tenths != said:
+                said = tenths
+                print(download_line(download), file=sys.stderr, flush=True)
+
+        return update
+
+
+class _bar(_silence):
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), DownloadColumn(binary_units=True), TextColumn("{task.fields[note]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._progress.start()
+        task = self._progress.add_task("", total=None, note="")
+
+        def update(download: dict[str, Any]) -> None:
+            self._progress.update(
+                task,
+                total=download["total_bytes"],
+                completed=download["done_bytes"],
+                note=download["waiting_for"] or f"from {len(download['donors'])} peers",
+            )
+
+        return update
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+def _offline_models() -> list[dict[str, Any]]:
+    from swarmd.values import ranges
+    from swarmd.weights.library import Library
+
+    state = home()
+    state.swarm()
+    folders = Library(state.weights, state.folders()).folders
+    rows = []
+    for name, (model, n_blocks) in sorted(state.catalog().models.items()):
+        folder = folders.get(model)  # type: ignore[call-overload]
+        held = folder.held if folder else frozenset()
+        here = {"here": len(held) == n_blocks + 1, "blocks_here": [[s.start, s.end] for s in ranges(held - {n_blocks})]}
+        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]]}
+        rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
+    return rows

@@ -1,0 +1,141 @@
+"""All models of which this machine has bytes: checkpoint folders of the user's, and folders that swarmd fills.
+
+Only the latter are ever changed or deleted. When they exceed the disk limit, what was not used for longest goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.manifest import Manifest
+from swarmd.values import ModelId
+from swarmd.weights import folder as files
+from swarmd.weights.folder import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 1 << 30  # what is left free on the disk, whatever the limit says
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A group that could be deleted: of a folder that swarmd fills, and not in use."""
+
+    used_at: float
+    folder: ModelFolder
+    group: int
+
+
+class Library:
+    """See the module. ``own`` maps models to the user's checkpoint folders; ``root`` is where swarmd keeps its own."""
+
+    def __init__(self, root: Path, own: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self.folders: dict[ModelId, ModelFolder] = {}
+        self.look(own)
+
+    def look(self, own: Mapping[ModelId, Path]) -> None:
+        """See what is there. A folder that cannot be used is left out, and the log says why."""
+        found = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
+        for model, path in {**found, **own}.items():
+            known = self.folders.get(model)
+            if known is not None and known.folder == path:
+                continue
+            try:
+                self.folders[model] = ModelFolder(path, self._manifest(model, path))
+            except (ConfigError, IntegrityError, OSError) as error:
+                logger.warning("leaving out model %s in %s: %s", model[:12], path, error)
+
+    def keep_manifest(self, manifest: Manifest) -> None:
+        """Remember what hashing a folder of the user's gave. Raises ConfigError."""
+        self._manifests.mkdir(parents=True, exist_ok=True)
+        files.write_file(self._manifests / f"{manifests.model_id(manifest)}.bin", manifests.encode(manifest))
+
+    def fill(self, manifest: Manifest) -> ModelFolder:
+        """The folder that gets what this machine lacks of a model. Raises ConfigError."""
+        model = manifests.model_id(manifest)
+        known = self.folders.get(model)
+        if known is None or not self.is_filled(known):
+            known = self.folders[model] = files.create(self.root, manifest)
+        return known
+
+    def is_filled(self, folder: ModelFolder) -> bool:
+        """Is this a folder that swarmd fills, and may delete?"""
+        return folder.folder.parent == self.root
+
+    def touch(self, folder: ModelFolder, groups: frozenset[int]) -> None:
+        """Note that groups are used now."""
+        for group in groups if self.is_filled(folder) else ():
+            for slot in folder.slots(group):
+                if slot.path.is_file():
+                    os.utime(slot.path)
+
+    def used_bytes(self) -> int:
+        """What the folders that swarmd fills take on disk."""
+        return sum(
+            path.stat().st_blocks * 512 for path in self.root.glob("*/*") if path.is_file() and not path.is_symlink()
+        )
+
+    def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
+        """Delete what was not used for longest until ``n_bytes`` more fit; says what went. Raises ConfigError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        gone = []
+        unused = sorted(self._unused(in_use), key=lambda u: u.used_at, reverse=True)
+        while (lacking := n_bytes - self.free_bytes()) > 0:
+            if not unused:
+                limit = f"the disk limit of {self.limit_bytes / 2**30:.1f} GiB" if self.limit_bytes else "the free disk"
+                raise ConfigError(
+                    f"{n_bytes / 2**30:.2f} GiB of weights exceed {limit} by {lacking / 2**30:.2f} GiB: "
+                    "make room, raise disk_limit_gib, or serve fewer blocks"
+                )
+            oldest = unused.pop()
+            oldest.folder.drop([oldest.group])
+            gone.append(f"group {oldest.group} of {oldest.folder.model[:12]}")
+        return gone
+
+    def free_bytes(self) -> int:
+        """What may still be written."""
+        free = shutil.disk_usage(self.root).free - RESERVE_BYTES
+        return min(free, self.limit_bytes - self.used_bytes()) if self.limit_bytes else free
+
+    def remove(self, model: ModelId) -> int:
+        """Delete a folder that swarmd fills; returns the bytes that it took. Raises ConfigError."""
+        folder = self.folders.get(model)
+        if folder is None:
+            raise ConfigError(f"nothing of model {model[:12]} is on this machine")
+        if not self.is_filled(folder):
+            raise ConfigError(f"{folder.folder} is a folder of yours: swarmd does not delete it")
+        n_bytes = sum(path.stat().st_blocks * 512 for path in folder.folder.iterdir() if path.is_file())
+        shutil.rmtree(folder.folder)
+        del self.folders[model]
+        return n_bytes
+
+    @property
+    def _manifests(self) -> Path:
+        return self.root / "manifests"
+
+    def _manifest(self, model: ModelId, path: Path) -> Manifest:
+        kept = path / files.MANIFEST if path.parent == self.root else self._manifests / f"{model}.bin"
+        if kept.is_file():
+            return manifests.read_untrusted(kept.read_bytes(), model)
+        manifest = manifests.read_folder(path)
+        if manifests.model_id(manifest) != model:
+            raise ConfigError("its files are no longer those that were added: add it again")
+        return manifest
+
+    def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[Unused]:
+        found = []
+        for model, folder in self.folders.items():
+            for group in folder.held - in_use.get(model, frozenset()) if self.is_filled(folder) else ():
+                slots = folder.slots(group)
+                if slots:
+                    found.append(Unused(max(slot.path.stat().st_mtime for slot in slots), folder, group))
+        return found

@@ -1,0 +1,123 @@
+"""Sees to it that what a machine needs of a model is on its disk: from its own folders, else from the swarm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+import trio
+
+from swarmd.errors import ConfigError
+from swarmd.net.rpc import Rpc
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.manifest import Manifest
+from swarmd.values import ModelId, PeerId
+from swarmd.weights.donor import groups_held
+from swarmd.weights.fetch import Fetch, Progress, fetch_manifest
+from swarmd.weights.folder import ModelFolder
+from swarmd.weights.library import Library
+from swarmd.weights.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+NEWS_INTERVAL_S = 0.5
+HOLDER_PATIENCE_S = 30.0
+
+
+class Supply:
+    """See the module. ``in_use`` tells which groups must not be deleted to make room."""
+
+    def __init__(
+        self,
+        library: Library,
+        rpc: Rpc,
+        view: Callable[[], SwarmView],
+        pace: Pace,
+        in_use: Callable[[], Mapping[ModelId, frozenset[int]]] = dict,
+    ) -> None:
+        self.library = library
+        self.on_change: Callable[[], None] = lambda: None
+        self._rpc = rpc
+        self._view = view
+        self._pace = pace
+        self._in_use = in_use
+        self._locks: dict[ModelId, trio.Lock] = {}
+        self._fetches: dict[ModelId, Fetch] = {}
+        self._reserved: dict[ModelId, frozenset[int]] = {}
+
+    def progress(self) -> list[Progress]:
+        """The downloads under way."""
+        return [fetch.progress() for fetch in self._fetches.values()]
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        """What a model consists of. Raises SwarmUnavailable when nobody tells."""
+        known = self.library.folders.get(model)
+        if known is not None:
+            return known.manifest
+        with trio.move_on_after(HOLDER_PATIENCE_S):
+            while not self._holders(model):
+                await trio.sleep(NEWS_INTERVAL_S)
+        holders = self._holders(model)
+        for peer in holders:
+            self._rpc.network.learn(peer, self._addresses(peer))
+        return await fetch_manifest(self._rpc, model, holders)
+
+    async def ensure(self, model: ModelId, groups: Iterable[int] | None = None) -> ModelFolder:
+        """Have groups of a model (None: all of it) on this disk; returns the folder to load them from.
+
+        Raises ConfigError when they do not fit, SwarmUnavailable when nobody gives them.
+        """
+        manifest = await self.manifest(model)
+        n_groups = manifest.n_blocks + 1
+        wanted = frozenset(range(n_groups) if groups is None else groups)
+        if beyond := sorted(wanted - set(range(n_groups))):
+            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no {beyond[0]}")
+        async with self._locks.setdefault(model, trio.Lock()):
+            known = self.library.folders.get(model)
+            if known is None or not wanted <= known.held:
+                known = await self._fetch(self.library.fill(manifest), wanted)
+            self.library.touch(known, wanted)
+        return known
+
+    async def _fetch(self, target: ModelFolder, wanted: frozenset[int]) -> ModelFolder:
+        lacking = wanted - target.held
+        self._reserved[target.model] = wanted
+        try:
+            in_use = {m: g | self._reserved.get(m, frozenset()) for m, g in self._in_use().items()}
+            in_use = {**self._reserved, **in_use}
+            needed = target.n_bytes(lacking) - _begun_bytes(target, lacking)
+            for gone in await trio.to_thread.run_sync(self.library.make_room, needed, in_use):
+                logger.info("deleted to make room: %s", gone)
+
+            def donors() -> dict[PeerId, frozenset[int]]:
+                return self._donors(target)
+
+            fetch = self._fetches[target.model] = Fetch(self._rpc, target, wanted, donors, self._pace)
+            await fetch.run()
+            done = fetch.progress()
+            logger.info("model %s: %d B from %d donors", target.model[:12], done.done_bytes, len(done.given_bytes))
+        finally:
+            del self._reserved[target.model]
+            self._fetches.pop(target.model, None)
+            self.on_change()
+        return target
+
+    def _holders(self, model: ModelId) -> list[PeerId]:
+        me = self._rpc.network.peer_id
+        return sorted(p for p, record in self._view().peers.items() if p != me and model in record.holds)
+
+    def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
+        found = {}
+        for peer in self._holders(target.model):
+            self._rpc.network.learn(peer, self._addresses(peer))
+            found[peer] = groups_held(self._view().peers[peer].holds[target.model], target.head + 1)
+        return found
+
+    def _addresses(self, peer: PeerId) -> tuple[str, ...]:
+        return self._view().peers[peer].addresses
+
+
+def _begun_bytes(target: ModelFolder, groups: Iterable[int]) -> int:
+    """What earlier attempts take on disk already."""
+    parts = [slot.part for group in groups for slot in target.slots(group)]
+    return sum(part.stat().st_blocks * 512 for part in parts if part.is_file())

@@ -1,0 +1,195 @@
+"""Downloads from donors that are slow, dead, stalled or liars; donors are played, the disk is real, time is virtual."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Code, PeerTimeout, Refused, SwarmUnavailable, Unreachable
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
+from swarmd.values import PeerId
+from swarmd.weights import folder as files
+from swarmd.weights.donor import read_piece
+from swarmd.weights.fetch import Fetch, fetch_manifest
+from swarmd.weights.folder import ModelFolder
+from swarmd.weights.pace import Pace
+from tests.weights.conftest import N_BLOCKS
+
+MBIT = 1e6 / 8
+ALL = frozenset(range(N_BLOCKS + 1))
+A, B, C = PeerId("donor-a"), PeerId("donor-b"), PeerId("donor-c")
+
+
+@pytest.fixture(autouse=True)
+def threads_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time does not wait for threads, so that what they do is done at once."""
+
+    async def run_sync(function: Callable[..., Any], *args: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return function(*args)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+
+
+class PlayedDonor:
+    """A donor with an uplink. ``spoil`` makes of each answer what its character sends."""
+
+    def __init__(self, folder: ModelFolder, mbit: float, groups: frozenset[int] = ALL) -> None:
+        self.folder, self.groups, self.rate = folder, groups, mbit * MBIT
+        self.sent_bytes = 0
+        self.dies_after_bytes: float = float("inf")
+        self.stalls_after_bytes: float = float("inf")
+        self.spoil: Callable[[bytes], bytes] = lambda data: data
+        self._line = trio.Lock()
+
+    async def give(self, message: Any) -> Any:
+        if isinstance(message, WantManifest):
+            return ManifestIs(re=1), self.spoil(manifests.encode(self.folder.manifest))
+        if not all(self.folder.groups[i] in self.groups for i, _ in message.refs):
+            raise Refused(Code.NOT_HELD, "not here")
+        data = read_piece(self.folder, message.refs)
+        async with self._line:
+            if self.sent_bytes + len(data) > self.stalls_after_bytes:
+                await trio.sleep_forever()
+            if self.sent_bytes + len(data) > self.dies_after_bytes:
+                raise Unreachable("it died")
+            await trio.sleep(len(data) / self.rate)
+            self.sent_bytes += len(data)
+        return ChunksAre(re=1), self.spoil(data)
+
+
+class PlayedRpc:
+    def __init__(self, donors: dict[PeerId, PlayedDonor]) -> None:
+        self.donors = donors
+        self.faults: Counter[PeerId] = Counter()
+
+    async def call(self, peer: PeerId, request: Any, timeout_s: float, purpose: str) -> Any:
+        assert purpose == "weights"
+        with trio.move_on_after(timeout_s):
+            message, payload = await self.donors[peer].give(request(1))
+            return message, SimpleNamespace(payload=memoryview(payload))
+        raise PeerTimeout("no answer")
+
+
+def fetch_of(rpc: PlayedRpc, target: ModelFolder, groups: frozenset[int] = ALL) -> Fetch:
+    def offered() -> dict[PeerId, frozenset[int]]:
+        return {peer: donor.groups for peer, donor in rpc.donors.items()}
+
+    return Fetch(rpc, target, groups, offered, Pace(lambda: None))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def target(whole: ModelFolder, tmp_path: Path) -> ModelFolder:
+    return files.create(tmp_path / "store", whole.manifest)
+
+
+async def test_two_donors_share_the_work_by_their_speed(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+) -> None:
+    rpc = PlayedRpc({A: PlayedDonor(whole, 50), B: PlayedDonor(whole, 25)})
+    fetch, begun = fetch_of(rpc, target), trio.current_time()
+    await fetch.run()
+    assert target.held == ALL
+    assert not target.damaged()
+    ideal_s = whole.n_bytes(ALL) / (75 * MBIT)
+    assert trio.current_time() - begun < ideal_s / 0.75
+    given = fetch.progress().given_bytes
+    assert given[A] > 1.3 * given[B] > 0
+
+
+async def test_a_liar_loses_standing_and_the_rest_goes_on(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+) -> None:
+    liar = PlayedDonor(whole, 500)
+    liar.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+    rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
+    await fetch_of(rpc, target).run()
+    assert rpc.faults[A] >= 1
+    assert not rpc.faults[B]
+    assert target.held == ALL
+    assert not target.damaged()
+
+
+@pytest.mark.parametrize("how", ["dies_after_bytes", "stalls_after_bytes"])
+async def test_a_donor_that_dies_or_stalls_half_way_costs_no_verified_byte(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, how: str
+) -> None:
+    lost = PlayedDonor(whole, 50)
+    setattr(lost, how, 9e6)
+    rpc = PlayedRpc({A: lost, B: PlayedDonor(whole, 50)})
+    fetch, begun = fetch_of(rpc, target), trio.current_time()
+    await fetch.run()
+    assert target.held == ALL
+    assert trio.current_time() - begun < 1.5 * whole.n_bytes(ALL) / (50 * MBIT), "nobody waited for it"
+    sent = sum(donor.sent_bytes for donor in rpc.donors.values())
+    assert sent <= whole.n_bytes(ALL) + 3 * 4 * 2**20, "what had come was not asked for again"
+
+
+async def test_one_byte_short_is_a_lie(virtual_time: MockClock, whole: ModelFolder, target: ModelFolder) -> None:
+    short = PlayedDonor(whole, 500)
+    short.spoil = lambda data: data[:-1]
+    rpc = PlayedRpc({A: short, B: PlayedDonor(whole, 50)})
+    await fetch_of(rpc, target).run()
+    assert rpc.faults[A] >= 1
+    assert target.held == ALL
+
+
+async def test_groups_come_from_whoever_holds_them(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+) -> None:
+    donors = {
+        A: PlayedDonor(whole, 50, frozenset({0, 1})),
+        B: PlayedDonor(whole, 50, frozenset({1, 2, N_BLOCKS})),
+        C: PlayedDonor(whole, 50, frozenset({3})),
+    }
+    rpc = PlayedRpc(donors)
+    await fetch_of(rpc, target).run()
+    assert target.held == ALL
+    assert not rpc.faults
+
+
+async def test_what_nobody_holds_is_named_and_the_rest_is_kept(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+) -> None:
+    rpc = PlayedRpc({A: PlayedDonor(whole, 50, frozenset({0, 1}))})
+    with pytest.raises(SwarmUnavailable, match=r"nobody who is up holds groups \[2,5\) .* are verified and kept"):
+        with trio.fail_after(600):
+            await fetch_of(rpc, target).run()
+    assert target.held == {0, 1}
+    rpc.donors[A] = PlayedDonor(whole, 50)
+    again = fetch_of(rpc, target)
+    await again.run()
+    assert rpc.donors[A].sent_bytes == whole.n_bytes({2, 3, 4}), "the rest only"
+
+
+async def test_a_download_that_was_cut_off_goes_on(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+) -> None:
+    rpc = PlayedRpc({A: PlayedDonor(whole, 50)})
+    with trio.move_on_after(2.0):
+        await fetch_of(rpc, target).run()
+    before = rpc.donors[A].sent_bytes
+    assert 0 < before < whole.n_bytes(ALL)
+    again = fetch_of(rpc, ModelFolder(target.folder, whole.manifest))
+    await again.run()
+    assert rpc.donors[A].sent_bytes <= whole.n_bytes(ALL) + 2 * 4 * 2**20, "only what was under way came twice"
+    assert again.progress().resumed_bytes > 0 or target.held
+
+
+async def test_a_manifest_is_taken_from_who_tells_the_truth(virtual_time: MockClock, whole: ModelFolder) -> None:
+    liar = PlayedDonor(whole, 50)
+    liar.spoil = lambda data: data[:-1] + b"x"
+    rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
+    found = await fetch_manifest(rpc, whole.model, [A, B])  # type: ignore[arg-type]
+    assert found == whole.manifest
+    assert rpc.faults == {A: 1}
+    with pytest.raises(SwarmUnavailable, match="lies: a manifest that is not"):
+        await fetch_manifest(rpc, whole.model, [A])  # type: ignore[arg-type]
