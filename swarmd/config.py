@@ -18,6 +18,7 @@ from swarmd.values import Span
 
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZE = ("none", "int8", "nf4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Config:
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
     ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
     travel; 0 is no limit.
+    ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -46,6 +48,7 @@ class Config:
     balance: bool = True
     balance_interval_s: int = 60
     dtype: str = "float32"
+    quantize: str = "none"
     threads: int = 0
     cache_tokens: int = 131_072
     history_mib: int = 512
@@ -59,8 +62,9 @@ class Config:
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, known in (("dtype", DTYPES), ("quantize", QUANTIZE)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):

@@ -36,8 +36,8 @@ from swarmd.node.server import Server
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter, WorkerLink
 from swarmd.plan.admission import CacheLedger
-from swarmd.plan.placement import blocks_that_fit, choose_span
-from swarmd.protocol import manifest as manifests
+from swarmd.plan.memory import blocks_bytes, blocks_that_fit
+from swarmd.plan.placement import choose_span
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -190,6 +190,7 @@ class Daemon:
             start=span.start,
             end=span.end,
             dtype=self._config.dtype,
+            quantize=self._config.quantize,
             threads=self._config.threads,
             history_bytes=self._config.history_mib << 20,
             spill_folder=str(self._home.folder) if self._home else "",
@@ -246,8 +247,8 @@ class Daemon:
             while len(self.directory.view().peers) < 2:
                 await trio.sleep(0.2)
         manifest = await self.store.supply.manifest(model)
-        n_blocks, largest = manifest.n_blocks, manifests.largest_block_bytes(manifest)
-        n_fit = blocks_that_fit(psutil.virtual_memory().available, largest, n_blocks)
+        n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, self._config.dtype, self._config.quantize)
+        n_fit = blocks_that_fit(psutil.virtual_memory().available, blocks)
         n_fit = min(n_fit, self._config.max_blocks or n_fit)
         spans = [s for s in self.directory.view().spans if s.model == model and s.state != "draining"]
         holders = [holder_of(s) for s in spans if s.end <= n_blocks and s.peer != self.network.peer_id]
@@ -329,6 +330,8 @@ class Daemon:
             "state": "draining" if self.server.is_draining else "online" if self.worker.is_online else "joining",
             "dtype": self._config.dtype,
             "numerics": loaded.numerics if loaded else "",
+            "quantize": self._config.quantize,
+            "quantization_error": loaded.quantization_error if loaded else None,
             "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},

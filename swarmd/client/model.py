@@ -170,7 +170,8 @@ def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = t
 
 def _hook_forward(model: Any, call: _Call) -> None:
     """Before each forward give it a remote cache and explicit positions; after it, close what was only for it."""
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_positions, cache_name = "position_ids" in parameters, _cache_name(model)
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -178,11 +179,11 @@ def _hook_forward(model: Any, call: _Call) -> None:
         given = kwargs.get("input_ids")
         n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(cache_name)
         if cache is None:
             cache = model.new_cache(model.max_session_tokens if wants_cache else n_new)
         if not isinstance(cache, RemoteCache):
-            raise ConfigError(f"expected a RemoteCache of this model as past_key_values, got {type(cache).__name__}")
+            raise ConfigError(f"expected a RemoteCache of this model as {cache_name}, got {type(cache).__name__}")
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
@@ -191,7 +192,7 @@ def _hook_forward(model: Any, call: _Call) -> None:
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
-        kwargs["past_key_values"], kwargs["use_cache"] = cache, True
+        kwargs[cache_name], kwargs["use_cache"] = cache, True
         call.cache, call.positions, call.mask, call.owns_cache = cache, positions, mask, not wants_cache
         kept = kwargs.get("logits_to_keep")
         wants_hidden = kwargs.get("output_hidden_states", model.config.output_hidden_states)
@@ -201,7 +202,7 @@ def _hook_forward(model: Any, call: _Call) -> None:
     def after(_: Any, __: Any, output: Any) -> Any:
         if call.owns_cache and call.cache is not None:
             call.cache.close()
-            output.past_key_values = None
+            output[cache_name] = None
         call.cache = None
         return output
 
@@ -209,18 +210,23 @@ def _hook_forward(model: Any, call: _Call) -> None:
     model.register_forward_hook(after)
 
 
+def _cache_name(model: Any) -> str:
+    """What this family calls the argument: recurrent ones have a name of their own."""
+    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
 def _own_generate(model: Any) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
-    generate = model.generate
+    generate, cache_name = model.generate, _cache_name(model)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get(cache_name) is not None:
             return generate(*args, **kwargs)
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
         config = kwargs.get("generation_config") or model.generation_config
         cache = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
         try:
-            return generate(*args, **{**kwargs, "past_key_values": cache})
+            return generate(*args, **{**kwargs, cache_name: cache})
         finally:
             model.last_session = cache.session
             cache.close()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from swarmd.compute.quantize import library_config
 from swarmd.errors import ConfigError
+from swarmd.plan.memory import WORKSPACE_BYTES, tensor_bytes
 from swarmd.values import Span
 
 
@@ -125,10 +128,13 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
     return type(base.__name__, (base,), names)
 
 
-def load(folder: Path, span: Span | None, dtype: torch.dtype) -> PreTrainedModel:
+def load(
+    folder: Path, span: Span | None, dtype: torch.dtype, quantize: str = "none", device: str = "cpu"
+) -> PreTrainedModel:
     """Build the hollow model and read just its own tensors, lazily, from the shards that hold them.
 
-    Raises ConfigError when a tensor is missing, or when something would be left uninitialised.
+    Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
+    into the device's memory.
     """
     config = read_config(folder)
     cls = hollow_class(config, span)
@@ -139,9 +145,12 @@ def load(folder: Path, span: Span | None, dtype: torch.dtype) -> PreTrainedModel
         for key in needed_keys(cls, config, list(where)):
             handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
             state[key] = handle.get_slice(key)
+        _check_memory(folder, [tuple(s.get_shape()) for s in state.values()], dtype, quantize, device)
+        bits = library_config(quantize)
+        how: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
         with _loading:
             model, info = cls.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **how
             )
     except SafetensorError as error:
         raise ConfigError(f"{folder}: a weights file is damaged: {error}") from None
@@ -151,7 +160,24 @@ def load(folder: Path, span: Span | None, dtype: torch.dtype) -> PreTrainedModel
     missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing:
         raise ConfigError(f"{folder}: tensors missing or of another shape than configured: {', '.join(missing[:5])}")
-    return model.eval().requires_grad_(False)
+    return (model if bits else model.to(device)).eval().requires_grad_(False)
+
+
+def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
+    needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
+    free = free_memory_bytes(device)
+    if needed + WORKSPACE_BYTES > free:
+        raise ConfigError(
+            f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
+            f"{free / 2**30:.2f} GiB that are free on {device}: serve fewer blocks, or use bfloat16 or quantize"
+        )
+
+
+def free_memory_bytes(device: str) -> int:
+    """What may still be allocated on a device."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:

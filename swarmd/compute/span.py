@@ -22,6 +22,7 @@ import transformers
 from swarmd.compute import skeleton
 from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
+from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Span
@@ -30,17 +31,21 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURED = 8
 COMMON = 50  # passes
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class LoadedSpan:
     """Blocks of one model on one device. Not thread-safe: the worker is single-threaded."""
 
-    def __init__(self, folder: Path, span: Span, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, span: Span, dtype: torch.dtype, device: str = "cpu", quantize: str = "none"
+    ) -> None:
         self.span = span
         self.dtype = dtype
+        self.quantize = quantize
         self.device = torch.device(device)
-        self.model = skeleton.load(folder, span, dtype).to(self.device)
+        self.model = skeleton.load(folder, span, dtype, quantize, device)
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
         self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
@@ -77,6 +82,12 @@ class LoadedSpan:
         if cache is not None:
             cache.see(n_past)
         return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
+
+    def forward_with_grad(
+        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None, hop: Span | None = None
+    ) -> torch.Tensor:
+        """Run ``hop`` without a cache, so that gradients flow from what leaves [b, t, d] to what enters."""
+        return self._decode(hidden, positions, mask, None, hop or self.span)
 
     @torch.inference_mode()
     def forward_ragged(self, pieces: list[Piece], hop: Span | None = None) -> list[torch.Tensor]:
@@ -144,11 +155,18 @@ class LoadedSpan:
         return self._ragged is not None
 
     def _decode(
-        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any, hop: Span
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+        hop: Span,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Have the family's own forward run; ``embedded`` is what it takes for the embedding, and must not matter."""
         self._entering, self._hop = hidden, hop
         arguments = {
-            "inputs_embeds": hidden,
+            "inputs_embeds": hidden if embedded is None else embedded,
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": cache,
@@ -166,6 +184,7 @@ class LoadedSpan:
         parts = (
             model,
             str(self.dtype),
+            self.quantize,
             torch.__version__,
             transformers.__version__,
             device,
@@ -175,7 +194,15 @@ class LoadedSpan:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
     def self_test(self) -> None:
-        """Refuse a family whose cached path differs from its uncached one. Raises ConfigError."""
+        """Refuse a family whose blocks cannot be served by themselves, or fail. Raises ConfigError."""
+        try:
+            self._test_alone()
+        except PROBE_ERRORS as error:
+            raise ConfigError(f"{type(self.config).__name__}: a self-test fails: {error}: unsupported family") from None
+        self._test_batching()
+
+    def _test_alone(self) -> None:
+        """Cached passes must equal uncached ones, and nothing but hidden states may matter. Raises ConfigError."""
         rng = torch.Generator().manual_seed(0)
         hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
         positions = torch.arange(6, device=self.device).unsqueeze(0)
@@ -189,7 +216,17 @@ class LoadedSpan:
                 f"(at most {SELF_TEST_TOLERANCE[self.dtype]:g}): this family cannot be served"
             )
 
-        self._test_batching()
+        self._test_embedding(hidden, positions, whole)
+
+    @torch.inference_mode()
+    def _test_embedding(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
+        """Refuse a family whose blocks look at the embedding too, which only the first hop has. Raises ConfigError."""
+        out = self._decode(hidden, positions, None, None, self.span, torch.randn_like(hidden))
+        error = (out - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        if not error <= SELF_TEST_TOLERANCE[self.dtype]:
+            raise ConfigError(
+                f"{type(self.config).__name__}: its blocks need the embedding beside hidden states: unsupported family"
+            )
 
     def _test_batching(self) -> None:
         """Let sessions be computed together if that gives what they give alone; ``batching`` says why (not)."""
@@ -210,7 +247,7 @@ class LoadedSpan:
         try:
             pairs = list(zip(self.forward_ragged(together), alone, strict=True))
             errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        except PROBE_ERRORS as error:
             self._ragged, self.batching = None, f"one session at a time: a batched pass fails: {error}"
             return
         if not max(errors) <= SELF_TEST_TOLERANCE[self.dtype]:
@@ -220,6 +257,18 @@ class LoadedSpan:
         self._ragged.on_layer = lambda: self.on_block()
         self._capture = True
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
+
+    def quantization_error(self, folder: Path) -> float:
+        """The error of this span's output on a probe, relative to the same blocks unquantised, loaded one by one."""
+        rng = torch.Generator().manual_seed(2)
+        hidden = torch.randn(1, 16, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+        positions = torch.arange(16, device=self.device).unsqueeze(0)
+        got, expected = self.forward(hidden, positions), hidden
+        for block in self.span.blocks():
+            one = LoadedSpan(folder, Span(block, block + 1), self.dtype, str(self.device))
+            expected = one.forward(expected, positions)
+            self.on_block()
+        return relative_error(got, expected)
 
     def example_cache(self, hop: Span) -> SpanCache:
         """A cache of ``hop`` with one token in it, to compare shapes with."""
@@ -296,7 +345,7 @@ class LoadedSpan:
                     layer.returns_tuple = arity
             try:
                 self.forward(*self._example(2))
-            except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            except PROBE_ERRORS as error:
                 failure = failure or error
                 continue
             if self.layer_arity == arity:

@@ -129,9 +129,11 @@ class Worker:
             torch.set_num_threads(request.threads)
         device = pick_device()
         try:
-            span = LoadedSpan(Path(request.path), Span(request.start, request.end), DTYPES[request.dtype], device)
+            folder, blocks = Path(request.path), Span(request.start, request.end)
+            span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize)
             span.on_block = self._tick
             span.self_test()
+            loss = None if request.quantize == "none" else span.quantization_error(folder)
             self._speed = Measured(
                 decode_tokens_per_s=span.measure_decode(1, QUICK_S), prefill_tokens_per_s=span.measure_prefill(QUICK_S)
             )
@@ -144,6 +146,7 @@ class Worker:
             device=name,
             device_memory_bytes=memory_bytes,
             numerics=span.numerics(request.model),
+            quantization_error=loss,
             hidden=span.hidden_size,
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from swarmd.values import Decision, PeerId, Span, ranges
 
-MAX_SHARE_OF_MEMORY = 0.5
 TARGET_REDUNDANCY = 2
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
 MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
@@ -45,11 +44,6 @@ class Move:
 
     peer: PeerId
     span: Span
-
-
-def blocks_that_fit(free_bytes: int, bytes_per_block: int, n_blocks: int) -> int:
-    """How many blocks to take when at most half of the free memory goes to weights, cache and workspace."""
-    return max(1, min(n_blocks, int(free_bytes * MAX_SHARE_OF_MEMORY) // max(1, 2 * bytes_per_block)))
 
 
 def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:

@@ -51,7 +51,7 @@ CONFIG_LIMITS = {
     "intermediate_size": 1_048_576,
     "head_dim": 4_096,
     "max_position_embeddings": 100_000_000,
-    "num_experts": 4_096,
+    "num_experts": 65_536,
 }
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -246,14 +246,6 @@ def groups(manifest: Manifest) -> tuple[int | None, ...]:
         return int(number) if int(number) < manifest.n_blocks else None
 
     return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
-
-
-def largest_block_bytes(manifest: Manifest) -> int:
-    """What the largest block takes on disk."""
-    n_bytes: Counter[int | None] = Counter()
-    for entry, group in zip(manifest.entries, groups(manifest), strict=True):
-        n_bytes[group] += entry.n_bytes
-    return max(n_bytes[block] for block in range(manifest.n_blocks))
 
 
 # --- small things ------------------------------------------------------------------------------------------------

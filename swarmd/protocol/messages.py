@@ -313,6 +313,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     start: Block = 0
     end: Block = 0
     dtype: Name = "float32"
+    quantize: Name = "none"
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     history_bytes: Count = 0
     spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -332,6 +333,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     device: Text = ""
     device_memory_bytes: Count | None = None
     numerics: Name = ""
+    quantization_error: float | None = None
     hidden: Count = 0
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0

@@ -68,6 +68,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span.
 
     ``decode_tokens_per_s`` is one stream's, ``batch_tokens_per_s`` the total of so many streams in one pass;
+    ``quantization_error`` is that of the span's output on a probe, relative to the same blocks unquantised.
     ``n_decoding`` sessions decode there now. ``moves_left``: how often it may still take other blocks today.
     """
 
@@ -77,6 +78,8 @@ class SpanRecord(Record, tag="span", frozen=True):
     state: Name = "joining"
     dtype: Name = "float32"
     numerics: Name = ""
+    quantize: Name = "none"
+    quantization_error: Rate | None = None
     decode_tokens_per_s: Rate | None = None
     prefill_tokens_per_s: Rate | None = None
     batch_tokens_per_s: Annotated[

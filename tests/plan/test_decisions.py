@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.codec import choose_codec
+from swarmd.plan.memory import blocks_that_fit, tensor_bytes
 from swarmd.plan.placement import (
     Holder,
-    blocks_that_fit,
     choose_move,
     choose_span,
     gap_chance,
@@ -231,8 +231,16 @@ def test_the_chance_of_a_gap_follows_lifetimes_and_coverage() -> None:
 
 
 def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:
-    assert blocks_that_fit(10, 1 << 30, 8) == 1
-    assert blocks_that_fit(1 << 40, 1 << 20, 8) == 8
+    assert blocks_that_fit(10, [1 << 30] * 8) == 1
+    assert blocks_that_fit(1 << 40, [1 << 20] * 8) == 8
+    assert blocks_that_fit(8 << 20, [1 << 20] * 8) == 4, "half is for caches, history and others"
+
+
+def test_what_a_tensor_takes_in_memory_follows_dtype_and_bits() -> None:
+    assert tensor_bytes((64, 32), "float32") == 2 * tensor_bytes((64, 32), "bfloat16") == 8_192
+    assert tensor_bytes((64, 32), "bfloat16", "int8") == 64 * 32 * 8.25 / 8
+    assert tensor_bytes((64, 32), "bfloat16", "nf4") == 64 * 32 * 4.5 / 8
+    assert tensor_bytes((32,), "bfloat16", "nf4") == 64, "norms stay as they are"
 
 
 def test_cache_is_promised_once_and_shared_fairly() -> None:

@@ -1,0 +1,34 @@
+"""Blocks in 8 or 4 bits, by bitsandbytes through transformers' own quantiser; what that costs in accuracy is measured.
+
+int8 is LLM.int8() (Dettmers et al. 2022), nf4 is QLoRA's normal float (Dettmers et al. 2023). Errors by family and
+size: docs/models.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from swarmd.errors import ConfigError
+
+
+def library_config(kind: str) -> Any:
+    """The library's own description of a kind; None for unquantised. Raises ConfigError without bitsandbytes."""
+    if kind == "none":
+        return None
+    if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
+        raise ConfigError(f"quantize = {kind} needs bitsandbytes and accelerate: pip install 'swarmd[quantize]'")
+    from transformers import BitsAndBytesConfig
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The error's norm over the norm of what is expected."""
+    return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9))

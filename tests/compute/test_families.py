@@ -1,0 +1,68 @@
+"""Every family of docs/models.md: two spans and a client compute what the whole model computes, or it is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmd.errors import ConfigError
+from tests.families import FAMILIES, REFUSED, TOLERANCE, make, prove
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+MARK = "<!-- written by tests/compute/test_families.py: SWARMD_WRITE_DOCS=1 pytest tests/compute/test_families.py -->"
+_rows: dict[str, str] = {}
+_refusals: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path) -> None:
+    proof = prove(make(family, tmp_path, FAMILIES[family]))
+    errors = (proof.full, proof.cached, proof.padded, proof.gradient)
+    assert max(errors) <= TOLERANCE, proof
+    _rows[family] = proof.batching
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_what_cannot_be_served_is_refused_with_a_reason(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prove(make(family, tmp_path, REFUSED[family]))
+    _refusals[family] = str(refusal.value).removeprefix(f"{tmp_path}: ").removesuffix(": unsupported family")
+
+
+def test_the_document_says_what_was_proved() -> None:
+    if set(_rows) != set(FAMILIES) or set(_refusals) != set(REFUSED):
+        pytest.skip("only with all families of this file")
+    together = [f for f, how in _rows.items() if how.startswith("all")]
+    alone = [f for f in _rows if f not in together]
+    text = "\n".join(
+        [
+            f"{len(_rows)} families, by transformers' own names.",
+            "",
+            "| how sessions are computed | families |",
+            "|---|---|",
+            f"| together, as one batch | {', '.join(together)} |",
+            f"| one at a time | {', '.join(alone)} |",
+            "",
+            "| refused | why |",
+            "|---|---|",
+            *(f"| {family} | {reason} |" for family, reason in _refusals.items()),
+            "",
+        ]
+    )
+    before, _, after = DOCUMENT.read_text().partition(MARK)
+    _, end, rest = after.partition("<!-- end -->")
+    if os.environ.get("SWARMD_WRITE_DOCS"):
+        DOCUMENT.write_text(f"{before}{MARK}\n{text}<!-- end -->{rest}")
+    else:
+        assert after.split("<!-- end -->")[0].strip() == text.strip(), f"write it anew: {MARK}"
+    assert end

@@ -1,0 +1,228 @@
+"""Tiny random checkpoints of many families, and the proof that spans of each compute what the whole model computes.
+
+tests/compute/test_families.py runs the proof for each family and writes docs/models.md from what it finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from swarmd.client.model import remote_model
+from swarmd.compute import skeleton
+from swarmd.compute.check import check_folder
+from swarmd.compute.span import LoadedSpan
+from swarmd.protocol import manifest
+from swarmd.protocol.messages import Edit
+from swarmd.values import Span
+
+N_LAYERS = 4
+CUT = 2
+VOCABULARY = 160
+TOLERANCE = 1e-4  # of the largest absolute logit (or gradient)
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    **EXPERTS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
+NO_HEAD_DIM = {"head_dim": None}
+
+_DENSE = """
+    apertus arcee beam biogpt bitnet bloom cohere cohere2 cwm diffllama ernie4_5 exaone4 falcon_mamba flint gemma gemma2
+    gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite granite_swa helium hunyuan_v1_dense
+    hyperclovax internlm3 iquestcoder jais2 kolibri1 lfm2 lfm3 llama mamba mellum ministral ministral3 mistral mpt
+    nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 recurrent_gemma seed_oss smollm3 stablelm
+    starcoder2 vaultgemma xglm
+"""
+_EXPERTS = """
+    afmoe aria_text cohere2_moe doge dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoe_swa
+    granitemoeshared hunyuan_v1_moe hy_v3 inkling_text jetmoe laguna llama4_text mimo_v2_flash minimax_m2 mixtral
+    olmo_hybrid olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next solar_open
+"""
+_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu"
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _DENSE.split()},
+    **dict.fromkeys(_EXPERTS.split(), EXPERTS),
+    **dict.fromkeys(_LATENT.split(), LATENT),
+    "codegen": {"rotary_dim": 4},
+    "falcon": NO_HEAD_DIM,
+    "falcon_h1": MAMBA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": 4},
+    "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+}
+"""What is served, with what makes its configuration small and valid; None takes a setting away."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "cpmant": {},
+    "ctrl": {},
+    "hrm_text": {},
+    "inkling2_text": EXPERTS,
+    "longcat_flash": EXPERTS,
+    "minimax": EXPERTS,
+    "modernbert-decoder": {},
+    "rwkv": {},
+}
+"""What is refused when a model is added or loaded, each with its own reason."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Largest differences between two spans and the whole model, relative to the largest value; None: not possible."""
+
+    full: float
+    cached: float
+    padded: float | None
+    gradient: float
+    batching: str
+
+
+class LocalSession:
+    """Two spans in this process, behind the interface that the client's model uses."""
+
+    def __init__(self, spans: list[LoadedSpan], max_tokens: int) -> None:
+        self.layer_arity = spans[0].layer_arity
+        self._spans = spans
+        self._caches = [span.new_cache(max_tokens=max_tokens) for span in spans]
+        self._n_tokens = 0
+        self._mask: torch.Tensor | None = None
+
+    def step(
+        self,
+        edits: tuple[Edit, ...],
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        record_past: bool,
+        want: int | None = None,
+    ) -> torch.Tensor | None:
+        assert hidden is not None
+        assert positions is not None
+        if mask is not None or self._mask is not None:
+            b, t, _ = hidden.shape
+            past = torch.ones(b, self._n_tokens) if self._mask is None else self._mask
+            self._mask = torch.cat([past, torch.ones(b, t) if mask is None else mask], 1).long()
+        for span, cache in zip(self._spans, self._caches, strict=True):
+            hidden = span.forward(hidden, positions.long(), self._mask, cache, self._n_tokens)
+        self._n_tokens += hidden.shape[1]
+        return hidden
+
+    def close(self) -> None: ...
+
+
+def make(model_type: str, folder: Path, changes: dict[str, Any]) -> Path:
+    """Write a random checkpoint; weights are large enough for differences to show."""
+    torch.manual_seed(0)
+    settings = {**TINY, **changes}
+    config = AutoConfig.for_model(model_type, **{k: v for k, v in settings.items() if v is not None})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prove(folder: Path) -> Proof:
+    """Compare two spans and a client with the whole model. Raises ConfigError when the family is refused."""
+    check_folder(folder, manifest.read_folder(folder))
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    n = skeleton.text_config(whole.config).num_hidden_layers
+    spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
+    for span in spans:
+        span.self_test()
+    model = remote_model(folder, lambda batch, tokens: LocalSession(spans, tokens), torch.float32)
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full = _error(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
+        cached = _error(_decode(model, ids[:1], None), _decode(whole, ids[:1], None))
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        padded = _error(_decode(model, ids, mask), _decode(whole, ids, mask))
+    return Proof(full, cached, padded, _gradient_error(whole, spans, ids), spans[0].batching.split(":")[0])
+
+
+def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Logits of the last token of a prompt and of three more, one after the other, from a cache."""
+    cache = model.new_cache(32) if hasattr(model, "new_cache") else DynamicCache(config=model.config)
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits, n = [], ids.shape[1] - 3
+    for start, end in ((0, n), (n, n + 1), (n + 1, n + 2), (n + 2, n + 3)):
+        seen = None if mask is None else mask[:, :end]
+        positions = torch.arange(start, end)[None] if mask is None else (mask.cumsum(1) - 1).clamp(0)[:, start:end]
+        out = model(ids[:, start:end], attention_mask=seen, position_ids=positions, use_cache=True, **{name: cache})
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits)
+
+
+def _gradient_error(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> float:
+    """Difference of gradients with respect to what enters the first block, for the same gradient of what leaves."""
+    layers, seen = skeleton.decoder_layers(whole), {}
+
+    def enter(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
+        seen["in"] = hidden
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def leave(module: Any, args: Any, out: Any) -> None:
+        seen["out"] = out[0] if isinstance(out, tuple) else out
+
+    hooks = [
+        layers[0].register_forward_pre_hook(enter, with_kwargs=True),
+        layers[-1].register_forward_hook(leave),
+    ]
+    whole(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    weights = torch.randn(seen["out"].shape, generator=torch.Generator().manual_seed(1))
+    (expected,) = torch.autograd.grad((seen["out"] * weights).sum(), seen["in"])
+    entered = seen["in"].detach().requires_grad_()
+    positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
+    out = entered
+    for span in spans:
+        out = span.forward_with_grad(out, positions)
+    (got,) = torch.autograd.grad((out * weights).sum(), entered)
+    return _error(got, expected)
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
+    return float(error) if torch.isfinite(error) else float("inf")
