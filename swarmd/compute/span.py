@@ -44,6 +44,7 @@ class LoadedSpan:
         self.span = span
         self.dtype = dtype
         self.quantize = quantize
+        self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
         self.model = skeleton.load(folder, span, dtype, quantize, device)
         self.config = self.model.config
@@ -210,10 +211,10 @@ class LoadedSpan:
         cache = self.new_cache()
         parts = [self.forward(hidden[:, a:b], positions[:, a:b], None, cache, a) for a, b in ((0, 4), (4, 5), (5, 6))]
         error = (torch.cat(parts, 1) - whole).abs().max().item() / max(1.0, whole.abs().max().item())
-        if not error <= SELF_TEST_TOLERANCE[self.dtype]:
+        if not error <= self._tolerance:
             raise ConfigError(
                 f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
-                f"(at most {SELF_TEST_TOLERANCE[self.dtype]:g}): this family cannot be served"
+                f"(at most {self._tolerance:g}): this family cannot be served"
             )
 
         self._test_embedding(hidden, positions, whole)
@@ -223,7 +224,7 @@ class LoadedSpan:
         """Refuse a family whose blocks look at the embedding too, which only the first hop has. Raises ConfigError."""
         out = self._decode(hidden, positions, None, None, self.span, torch.randn_like(hidden))
         error = (out - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-        if not error <= SELF_TEST_TOLERANCE[self.dtype]:
+        if not error <= self._tolerance:
             raise ConfigError(
                 f"{type(self.config).__name__}: its blocks need the embedding beside hidden states: unsupported family"
             )
@@ -250,7 +251,7 @@ class LoadedSpan:
         except PROBE_ERRORS as error:
             self._ragged, self.batching = None, f"one session at a time: a batched pass fails: {error}"
             return
-        if not max(errors) <= SELF_TEST_TOLERANCE[self.dtype]:
+        if not max(errors) <= self._tolerance:
             self._ragged = None
             self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
             return

@@ -99,8 +99,8 @@ class Download:
         giver.asked[piece] = now
         return Decision(piece, reason)
 
-    def arrived(self, peer: PeerId, piece: Piece, now: float) -> bool:
-        """Note a verified piece; False when another donor was sooner."""
+    def arrived(self, peer: PeerId, piece: Piece, now: float) -> None:
+        """Note a verified piece."""
         giver = self.givers.get(peer)
         if giver is not None:
             giver.asked.pop(piece, None)
@@ -109,11 +109,9 @@ class Download:
             giver.bytes_per_s = rate if old is None else old + SMOOTHING * (rate - old)
             giver.received_bytes += piece.n_bytes
             giver.last_at = now
-        was_wanted = piece in self._left
         self._left.discard(piece)
         if piece in (pieces := self._open.get(piece.group, [])):
             pieces.remove(piece)
-        return was_wanted
 
     def failed(self, peer: PeerId, piece: Piece, holds_group: bool) -> None:
         """A donor did not give a piece; without the group it is not asked for that again."""

@@ -98,6 +98,7 @@ class Fetch:
         self._pace = pace
         self._download = Download([])
         self._parts: dict[int, Part] = {}
+        self._unfinished: dict[int, Part] = {}  # each is put in place once
         self._given: dict[PeerId, int] = {}
         self._banned: dict[PeerId, float] = {}
         self._resumed_bytes = 0
@@ -168,7 +169,9 @@ class Fetch:
             self._resumed_bytes += there
             self._done_bytes += there
             pieces += cut(group, part.missing.items())
-            if not part.missing:
+            if part.missing:
+                self._unfinished[group] = part
+            else:
                 await trio.to_thread.run_sync(part.finish)
         self._download = Download(pieces)
         self._waiting_for = ""
@@ -223,7 +226,8 @@ class Fetch:
             self._done_bytes += written
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
         self._fed_at = trio.current_time()
-        if self._download.arrived(peer, piece, self._fed_at) and not part.missing:
+        self._download.arrived(peer, piece, self._fed_at)
+        if not part.missing and self._unfinished.pop(piece.group, None) is not None:
             await trio.to_thread.run_sync(part.finish)
         self._notify()
 

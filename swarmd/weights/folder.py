@@ -181,9 +181,14 @@ class Part:
         if hashlib.sha256(data).digest() != entry.chunks[chunk]:
             raise IntegrityError(f"chunk {chunk} of {entry.name} has another sha256 than the manifest says")
         path, start = self._at[index]
-        with _Disk(path), _open(path) as file:
-            file.seek(start + chunk * CHUNK_BYTES)
-            file.write(data)
+        with _Disk(path):
+            try:
+                with _open(path) as file:
+                    file.seek(start + chunk * CHUNK_BYTES)
+                    file.write(data)
+            except FileNotFoundError:
+                if not path.with_suffix("").is_file():  # else another process has put it in place
+                    raise
         self.missing.pop(ref, None)
 
     def finish(self) -> None:
@@ -193,7 +198,7 @@ class Part:
             with _Disk(slot.part):
                 if not slot.part.exists() and slot.path.is_file():
                     continue  # another process was sooner
-                with _open(slot.part) as file:
+                with slot.part.open("rb") as file:
                     os.fsync(file.fileno())
                 slot.part.replace(slot.path)
         self._target.write_index()
@@ -206,7 +211,7 @@ class Part:
             if slot.path.is_file() and not slot.part.exists():
                 slot.path.replace(slot.part)  # to be looked at: the group is incomplete or another one's
             is_new = not slot.part.exists()
-            with _open(slot.part) as file:
+            with _open(slot.part, os.O_CREAT) as file:
                 if is_new or file.read(len(slot.prefix)) != slot.prefix or os.fstat(file.fileno()).st_size != size:
                     is_new = True
                     file.truncate(0)
@@ -264,6 +269,6 @@ class _Disk:
         raise ConfigError(f"cannot write {self._path}: {error.strerror}{hint}") from None
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open for reading and writing, made if need be, never through a symbolic link."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b")
+def _open(path: Path, flags: int = 0) -> BinaryIO:
+    """Open for reading and writing, never through a symbolic link."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644), "r+b")

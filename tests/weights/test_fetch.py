@@ -193,3 +193,19 @@ async def test_a_manifest_is_taken_from_who_tells_the_truth(virtual_time: MockCl
     assert rpc.faults == {A: 1}
     with pytest.raises(SwarmUnavailable, match="lies: a manifest that is not"):
         await fetch_manifest(rpc, whole.model, [A])  # type: ignore[arg-type]
+
+
+async def test_a_group_is_put_in_place_once_though_its_last_pieces_come_together(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[int] = []
+    finish = files.Part.finish
+
+    def counted(part: files.Part) -> None:
+        finished.append(part.group)
+        finish(part)
+
+    monkeypatch.setattr(files.Part, "finish", counted)
+    rpc = PlayedRpc({peer: PlayedDonor(whole, 100) for peer in (A, B, C)})
+    await fetch_of(rpc, target).run()
+    assert sorted(finished) == sorted(ALL)

@@ -81,6 +81,23 @@ def test_other_bytes_are_refused_and_nothing_is_written(whole: ModelFolder, tmp_
     assert set(part.missing) == before
 
 
+def test_two_processes_that_fetch_the_same_group_do_each_other_no_harm(whole: ModelFolder, tmp_path: Path) -> None:
+    target = files.create(tmp_path / "store", whole.manifest)
+    ours, theirs = Part(target, HEAD), Part(target, HEAD)
+    ours.begin()
+    theirs.begin()
+    refs = list(ours.missing)
+    for ref in refs[:-1]:
+        ours.put(ref, whole.read(ref))
+    for ref in refs:
+        theirs.put(ref, whole.read(ref))
+    theirs.finish()
+    ours.put(refs[-1], whole.read(refs[-1]))
+    ours.finish()
+    assert target.held == {HEAD}
+    assert not target.damaged()
+
+
 def test_a_full_disk_says_so_and_keeps_what_is_there(
     whole: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +106,7 @@ def test_a_full_disk_says_so_and_keeps_what_is_there(
     ref = next(iter(part.missing))
     data = whole.read(ref)
 
-    def full(path: Path) -> None:
+    def full(path: Path, flags: int = 0) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
