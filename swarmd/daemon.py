@@ -182,7 +182,8 @@ class Daemon:
     async def _serve_span(self, model: ModelId, span: Span, folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         ledger = CacheLedger(self._config.cache_tokens)
-        self.server = Server(self.rpc, self.exchange, model, span, self._config.dtype, ledger)
+        supply = self.store.supply
+        self.server = Server(self.rpc, self.exchange, model, span, self._config.dtype, ledger, supply)
         self.server.on_change = self._on_server_change
         request = LoadSpan(
             path=str(folder),
@@ -445,11 +446,11 @@ class Daemon:
         return {"freed_bytes": n_bytes}
 
     def _model(self, name: str) -> ModelId:
-        found = self.directory.view().model_named(name)
-        if found is None and not re.fullmatch("[0-9a-f]{64}", name):
-            names = ", ".join(sorted(self.directory.view().catalog.models))
-            raise ConfigError(f"the catalog has no model {name!r}; it has: {names}")
-        return ModelId(name) if found is None else found[0]
+        catalog = self.directory.view().catalog
+        listed = {**catalog.adapters, **catalog.models}
+        if name not in listed and not re.fullmatch("[0-9a-f]{64}", name):
+            raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed))}")
+        return ModelId(listed[name][0] if name in listed else name)
 
     def _groups_in_use(self) -> dict[ModelId, frozenset[int]]:
         return {} if self._joining is None else {self._joining[0]: frozenset(self._joining[1].blocks())}

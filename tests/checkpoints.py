@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SMALL = {"hidden_size": 64, "vocab_size": 320, "max_position_embeddings": 512}
@@ -31,3 +32,15 @@ def make(family: str, folder: Path, n_layers: int = 6, seed: int = 0, **changes:
             torch.nn.init.normal_(parameter, std=0.3 if "embed" not in family else 0.02)
     model.save_pretrained(folder)
     return folder
+
+
+def make_adapter(base: Path, folder: Path, targets: list[str], seed: int, **more: Any) -> Any:
+    """Save an adapter as PEFT does, with matrices that matter; returns PEFT's own local model."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = get_peft_model(model, LoraConfig(r=4 + seed, lora_alpha=16, target_modules=targets, **more))
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    tuned.save_pretrained(folder)
+    return tuned.eval()

@@ -16,6 +16,7 @@ def run(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="How many tokens to add at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    adapter: Annotated[str, typer.Option("--adapter", help="A LoRA adapter of the catalog.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Wait while blocks are missing, and say so.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
 ) -> None:
@@ -34,7 +35,7 @@ def run(
         loaded = None
         while loaded is None:
             try:
-                loaded = swarm.model(model, wait_s=5.0)
+                loaded = swarm.model(model, adapter=adapter, wait_s=5.0)
             except NoRoute as error:
                 if not wait:
                     raise

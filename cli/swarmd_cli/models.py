@@ -14,6 +14,7 @@ from swarmd_cli.context import ask, home, is_running, print_json, size, table
 from swarmd_cli.look import Json, download_line, span_text
 
 if TYPE_CHECKING:
+    from swarmd.protocol.manifest import Manifest
     from swarmd.values import ModelId
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -53,15 +54,15 @@ def ls(as_json: Json = False) -> None:
 def add(
     source: Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hugging Face hub.")],
     name: Annotated[str, typer.Option("--name", help="What to call the model.")],
+    base: Annotated[str, typer.Option("--base", help="For a LoRA adapter: the model that it adapts.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
 ) -> None:
-    """Hash and check a checkpoint; the founder, or a delegate, also publishes the name.
+    """Hash and check a checkpoint or an adapter; the founder, or a delegate, also publishes the name.
 
     Example: swarmd models add ./llama --name llama
     """
     import msgspec
 
-    from swarmd.compute.check import check_folder
     from swarmd.errors import ConfigError
     from swarmd.protocol import manifest
     from swarmd.weights.library import Library
@@ -71,9 +72,10 @@ def add(
     if not 1 <= len(name) <= 64:
         raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
     folder = _folder_of(source)
-    read = manifest.read_folder(folder)
-    check_folder(folder, read)
-    model, catalog = manifest.model_id(read), state.catalog().models
+    read, kind = _read(folder, base)
+    model = manifest.model_id(read)
+    entry = (model, _resolve(base) if base else read.n_blocks)
+    catalog: dict[str, Any] = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new and not state.may_publish:
@@ -87,12 +89,31 @@ def add(
     Library(state.weights, {}).keep_manifest(read)
     state.add_folder(model, folder)
     if is_new:
-        state.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
+        state.change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))
     if is_running():
         ask("reload", "POST")
     aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    print(f"{name}: {model}  {read.n_blocks} blocks, {len(read.tensors)} tensors{also}")
+    blocks = f"{read.n_blocks} blocks, " if read.n_blocks else ""
+    print(f"{name}: {model}  {blocks}{len(read.tensors)} tensors{also}")
+
+
+def _read(folder: Path, base: str) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint or an adapter, and which list of the catalog it belongs to. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import adapter, manifest
+
+    if adapter.is_adapter(folder):
+        if not base:
+            raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
+        return adapter.read_folder(folder, _resolve(base)), "adapters"
+    if base:
+        raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
+    from swarmd.compute.check import check_folder
+
+    read = manifest.read_folder(folder)
+    check_folder(folder, read)
+    return read, "models"
 
 
 @app.command("pull")
@@ -208,7 +229,8 @@ def _resolve(name: str) -> ModelId:
     from swarmd.errors import ConfigError
     from swarmd.values import ModelId
 
-    models = home().catalog().models
+    catalog = home().catalog()
+    models = {**catalog.adapters, **catalog.models}
     if name in models:
         return ModelId(models[name][0])
     if re.fullmatch("[0-9a-f]{64}", name):

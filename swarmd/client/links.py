@@ -44,6 +44,7 @@ class Terms:
     grade: str = "replayed"
     route: tuple[Hop, ...] = ()
     codec: str = "auto"
+    adapter: str = ""
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ class Requests:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop, terms = links[index].hop, self._terms
         before, after = _neighbours(links, index)
+        needs = ("exact", terms.grade == "exact"), ("codec", codec != "raw"), ("adapter", bool(terms.adapter))
         return OpenSession(
             id=call_id,
             session=self._session,
@@ -40,7 +41,8 @@ class Requests:
             successor_addresses=self._addresses_of(after) if after else (),
             codec=codec,
             inherit=inherit,
-            needs=(*(("exact",) if terms.grade == "exact" else ()), *(("codec",) if codec != "raw" else ())),
+            adapter=terms.adapter,
+            needs=tuple(need for need, is_needed in needs if is_needed),
         )
 
     def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:

@@ -127,6 +127,18 @@ class AsyncSwarm:
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
         raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
 
+    def adapter(self, name: str, model: ModelId) -> str:
+        """The hash of an adapter by its name in the catalog, or by hash; "" is none. Raises ConfigError."""
+        listed = self.view().catalog.adapters
+        if name in listed and listed[name][1] != model:
+            raise ConfigError(f"the adapter {name!r} is made for {listed[name][1][:12]}, not for {model[:12]}")
+        if name in listed or not name:
+            return listed[name][0] if name else ""
+        if re.fullmatch("[0-9a-f]{64}", name):
+            return name
+        fitting = sorted(n for n, (_, base) in listed.items() if base == model)
+        raise ConfigError(f"the catalog has no adapter {name!r} for this model; it has: {', '.join(fitting) or 'none'}")
+
     async def folder(self, model: ModelId, n_blocks: int) -> Path:
         """Where the client's own part of a model lies: tokenizer, embedding, head; fetched if need be.
 
@@ -384,22 +396,25 @@ class Swarm:
         dtype: str = "float32",
         chain: tuple[Hop, ...] = (),
         codec: str = "auto",
+        adapter: str = "",
         wait_s: float = 10.0,
     ) -> Any:
         """Return a transformers model by its name in the catalog (or its hash).
 
         ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
         chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8; see
-        docs/protocol.md). Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
+        docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
+        Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
         than ``wait_s``.
         """
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
+        lora = self._swarm.adapter(adapter, model)
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
 
         def open_session(batch: int, max_tokens: int) -> BlockingSession:
             grade = "exact" if exact else "replayed"
-            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec)
+            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora)
             return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, terms))
 
         return remote_model(folder, open_session, getattr(torch, dtype))

@@ -75,6 +75,10 @@ class Engine:
             return
         if isinstance(message, OpenSession):
             self._drop((message.session, message.start))
+            if message.adapter and message.adapter not in self.span.adapters:
+                text = f"the adapter {message.adapter[:12]} is not loaded"
+                yield self._refuse(message, Refused(Code.SESSION_LOST, text))
+                return
             self._sessions[message.session, message.start] = HopSession(self.span, message, self._budget)
             self._served.setdefault(message.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseSession):

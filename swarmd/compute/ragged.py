@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmd.compute import capture
+from swarmd.compute.adapters import Lora
 from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import SlabLayer, SpanCache
 from swarmd.compute.skeleton import text_config
@@ -33,6 +34,7 @@ class Piece:
     positions: torch.Tensor
     cache: SpanCache
     n_past: int
+    lora: Lora | None = None
 
 
 class RaggedAttention:

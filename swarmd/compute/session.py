@@ -54,6 +54,7 @@ class HopSession:
         self._span = span
         self._max_tokens = opened.max_tokens
         self._codec = opened.codec
+        self._lora = span.adapters.get(opened.adapter) if opened.adapter else None
         self._cache = span.new_cache(self.hop, opened.max_tokens)
         self._mask: torch.Tensor | None = None
         self._n_tokens = 0
@@ -108,7 +109,7 @@ class HopSession:
         window = slice(self._begun.n_done, self._begun.n_done + n_tokens)
         device = self._span.device
         hidden, positions = self._begun.hidden[:, window].to(device), self._begun.positions[:, window].long().to(device)
-        return Piece(hidden, positions, self._cache, self._n_tokens)
+        return Piece(hidden, positions, self._cache, self._n_tokens, self._lora)
 
     def put(self, out: torch.Tensor) -> None:
         """Take what a pass gave for ``piece``."""
@@ -124,7 +125,8 @@ class HopSession:
             piece = self.piece(min(n_left, MAX_TOKENS_PER_PASS))
             n_new = piece.hidden.shape[1]
             seen = None if self._mask is None else self._mask[:, : self._n_tokens + n_new]
-            self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, self._n_tokens, self.hop))
+            at, lora = self._n_tokens, self._lora
+            self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, at, self.hop, lora))
             n_left -= n_new
 
     def answer(self) -> bytes:

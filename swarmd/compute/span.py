@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from swarmd.compute import skeleton
+from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.quantize import relative_error
@@ -56,6 +57,7 @@ class LoadedSpan:
         self._arguments = _accepted_arguments(self._decoder.forward)
         self._entering: torch.Tensor | None = None
         self._leaving: torch.Tensor | None = None
+        self.adapters = Adapters(self.model, self._layers, span, dtype, self.device)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self._hop = span
@@ -78,11 +80,13 @@ class LoadedSpan:
         cache: SpanCache | None = None,
         n_past: int = 0,
         hop: Span | None = None,
+        lora: Lora | None = None,
     ) -> torch.Tensor:
         """Run ``hop`` (or the whole span): hidden [b, t, d], positions [b, t], mask [b, n_past + t] -> [b, t, d]."""
         if cache is not None:
             cache.see(n_past)
-        return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
+        with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
+            return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
 
     def forward_with_grad(
         self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None, hop: Span | None = None
@@ -95,11 +99,12 @@ class LoadedSpan:
         """Run the new tokens of several sessions as one pass; returns [b, t, d] for each piece."""
         ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
-        n_tokens = sum(p.hidden.shape[0] * p.hidden.shape[1] for p in pieces)
-        captured = self._captured.get(n_tokens) if hop == self.span else None
-        if captured is not None:
+        sessions = [(p.hidden.shape[0] * p.hidden.shape[1], p.lora) for p in pieces]
+        captured = self._captured.get(sum(n for n, _ in sessions)) if hop == self.span else None
+        if captured is not None and all(p.lora is None for p in pieces):
             return ragged.run_captured(pieces, captured)
-        return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
+        with self.adapters.using(sessions):
+            return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
 
     def is_captured(self, n_tokens: int, hop: Span) -> bool:
         """Is a pass over so many tokens known as a straight line? One that is asked for often is captured now.

@@ -27,7 +27,7 @@ from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import Loaded, LoadSpan, Measured, Message, Tick, WorkerFailed
+from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Message, Tick, WorkerFailed
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -117,12 +117,23 @@ class Worker:
             self._n_loads += 1
             return [messages.framed(self._load(message))]
         assert self._engine is not None, "the daemon sends work after Loaded"
+        if isinstance(message, LoadAdapter):
+            self._n_loads += 1
+            return [messages.framed(self._load_adapter(self._engine.span, message, bytes(frame.payload)))]
         return list(self._engine.take(message, frame))
 
     def _send(self, answers: list[bytes]) -> None:
         handled = self._n_loads + (self._engine.handled if self._engine else 0)
         self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled)))))
         self._ticked_at = time.monotonic()
+
+    @staticmethod
+    def _load_adapter(span: LoadedSpan, request: LoadAdapter, config: bytes) -> Message:
+        try:
+            span.adapters.load(request.adapter, [Path(shard) for shard in request.shards], config)
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            return AdapterLoaded(adapter=request.adapter, failure=str(error)[:500])
+        return AdapterLoaded(adapter=request.adapter)
 
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:

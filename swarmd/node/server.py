@@ -18,6 +18,7 @@ from swarmd.errors import Code, IntegrityError, PeerError, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.adapters import Adapters
 from swarmd.node.handovers import Handovers
 from swarmd.node.outbox import Outbox
 from swarmd.node.worker_link import WorkerLink, WorkerLost
@@ -36,6 +37,7 @@ from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.identity import public_key_of_untrusted
 from swarmd.protocol.messages import (
+    AdapterLoaded,
     AnyMessage,
     CachePart,
     CloseSession,
@@ -59,6 +61,7 @@ from swarmd.protocol.messages import (
 )
 from swarmd.protocol.tensors import CODECS
 from swarmd.values import ModelId, PeerId, Span
+from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +128,14 @@ class Server:
     """All hops of all sessions that this daemon serves, for one model and span."""
 
     def __init__(
-        self, rpc: Rpc, exchange: Exchange, model: ModelId, span: Span, dtype: str, ledger: CacheLedger
+        self,
+        rpc: Rpc,
+        exchange: Exchange,
+        model: ModelId,
+        span: Span,
+        dtype: str,
+        ledger: CacheLedger,
+        supply: Supply,
     ) -> None:
         self.model = model
         self.span = span
@@ -144,6 +154,8 @@ class Server:
         self._refused: Counter[str] = Counter()
         self._nursery: trio.Nursery
         self._outbox: Outbox
+        self._supply = supply
+        self._adapters: Adapters
         self._handovers = Handovers(rpc)
         self.is_draining = False  # no new sessions are taken
         self._changed = trio.Event()
@@ -169,6 +181,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._outbox = Outbox(self._rpc, nursery, self._push_failed, self._to_self)
+            self._adapters = Adapters(self._supply, self.model, nursery, self._worker.send)
             self._is_running = True
             task_status.started()
             try:
@@ -281,6 +294,8 @@ class Server:
             raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {', '.join(CODECS)}, not {opening.codec}")
         if opening.numerics and opening.numerics != loaded.numerics:
             raise Refused(Code.NUMERICS_DIFFER, "this server's numerics differ from those that the session needs")
+        if opening.adapter:
+            self._adapters.require(opening.adapter)
         known = self._hops.get((opening.session, opening.start))
         if known is not None and known.state.client != client:
             raise Refused(Code.STRANGER, "another client has a session of this name")
@@ -446,6 +461,8 @@ class Server:
             self._handovers.finish(message)
         elif isinstance(message, Inherited):
             self._on_inherited(message)
+        elif isinstance(message, AdapterLoaded):
+            self._adapters.on_loaded(message)
         elif isinstance(message, Refusal) and message.session is not None:
             await self._on_worker_refusal(message)
 
@@ -495,6 +512,7 @@ class Server:
 
     async def on_worker_change(self) -> None:
         """Tell every client whose hop went down with the worker."""
+        self._adapters.forget()
         if self._worker.is_online:
             return
         reason = f"the worker of this hop ended: {self._worker.snapshot().reason}"

@@ -22,6 +22,7 @@ from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId
 
 VERSION = 2
+ADAPTER = "swarmd-adapter"  # the model_type of what protocol.adapter makes: no blocks, all in the head
 CHUNK_BYTES = 4 * 2**20
 MAX_MANIFEST_BYTES = 15 * 2**20
 MAX_ENTRIES = 200_000
@@ -103,13 +104,13 @@ def model_id(manifest: Manifest) -> ModelId:
 def read_folder(folder: Path) -> Manifest:
     """Hash and check a checkpoint folder. Raises ConfigError naming the file and the reason."""
     config = read_config(folder)
-    tensors = [entry for shard in shard_files(folder) for entry in _digest_shard(shard)]
+    tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
     twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
     if twice:
         raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
     files = tuple(_digest_file(folder / name) for name in FILES if (folder / name).is_file())
     ordered = tuple(sorted(tensors, key=lambda t: t.name))
-    manifest = Manifest(VERSION, count_blocks(config), _canonical(config), files, ordered)
+    manifest = Manifest(VERSION, count_blocks(config), canonical(config), files, ordered)
     try:
         check(manifest)
     except IntegrityError as error:
@@ -123,7 +124,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors")
     try:
-        return check_config(_read_json(path))
+        return check_config(read_json(path))
     except IntegrityError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -132,7 +133,7 @@ def shard_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed = _read_json(index)
+        listed = read_json(index)
         weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise ConfigError(f"{index}: weight_map must map tensor names to file names")
@@ -173,7 +174,7 @@ def check(manifest: Manifest) -> None:
         config = json.loads(manifest.config)
     except (ValueError, RecursionError):
         raise IntegrityError("the manifest's config is not JSON") from None
-    if check_config(config) and (_canonical(config), count_blocks(config)) != (manifest.config, manifest.n_blocks):
+    if check_config(config) and (canonical(config), count_blocks(config)) != (manifest.config, manifest.n_blocks):
         raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
     names = [entry.name for entry in manifest.entries]
     if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
@@ -193,6 +194,8 @@ def check_config(config: Any) -> dict[str, Any]:
         raise IntegrityError("expected a JSON object with a model_type")
     if config.get("auto_map"):
         raise IntegrityError("the model brings code of its own (auto_map), which swarmd never runs")
+    if config["model_type"] == ADAPTER:
+        return config
     sections = [s for s in (config, config.get("text_config")) if isinstance(s, dict)]
     for section in sections:
         for key, limit in CONFIG_LIMITS.items():
@@ -204,6 +207,7 @@ def check_config(config: Any) -> dict[str, Any]:
 
 
 def count_blocks(config: dict[str, Any]) -> int:
+    """How many blocks a configuration has. Raises IntegrityError when it does not say."""
     nested = config.get("text_config")
     section: dict[str, Any] = nested if isinstance(nested, dict) else config
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
@@ -231,6 +235,8 @@ def groups(manifest: Manifest) -> tuple[int | None, ...]:
                 prefix = ".".join((*parts[:at], ""))
                 seen[prefix].add(int(part))
                 n_bytes[prefix] += tensor.n_bytes
+    if not manifest.n_blocks:
+        return (0,) * len(manifest.entries)
     wanted = set(range(manifest.n_blocks))
     lists = [prefix for prefix, numbers in seen.items() if wanted <= numbers]
     if not lists:
@@ -260,7 +266,7 @@ def _check_entry(entry: Entry) -> None:
         raise IntegrityError(f"{entry.name}: {len(entry.chunks)} digests for {entry.n_bytes} B")
 
 
-def _digest_shard(path: Path) -> list[Entry]:
+def digest_shard(path: Path) -> list[Entry]:
     before = path.stat()
     with path.open("rb") as file:
         places = shards.read_header(file, path, before.st_size)
@@ -299,11 +305,11 @@ def _check_unchanged(path: Path, before: Any) -> None:
         raise ConfigError(f"{path} changed while it was read: wait until it is complete, then try again")
 
 
-def _canonical(config: dict[str, Any]) -> str:
+def canonical(config: dict[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
     try:

@@ -24,7 +24,7 @@ Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
 Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
 
-KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec"})
+KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter"})
 
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
@@ -130,6 +130,7 @@ class OpenSession(Message, tag="open", frozen=True):
     client: Blob = b""
     codec: Name = "raw"
     inherit: Name = ""
+    adapter: Name = ""
     needs: Needs = ()
 
 
@@ -319,6 +320,20 @@ class LoadSpan(Message, tag="load", frozen=True):
     spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
+class LoadAdapter(Message, tag="load_adapter", frozen=True):
+    """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
+
+    adapter: Name = ""
+    shards: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], msgspec.Meta(max_length=8)] = ()
+
+
+class AdapterLoaded(Message, tag="adapter_loaded", frozen=True):
+    """Worker to daemon: the adapter is ready, or ``failure`` says why it cannot be used."""
+
+    adapter: Name = ""
+    failure: Text = ""
+
+
 class Measured(Message, tag="measured", frozen=True):
     """Worker to daemon, at load and now and then: tokens/s of one stream, and the total of ``n`` in one pass."""
 
@@ -391,6 +406,8 @@ AnyMessage = (
     | LoadSpan
     | Loaded
     | Done
+    | LoadAdapter
+    | AdapterLoaded
     | Measured
     | Tick
     | WorkerFailed

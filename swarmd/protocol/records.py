@@ -158,7 +158,8 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     """The swarm's list: model names to manifest hashes with the number of blocks, and revoked keys.
 
     Signed by the founder, or by a key that the founder's catalog names in ``delegates``; then ``root`` is the version
-    of that one, and neither delegates nor revoked keys may differ from it.
+    of that one, and neither delegates nor revoked keys may differ from it. ``adapters`` maps names to an adapter's hash
+    and the hash of the model that it adapts.
     """
 
     version: Count = 0
@@ -166,6 +167,7 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     revoked: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4_096)] = ()
     delegates: Annotated[tuple[PublicKey, ...], msgspec.Meta(max_length=64)] = ()
     root: Count = 0
+    adapters: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
 from swarmd.plan.download import Ref
+from swarmd.protocol import adapter, shards
 from swarmd.protocol import manifest as manifests
-from swarmd.protocol import shards
 from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
 
 MANIFEST = "manifest.bin"
@@ -49,7 +49,7 @@ class ModelFolder:
         """See which groups are complete. What does not fit the manifest is not there. Raises ConfigError."""
         numbers = {entry.name: i for i, entry in enumerate(self._entries)}
         places: dict[int, tuple[Path, int]] = {}
-        for shard in self._shards():
+        for shard in self.shards():
             with shard.open("rb") as file:
                 for place in shards.read_header(file, shard, shard.stat().st_size):
                     i = numbers.get(place.name, -1)
@@ -133,9 +133,12 @@ class ModelFolder:
         }
         write_file(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
 
-    def _shards(self) -> list[Path]:
+    def shards(self) -> list[Path]:
+        """The safetensors files of what is complete. Raises ConfigError."""
         if (self.folder / MANIFEST).is_file() and not (self.folder / INDEX).is_file():
             return []  # nothing has come yet
+        if adapter.is_adapter(self.folder):
+            return [self.folder / adapter.WEIGHTS_FILE]
         return manifests.shard_files(self.folder)
 
 

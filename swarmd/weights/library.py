@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol import adapter
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.manifest import Manifest
 from swarmd.values import ModelId
@@ -126,6 +127,8 @@ class Library:
         kept = path / files.MANIFEST if path.parent == self.root else self._manifests / f"{model}.bin"
         if kept.is_file():
             return manifests.read_untrusted(kept.read_bytes(), model)
+        if adapter.is_adapter(path):
+            raise ConfigError("its manifest is gone: add the adapter again")
         manifest = manifests.read_folder(path)
         if manifests.model_id(manifest) != model:
             raise ConfigError("its files are no longer those that were added: add it again")

@@ -21,7 +21,7 @@ import httpx
 from swarmd.home import Home
 from swarmd.plan.routing import Hop
 from swarmd.protocol import invite as invites
-from swarmd.values import PeerId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 READY_TIMEOUT_S = 60.0
 
@@ -192,15 +192,17 @@ def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
 
 
 def add_model(home: Home, name: str, folder: Path) -> None:
-    """What ``swarmd models add`` does, without a process."""
+    """What ``swarmd models add`` does, without a process; an adapter's base is the model "m"."""
     import msgspec
 
-    from swarmd.protocol import manifest
+    from swarmd.protocol import adapter, manifest
     from swarmd.weights.library import Library
 
-    read = manifest.read_folder(folder)
+    kind, base = ("adapters", home.catalog().models["m"][0]) if adapter.is_adapter(folder) else ("models", None)
+    read = adapter.read_folder(folder, ModelId(base)) if base else manifest.read_folder(folder)
     model = manifest.model_id(read)
     Library(home.weights, {}).keep_manifest(read)
     home.add_folder(model, folder)
     if home.is_founder:
-        home.change_catalog(lambda c: msgspec.structs.replace(c, models={**c.models, name: (model, read.n_blocks)}))
+        entry = (model, base or read.n_blocks)
+        home.change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))

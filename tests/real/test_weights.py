@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,3 +94,36 @@ def test_a_model_added_on_one_peer_is_used_by_name_and_by_hash_from_another(tmp_
         generates_as_local(swarm, guest.home.folder, "late", checkpoint)
         model, _ = founder.home.catalog().models["late"]
         generates_as_local(swarm, swarm.prepare().home.folder, model, checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT about targets
+def test_adapters_of_the_catalog_answer_as_peft_does(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    base = checkpoints.make("llama", tmp_path / "base")
+    tuned = {
+        name: checkpoints.make_adapter(base, tmp_path / name, ["q_proj", "v_proj", "down_proj"], seed)
+        for seed, name in enumerate(("one", "two"))
+    }
+    local = {"": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), **tuned}
+    ids = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with local_swarm(tmp_path) as swarm:
+        founder = swarm.add("--no-serve", models={"m": base, **{name: tmp_path / name for name in tuned}})
+        swarm.serving((0, 3), (3, 6), model="m")
+        with swarmd.connect(home=founder.home.folder) as client:
+            models = {name: client.model("m", adapter=name, wait_s=60) for name in local}
+            got: dict[str, torch.Tensor] = {}
+
+            def generate(name: str) -> None:
+                got[name] = models[name].generate(input_ids=ids, **options)
+
+            threads = [threading.Thread(target=generate, args=(name,)) for name in local]  # at the same time
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for name, model in local.items():
+                assert torch.equal(got[name], model.generate(input_ids=ids, **options)), name
+            assert not torch.equal(got["one"], got[""])
+            with pytest.raises(swarmd.ConfigError, match="no adapter 'three' for this model; it has: one, two"):
+                client.model("m", adapter="three")

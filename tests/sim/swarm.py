@@ -79,7 +79,9 @@ class ToySpan:
 
     example_cache = new_cache
 
-    def forward(self, hidden: torch.Tensor, positions: Any, mask: Any, cache: Any, n_past: int, hop: Span) -> Any:
+    def forward(
+        self, hidden: torch.Tensor, positions: Any, mask: Any, cache: Any, n_past: int, hop: Span, lora: Any = None
+    ) -> Any:
         out = hidden.clone()
         for token in range(hidden.shape[1]):
             for block in range(hop.start, hop.end):

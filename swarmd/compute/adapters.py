@@ -1,0 +1,124 @@
+"""LoRA adapters on a span: hooks add each session's own update to what the blocks' matrices give.
+
+Sessions with different adapters, and with none, share a pass: the base is computed once for all tokens, each update for
+its session's tokens only. Equal to PEFT's results (tests/compute/test_adapters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.adapter import PREFIX, read_settings
+from swarmd.values import Span
+
+MAX_ADAPTERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """One adapter's updates for a span, by module: A [r, in], B [out, r], scale."""
+
+    updates: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+
+
+class Adapters:
+    """The adapters of one span. ``using`` says whose tokens a pass holds."""
+
+    def __init__(self, model: nn.Module, layers: Any, span: Span, dtype: torch.dtype, device: torch.device) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._blocks = tuple(f"{names[layers[block]]}." for block in span.blocks())
+        self._all_blocks = names[layers].rstrip(".") + "."
+        self._model = model
+        self._dtype, self._device = dtype, device
+        self._known: dict[str, Lora] = {}
+        self._hooked: set[str] = set()
+        self._now: list[tuple[int, Lora]] = []
+
+    def __contains__(self, adapter: str) -> bool:
+        return adapter in self._known
+
+    def get(self, adapter: str) -> Lora | None:
+        return self._known.get(adapter)
+
+    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+        """Read this span's part of an adapter. Raises ConfigError for one that cannot be used here."""
+        if len(self._known) >= MAX_ADAPTERS and adapter not in self._known:
+            raise ConfigError(f"{MAX_ADAPTERS} adapters are loaded already")
+        try:
+            config = read_settings(msgspec.json.decode(raw_config))
+            tensors: dict[str, torch.Tensor] = {}
+            for shard in shards:
+                with safe_open(shard, "pt") as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys() if self._is_here(name)}  # noqa: SIM118
+        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError) as error:
+            raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
+        lora = Lora()
+        for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
+            lora.updates[module] = (*self._checked(module, a, b), config.scale(module))
+        for module in lora.updates.keys() - self._hooked:
+            self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
+            self._hooked.add(module)
+        self._known[adapter] = lora
+
+    @contextmanager
+    def using(self, sessions: Sequence[tuple[int, Lora | None]]) -> Iterator[None]:
+        """Passes inside compute (tokens, adapter) of each session, one after the other in the flattened input."""
+        if all(lora is None for _, lora in sessions):
+            yield
+            return
+        self._now = [(n_tokens, lora or Lora()) for n_tokens, lora in sessions]
+        try:
+            yield
+        finally:
+            self._now = []
+
+    def _is_here(self, name: str) -> bool:
+        module = name.removeprefix(PREFIX)
+        if not module.startswith(self._all_blocks):
+            raise IntegrityError(f"it adapts {module}, which is no part of a block: unsupported adapter")
+        return module.startswith(self._blocks)
+
+    def _checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            base: Any = self._model.get_submodule(module)
+        except AttributeError:
+            raise ConfigError(f"the adapter changes {module}, which this model does not have") from None
+        sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
+        if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
+            sizes = (base.nx, base.nf)
+        if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (a.shape[1], b.shape[0]) != sizes:
+            shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
+            raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
+        return a.to(self._device, self._dtype), b.to(self._device, self._dtype)
+
+    def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
+        if not self._now:
+            return None
+        entering = args[0].reshape(-1, args[0].shape[-1])
+        if entering.shape[0] != sum(n for n, _ in self._now):
+            raise RuntimeError(f"{module} sees {entering.shape[0]} tokens of {sum(n for n, _ in self._now)}")
+        parts, at = [], 0
+        whole = out.reshape(-1, out.shape[-1])
+        for n_tokens, lora in self._now:
+            part, update = whole[at : at + n_tokens], lora.updates.get(module)
+            if update is not None:
+                a, b, scale = update
+                part = part + (entering[at : at + n_tokens] @ a.T @ b.T) * scale
+            parts.append(part)
+            at += n_tokens
+        return torch.cat(parts).view(out.shape)
