@@ -66,12 +66,13 @@ class Wan:
         """Proxy for one peer: whoever connects here reaches ``target_port`` as over the network."""
 
         async def handle(near: trio.SocketStream) -> None:
+            try:
+                far = await trio.open_tcp_stream("127.0.0.1", target_port)
+            except OSError:  # the peer is not up
+                await near.aclose()
+                return
             caller = self.who(near.socket.getpeername()[1])
-            async with (
-                await trio.open_tcp_stream("127.0.0.1", target_port) as far,
-                near,
-                trio.open_nursery() as nursery,
-            ):
+            async with far, near, trio.open_nursery() as nursery:
                 nursery.start_soon(self._carry, near, far, self.peers[caller], self.peers[name], nursery)
                 nursery.start_soon(self._carry, far, near, self.peers[name], self.peers[caller], nursery)
 

@@ -173,6 +173,7 @@ class Daemon:
             except SwarmError as error:  # a disk that is full, or nobody who gives the weights: it may get better
                 logger.warning("cannot serve yet: %s", error)
                 self.cannot_serve, self._joining = str(error), None
+                self.directory.announce_soon()
                 await trio.sleep(RETRY_S)
                 continue
             self.cannot_serve = ""
@@ -215,18 +216,19 @@ class Daemon:
         left = await self.server.drain(DRAIN_S)
         logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
 
-    async def _move(self, placement: Decision[Span]) -> None:
-        """Serve other blocks, once they are here: what is served now is served meanwhile."""
+    async def _move(self, placement: Decision[Span]) -> bool:
+        """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
         if self.server is None:
-            return
+            return False
         logger.info("moving: %s", placement.reason)
         try:
             await self.store.supply.ensure(self.server.model, placement.action.blocks())
         except SwarmError as error:
             logger.warning("not moving: %s", error)
-            return
+            return False
         self._next_placement = placement
         self._changed_mind.set()
+        return True
 
     async def _choose_model(self) -> tuple[ModelId, int]:
         """Wait until the catalog lists the model asked for, or any: then the least covered, rather one that is here."""
@@ -328,7 +330,7 @@ class Daemon:
             "model": self.server.model,
             "start": self.server.span.start,
             "end": self.server.span.end,
-            "state": "draining" if self.server.is_draining else "online" if self.worker.is_online else "joining",
+            "state": self._span_state(self.server, self.worker),
             "dtype": self._config.dtype,
             "numerics": loaded.numerics if loaded else "",
             "quantize": self._config.quantize,
@@ -343,6 +345,13 @@ class Daemon:
         }
         self._left_span = [{**span, "state": "draining"}]
         return [peer, span]
+
+    @staticmethod
+    def _span_state(server: Server, worker: WorkerLink) -> str:
+        """Blocks that cannot be loaded are promised to nobody: others then fill the gap."""
+        if worker.is_online and not server.is_draining:
+            return "online"
+        return "draining" if server.is_draining or worker.snapshot().state == "failed" else "joining"
 
     def _likely_next(self) -> set[PeerId]:
         """Who serves the block after this server's last, or the one before its first: the links that chains need."""
@@ -491,8 +500,9 @@ class Daemon:
         if self._home is not None:
             self.store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
-            if raw is not None and self.exchange.merge_catalog_untrusted(raw):
-                self.directory.announce_soon()
+            if raw is not None:
+                self.exchange.merge_catalog_untrusted(raw)
+            self.directory.announce_soon()
         return {"catalog_version": self.exchange.book.catalog.version}
 
     def drain(self) -> dict[str, Any]:

@@ -149,7 +149,9 @@ class Home:
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
         """Sign the next version of the catalog, as the founder or its delegate. Raises ConfigError for others."""
         old = self.catalog()
-        new = msgspec.structs.replace(change(old), version=max(old.version + 1, int(time.time())), root=0)
+        last = old.rank[0] if self.is_founder else old.version  # whatever number a delegate chose
+        version = max(last + 1, int(time.time()))
+        new = msgspec.structs.replace(change(old), version=version, root=0)
         self.save_catalog(self._sign(new))
         return new
 

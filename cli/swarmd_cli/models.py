@@ -86,7 +86,7 @@ def add(
             f"{name!r} is {known[0][:12]} in the catalog, and this folder is {model[:12]}: "
             "choose another name, or say --replace"
         )
-    Library(state.weights, {}).keep_manifest(read)
+    Library(state.weights, {}).keep_manifest(read, folder)
     state.add_folder(model, folder)
     if is_new:
         state.change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))
@@ -140,10 +140,14 @@ def rm(model: Model) -> None:
 
     Example: swarmd models rm llama
     """
+    from swarmd.errors import ConfigError
+    from swarmd.home import bundled_model
     from swarmd.weights.library import Library
 
     state = home()
     found = _resolve(model)
+    if found == bundled_model()[0]:
+        raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
     if found in state.folders():
         state.forget_folder(found)
         if is_running():

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import trio
 
-from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined
+from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined, suits
 from swarmd.client.ops import codec_for, cut, read_answer
 from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
@@ -557,9 +557,9 @@ class ChainSession:
         spans = self._swarm.view().serving(self.terms.model)
 
         def eligible(span: SpanRecord) -> bool:
-            fits = span.dtype == self.terms.dtype and (not whole or Span(span.start, span.end).covers(wanted))
-            fits = fits and (self.terms.grade != "exact" or self._numerics in ("", span.numerics))
-            return fits and self._excluded.allow(PeerId(span.peer), now, is_last_resort)
+            covers = not whole or Span(span.start, span.end).covers(wanted)
+            allowed = self._excluded.allow(PeerId(span.peer), now, is_last_resort)
+            return covers and allowed and suits(span, self.terms, self._numerics)
 
         client = self._swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens

@@ -45,6 +45,14 @@ class Terms:
     route: tuple[Hop, ...] = ()
     codec: str = "auto"
     adapter: str = ""
+    quantize: str = "any"
+
+
+def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
+    """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
+    if terms.grade == "exact" and numerics not in ("", span.numerics):
+        return False
+    return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 
 
 @dataclass(slots=True)

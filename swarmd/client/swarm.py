@@ -27,6 +27,7 @@ from swarmd.client.chain import ChainSession
 from swarmd.client.links import Repair, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.compute.history import Budget
+from swarmd.config import QUANTIZE
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -83,7 +84,9 @@ class AsyncSwarm:
         self.rpc = Rpc(network, self)
         self.exchange = Exchange(membership.keys, wall_clock)
         self.budget = Budget()
-        self.supply = Supply(Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None))
+        self.supply = Supply(
+            Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None), None
+        )
         self._membership = membership
         self._network = network
         self._sessions: dict[bytes, ChainSession] = {}
@@ -138,6 +141,11 @@ class AsyncSwarm:
             return name
         fitting = sorted(n for n, (_, base) in listed.items() if base == model)
         raise ConfigError(f"the catalog has no adapter {name!r} for this model; it has: {', '.join(fitting) or 'none'}")
+
+    def quantize(self, model: ModelId, n_blocks: int) -> str:
+        """Which servers a session that does not care should use: its later tokens must not come from other weights."""
+        plain = {b for s in self.view().serving(model) if s.quantize == "none" for b in range(s.start, s.end)}
+        return "none" if plain >= set(range(n_blocks)) else "any"
 
     async def folder(self, model: ModelId, n_blocks: int) -> Path:
         """Where the client's own part of a model lies: tokenizer, embedding, head; fetched if need be.
@@ -397,6 +405,7 @@ class Swarm:
         chain: tuple[Hop, ...] = (),
         codec: str = "auto",
         adapter: str = "",
+        quantize: str = "auto",
         wait_s: float = 10.0,
     ) -> Any:
         """Return a transformers model by its name in the catalog (or its hash).
@@ -404,27 +413,35 @@ class Swarm:
         ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
         chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8; see
         docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
+        ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
         than ``wait_s``.
         """
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
         lora = self._swarm.adapter(adapter, model)
+        if quantize not in ("auto", "any", *QUANTIZE):
+            raise ConfigError(f"quantize is one of auto, any, {', '.join(QUANTIZE)}, not {quantize!r}")
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
 
         def open_session(batch: int, max_tokens: int) -> BlockingSession:
             grade = "exact" if exact else "replayed"
-            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora)
+            kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
+            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind)
             return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, terms))
 
         return remote_model(folder, open_session, getattr(torch, dtype))
 
     def tokenizer(self, name: str) -> Any:
-        """Return the model's own tokenizer."""
+        """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""
         from transformers import AutoTokenizer
 
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        return AutoTokenizer.from_pretrained(self._thread.call(self._swarm.folder, model, n_blocks))
+        folder = self._thread.call(self._swarm.folder, model, n_blocks)
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(f"the tokenizer of {name} cannot be used: {error}") from None
 
     def close(self) -> None:
         self._thread.close()

@@ -6,7 +6,7 @@ its session's tokens only. Equal to PEFT's results (tests/compute/test_adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.adapter import PREFIX, read_settings
+from swarmd.protocol.adapter import PREFIX, LoraConfig, read_settings
 from swarmd.values import Span
 
 MAX_ADAPTERS = 32
+MAX_RANK = 4_096
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Adapters:
         self._known: dict[str, Lora] = {}
         self._hooked: set[str] = set()
         self._now: list[tuple[int, Lora]] = []
+        self.on_tensor: Callable[[], None] = lambda: None  # reading takes a while, and is progress
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
@@ -53,16 +56,21 @@ class Adapters:
 
     def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
         """Read this span's part of an adapter. Raises ConfigError for one that cannot be used here."""
-        if len(self._known) >= MAX_ADAPTERS and adapter not in self._known:
-            raise ConfigError(f"{MAX_ADAPTERS} adapters are loaded already")
+        while len(self._known) >= MAX_ADAPTERS:
+            del self._known[next(iter(self._known))]  # the oldest; sessions that use it hold it
         try:
-            config = read_settings(msgspec.json.decode(raw_config))
-            tensors: dict[str, torch.Tensor] = {}
-            for shard in shards:
-                with safe_open(shard, "pt") as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys() if self._is_here(name)}  # noqa: SIM118
-        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError) as error:
+            self._known[adapter] = self._read(shards, read_settings(msgspec.json.decode(raw_config)))
+        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
+
+    def _read(self, shards: Sequence[Path], config: LoraConfig) -> Lora:
+        tensors: dict[str, torch.Tensor] = {}
+        for shard in shards:
+            with safe_open(shard, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if self._is_here(name):
+                        tensors[name] = file.get_tensor(name)
+                        self.on_tensor()
         lora = Lora()
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
@@ -71,7 +79,7 @@ class Adapters:
         for module in lora.updates.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
             self._hooked.add(module)
-        self._known[adapter] = lora
+        return lora
 
     @contextmanager
     def using(self, sessions: Sequence[tuple[int, Lora | None]]) -> Iterator[None]:
@@ -102,6 +110,8 @@ class Adapters:
         if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (a.shape[1], b.shape[0]) != sizes:
             shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
             raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
+        if a.dtype not in DTYPES or b.dtype not in DTYPES or a.shape[0] > MAX_RANK:
+            raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
         return a.to(self._device, self._dtype), b.to(self._device, self._dtype)
@@ -118,7 +128,7 @@ class Adapters:
             part, update = whole[at : at + n_tokens], lora.updates.get(module)
             if update is not None:
                 a, b, scale = update
-                part = part + (entering[at : at + n_tokens] @ a.T @ b.T) * scale
+                part = part + ((entering[at : at + n_tokens].to(a.dtype) @ a.T @ b.T) * scale).to(part.dtype)
             parts.append(part)
             at += n_tokens
         return torch.cat(parts).view(out.shape)

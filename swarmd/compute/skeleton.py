@@ -204,11 +204,17 @@ def weight_map(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return dict(json.loads(index.read_text())["weight_map"])
-    try:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{folder / 'model.safetensors'}: {error}") from None
+    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else None
+    where: dict[str, str] = {}
+    for name in names or sorted(path.name for path in folder.glob("*.safetensors")):  # a folder that swarmd fills
+        try:
+            with safe_open(folder / name, "pt") as file:
+                where |= dict.fromkeys(file.keys(), name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{folder / name}: {error}") from None
+    if not where:
+        raise ConfigError(f"{folder} holds no safetensors")
+    return where
 
 
 def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:

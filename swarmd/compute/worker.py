@@ -142,7 +142,7 @@ class Worker:
         try:
             folder, blocks = Path(request.path), Span(request.start, request.end)
             span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize)
-            span.on_block = self._tick
+            span.on_block = span.adapters.on_tensor = self._tick
             span.self_test()
             loss = None if request.quantize == "none" else span.quantization_error(folder)
             self._speed = Measured(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import trio
@@ -68,6 +68,19 @@ class Channel:
         await self._lock.acquire(is_bulk=False)
         try:
             await self.stream.send(frame)
+        finally:
+            self._lock.release()
+
+    async def send_in_slices(self, slices: Iterable[bytes], pace: Callable[[int], Awaitable[None]]) -> None:
+        """Send one encoded frame bit by bit, each when ``pace`` lets it. Raises Unreachable."""
+        await self._lock.acquire(is_bulk=True)
+        try:
+            for part in slices:
+                await pace(len(part))
+                await self.stream.send(part)
+        except trio.Cancelled:
+            await self.close()  # half a frame has left: nothing after it would make sense
+            raise
         finally:
             self._lock.release()
 

@@ -17,7 +17,10 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 0.5
+FAILED_FOR_S = 10.0
 MAX_REMEMBERED = 64
+MAX_BYTES = 1 << 30
+MAX_FETCHES = 2
 
 
 class Adapters:
@@ -31,15 +34,19 @@ class Adapters:
         self._nursery = nursery
         self._send = send
         self._ready: set[str] = set()
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, tuple[str, float]] = {}
         self._coming: set[str] = set()
+        self._fetches = trio.CapacityLimiter(MAX_FETCHES)
 
     def require(self, adapter: str) -> None:
         """Refuse a session until its adapter is ready; begins to get it. Raises Refused."""
         if adapter in self._ready:
             return
-        if adapter in self._failed:
-            raise Refused(Code.UNSUPPORTED, self._failed.pop(adapter))  # another attempt may go better
+        reason, until = self._failed.get(adapter, ("", 0.0))
+        if trio.current_time() < until:
+            raise Refused(Code.UNSUPPORTED, reason)
+        if len(self._coming) >= MAX_REMEMBERED:
+            raise Refused(Code.NO_CAPACITY, "too many adapters are on their way to this server", RETRY_AFTER_S)
         if adapter not in self._coming:
             self._coming.add(adapter)
             self._nursery.start_soon(self._get, adapter)
@@ -60,9 +67,13 @@ class Adapters:
 
     async def _get(self, adapter: str) -> None:
         try:
-            folder = await self._supply.ensure(ModelId(adapter))
-            if (base := adapters.base_of(folder.manifest)) != self._base:
-                raise IntegrityError(f"the adapter {adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
+            async with self._fetches:
+                manifest = await self._supply.manifest(ModelId(adapter))
+                if (base := adapters.base_of(manifest)) != self._base:
+                    raise IntegrityError(f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
+                if (n_bytes := sum(entry.n_bytes for entry in manifest.entries)) > MAX_BYTES:
+                    raise IntegrityError(f"an adapter of {n_bytes} B; at most {MAX_BYTES} are loaded")
+                folder = await self._supply.ensure(ModelId(adapter))
             config = msgspec.json.encode(adapters.lora_of(folder.manifest))
             shards = tuple(str(path) for path in folder.shards())
             await self._send(framed(LoadAdapter(adapter=adapter, shards=shards), config))
@@ -74,4 +85,4 @@ class Adapters:
         logger.warning("no adapter %s: %s", adapter[:12], reason)
         if len(self._failed) >= MAX_REMEMBERED:
             del self._failed[next(iter(self._failed))]
-        self._failed[adapter] = reason[:500]
+        self._failed[adapter] = reason[:500], trio.current_time() + FAILED_FOR_S

@@ -50,7 +50,7 @@ class Balancer:
         wall_clock: Callable[[], float],
         rng: random.Random,
         interval_s: float,
-        on_move: Callable[[Decision[Span]], Awaitable[None]],
+        on_move: Callable[[Decision[Span]], Awaitable[bool]],
     ) -> None:
         self._view = view
         self._me = me
@@ -91,9 +91,9 @@ class Balancer:
             self._last_look, self._meant = decision.reason, decision.action
             if decision.action is not None and decision.action == before:  # two looks agree: no race of equal views
                 self._meant = None
-                self._moved_at.append(self._wall_clock())
-                self._last_move = f"to blocks {decision.action}: {decision.reason}"
-                await self._on_move(Decision(decision.action, f"moved: {decision.reason}"))
+                if await self._on_move(Decision(decision.action, f"moved: {decision.reason}")):
+                    self._moved_at.append(self._wall_clock())
+                    self._last_move = f"to blocks {decision.action}: {decision.reason}"
 
     def observe(self, view: SwarmView) -> None:
         """Note who came and who went."""

@@ -512,9 +512,9 @@ class Server:
 
     async def on_worker_change(self) -> None:
         """Tell every client whose hop went down with the worker."""
-        self._adapters.forget()
         if self._worker.is_online:
             return
+        self._adapters.forget()
         reason = f"the worker of this hop ended: {self._worker.snapshot().reason}"
         for key, hop in list(self._hops.items()):
             lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])

@@ -108,7 +108,7 @@ def base_of(manifest: Manifest) -> ModelId:
 def lora_of(manifest: Manifest) -> LoraConfig:
     """An adapter's configuration. Raises IntegrityError."""
     base_of(manifest)
-    return read_settings(json.loads(manifest.config)["adapter"])
+    return read_settings(json.loads(manifest.config).get("adapter"))
 
 
 def _of_pattern(pattern: dict[str, Any], module: str, default: float) -> float:

@@ -46,6 +46,8 @@ CONFIG_LIMITS = {
     "hidden_size": 65_536,
     "n_embd": 65_536,
     "n_layer": 1_024,
+    "n_layers": 1_024,
+    "num_layers": 1_024,
     "vocab_size": 4_000_000,
     "num_attention_heads": 1_024,
     "num_key_value_heads": 1_024,
@@ -54,6 +56,7 @@ CONFIG_LIMITS = {
     "max_position_embeddings": 100_000_000,
     "num_experts": 65_536,
 }
+MAX_DEPTH = 24
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Extent = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
@@ -79,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """Everything that makes a model what it is. ``config`` is canonical JSON; bytes are named by their digests."""
 
     version: int
-    n_blocks: int
+    n_blocks: Annotated[int, msgspec.Meta(ge=0, le=1_024)]
     config: str
     files: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=len(FILES))]
     tensors: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
@@ -108,7 +111,10 @@ def read_folder(folder: Path) -> Manifest:
     twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
     if twice:
         raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
-    files = tuple(_digest_file(folder / name) for name in FILES if (folder / name).is_file())
+    present = [name for name in FILES if (folder / name).is_file()]
+    for name in present:
+        check_inside(folder, folder / name)
+    files = tuple(_digest_file(folder / name) for name in present)
     ordered = tuple(sorted(tensors, key=lambda t: t.name))
     manifest = Manifest(VERSION, count_blocks(config), canonical(config), files, ordered)
     try:
@@ -129,6 +135,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link that leads out of a checkpoint; the hub's cache, whose blobs lie beside, excepted. ConfigError."""
+    target, home = path.resolve(), folder.resolve()
+    if target.parent != home and target.parent != home.parent.parent / "blobs":
+        raise ConfigError(f"{path} is a link to {target}, outside the checkpoint: what it holds would be given away")
+
+
 def shard_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
@@ -147,6 +160,7 @@ def shard_files(folder: Path) -> list[Path]:
             others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
             hint = f"; {others[0]} holds pickle, which swarmd never opens: convert it to safetensors" if others else ""
             raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
+        check_inside(folder, folder / name)
     return [folder / name for name in names]
 
 
@@ -195,6 +209,8 @@ def check_config(config: Any) -> dict[str, Any]:
     if config.get("auto_map"):
         raise IntegrityError("the model brings code of its own (auto_map), which swarmd never runs")
     if config["model_type"] == ADAPTER:
+        if config.get("num_hidden_layers") != 0 or not isinstance(config.get("adapter"), dict):
+            raise IntegrityError("an adapter has no blocks, and PEFT's configuration as adapter")
         return config
     sections = [s for s in (config, config.get("text_config")) if isinstance(s, dict)]
     for section in sections:
@@ -258,7 +274,8 @@ def groups(manifest: Manifest) -> tuple[int | None, ...]:
 
 
 def _check_entry(entry: Entry) -> None:
-    if not _NAME.fullmatch(entry.name):
+    is_deep = entry.name.count(".") >= MAX_DEPTH
+    if not _NAME.fullmatch(entry.name) or is_deep or entry.name == "__metadata__":
         raise IntegrityError(f"the manifest names an entry {entry.name[:80]!r}, which is no name of a tensor")
     if entry.dtype not in shards.ITEM_BITS:
         raise IntegrityError(f"{entry.name}: unknown dtype {entry.dtype!r}")

@@ -30,6 +30,7 @@ MAX_SKEW_S = 120
 _DOMAIN = b"swarmd record 1\0"
 _CATALOG_DOMAIN = b"swarmd catalog 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
 BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
 
 
@@ -163,7 +164,7 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     version: Count = 0
-    models: Annotated[dict[Name, tuple[Name, Block]], msgspec.Meta(max_length=1_024)] = {}
+    models: Annotated[dict[Name, tuple[Name, Blocks]], msgspec.Meta(max_length=1_024)] = {}
     revoked: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4_096)] = ()
     delegates: Annotated[tuple[PublicKey, ...], msgspec.Meta(max_length=64)] = ()
     root: Count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import trio
@@ -10,12 +11,15 @@ from swarmd.errors import Code, Refused
 from swarmd.net.rpc import Channel
 from swarmd.plan.download import PIECE_BYTES
 from swarmd.protocol import manifest as manifests
-from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
+from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
 from swarmd.values import ModelId, PeerId, ranges
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.pace import Pace
 
+logger = logging.getLogger(__name__)
+
 MAX_READS = 4  # pieces in memory at the same time, for all who ask
+SEND_TIMEOUT_S = 300.0  # for 4 MiB, waiting for the pace included
 MAX_ANNOUNCED = 32  # models, and ranges of each at most
 MAX_RANGES = 8
 
@@ -42,12 +46,18 @@ class Donor:
         if folder is None:
             raise Refused(Code.NOT_HELD, f"nothing of model {message.model[:12]} is here")
         if isinstance(message, WantManifest):
-            await channel.send(ManifestIs(re=message.id), manifests.encode(folder.manifest))
+            async with self._reads:
+                raw = await trio.to_thread.run_sync(manifests.encode, folder.manifest)
+            await channel.send(ManifestIs(re=message.id), raw)
             return
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
-            await self._pace.take(len(payload))
-            await channel.send(ChunksAre(re=message.id), payload)
+        frame = framed(ChunksAre(re=message.id), payload)
+        with trio.move_on_after(SEND_TIMEOUT_S) as sending:
+            await channel.send_in_slices(self._pace.slices(frame), self._pace.take)
+        if sending.cancelled_caught:
+            logger.info("%s asks for weights and does not read them", channel.peer)
+            return
         self.given_bytes[channel.peer] += len(payload)
 
 

@@ -8,6 +8,7 @@ repetition of what it was asked for; what was verified stays on disk whatever ha
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +36,14 @@ from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 
+MAX_DONORS = 8  # at the same time: what is under way is in memory
 WINDOW = 2  # requests under way at each donor: its link is never idle, and little waits for a slow one at the end
 LOOK_INTERVAL_S = 0.5
-STALL_S = 30.0
-BANNED_S = 60.0
-PATIENCE_S = 60.0
+STALL_S = 120.0  # for the first piece of a donor whose speed is not known: 4 MiB at 0.3 Mbit/s
+BANNED_S = 2.0  # after a first failure, twice as long after each other one
+LONGEST_BAN_S = 60.0
+LIAR_BANNED_S = 600.0
+PATIENCE_S = 180.0
 MANIFEST_TIMEOUT_S = 20.0
 
 Donors = Callable[[], dict[PeerId, frozenset[int]]]
@@ -59,13 +63,21 @@ class Progress:
     given_bytes: dict[PeerId, int]
     waiting_for: str = ""
 
+    def __str__(self) -> str:
+        donors = ", ".join(f"{n / 1e6:.1f} MB from {peer[-8:]}" for peer, n in sorted(self.given_bytes.items()))
+        on_disk = f"{self.resumed_bytes / 1e6:.1f} MB were here; " if self.resumed_bytes else ""
+        rate = f"{self.done_bytes / 1e6:.1f} MB at {self.bytes_per_s / 1e6:.2f} MB/s"
+        return f"{rate}: {on_disk}{donors or 'nothing to fetch'}"
+
     @property
     def left_s(self) -> float | None:
         left = self.total_bytes - self.done_bytes
         return left / self.bytes_per_s if self.bytes_per_s else None
 
 
-async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
+async def fetch_manifest(
+    rpc: Rpc, model: ModelId, donors: Iterable[PeerId], lied: Callable[[PeerId], None] = lambda peer: None
+) -> Manifest:
     """Ask one donor after the other. Raises SwarmUnavailable when none gives the true one."""
     reasons = []
     for donor in donors:
@@ -77,6 +89,7 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
             return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
         except IntegrityError as error:
             rpc.faults[donor] += 1
+            lied(donor)
             reasons.append(f"{donor[-8:]} lies: {error}")
         except PeerError as error:
             reasons.append(f"{donor[-8:]}: {error}")
@@ -90,7 +103,15 @@ def _want_manifest(model: ModelId, call_id: int) -> Message:
 class Fetch:
     """One download of some groups into one folder."""
 
-    def __init__(self, rpc: Rpc, target: ModelFolder, groups: Iterable[int], donors: Donors, pace: Pace) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        target: ModelFolder,
+        groups: Iterable[int],
+        donors: Donors,
+        pace: Pace,
+        lied: Callable[[PeerId], None] = lambda peer: None,
+    ) -> None:
         self.groups = frozenset(groups) - target.held
         self._rpc = rpc
         self._target = target
@@ -101,6 +122,8 @@ class Fetch:
         self._unfinished: dict[int, Part] = {}  # each is put in place once
         self._given: dict[PeerId, int] = {}
         self._banned: dict[PeerId, float] = {}
+        self._failures: Counter[PeerId] = Counter()
+        self._lied = lied
         self._resumed_bytes = 0
         self._done_bytes = 0
         self._total_bytes = target.n_bytes(self.groups)
@@ -139,6 +162,8 @@ class Fetch:
             failure = first_error(errors)
         if failure is not None:
             raise failure
+        for part in self._unfinished.values():
+            await trio.to_thread.run_sync(part.finish)
         self._waiting_for = ""
 
     async def _supervise(self, nursery: trio.Nursery) -> None:
@@ -147,6 +172,8 @@ class Fetch:
         while not self._download.is_done:
             now = trio.current_time()
             offers = {p: g for p, g in self._donors().items() if self._banned.get(p, 0.0) <= now}
+            for peer in sorted(offers, key=lambda p: p not in serving)[MAX_DONORS:]:
+                del offers[peer]
             for peer in [p for p in serving if p not in offers]:
                 serving.pop(peer).cancel()
                 self._download.leaves(peer)
@@ -195,13 +222,15 @@ class Fetch:
                 await self._get(peer, piece)
             except IntegrityError as error:
                 self._rpc.faults[peer] += 1
-                self._ban(peer, f"lies: {error}", float("inf"))
+                self._lied(peer)
+                self._ban(peer, f"lies: {error}", LIAR_BANNED_S)
             except Refused as error:
                 logger.info("%s does not give group %d: %s", peer, piece.group, error)
                 self._download.failed(peer, piece, holds_group=error.code is not Code.NOT_HELD)
                 await trio.sleep(LOOK_INTERVAL_S)
             except PeerError as error:
-                self._ban(peer, str(error), BANNED_S)
+                self._failures[peer] += 1
+                self._ban(peer, str(error), min(LONGEST_BAN_S, BANNED_S * 2 ** (self._failures[peer] - 1)))
 
     async def _get(self, peer: PeerId, piece: Piece) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
@@ -226,9 +255,10 @@ class Fetch:
             self._done_bytes += written
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
         self._fed_at = trio.current_time()
-        self._download.arrived(peer, piece, self._fed_at)
-        if not part.missing and self._unfinished.pop(piece.group, None) is not None:
-            await trio.to_thread.run_sync(part.finish)
+        with trio.CancelScope(shield=True):  # its donor may be given up meanwhile
+            self._download.arrived(peer, piece, self._fed_at)
+            if not part.missing and self._unfinished.pop(piece.group, None) is not None:
+                await trio.to_thread.run_sync(part.finish)
         self._notify()
 
     def _size(self, ref: tuple[int, int]) -> int:

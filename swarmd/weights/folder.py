@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
+import itertools
+import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,9 +24,11 @@ from swarmd.protocol import adapter, shards
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.bin"
-INDEX = "model.safetensors.index.json"
 PART = ".part"
+_numbers = itertools.count()
 
 
 class ModelFolder:
@@ -35,9 +39,15 @@ class ModelFolder:
         self.manifest = manifest
         self.model = manifests.model_id(manifest)
         self.groups = manifests.groups(manifest)
-        self._entries = manifest.entries
-        self._places: dict[int, tuple[Path, int]] = {}
+        self.is_filled = (folder / MANIFEST).is_file()
         self.held: frozenset[int] = frozenset()
+        self._entries = manifest.entries
+        self._numbers = {entry.name: i for i, entry in enumerate(self._entries)}
+        self._by_group: dict[int | None, list[int]] = {}
+        for i, group in enumerate(self.groups):
+            self._by_group.setdefault(group, []).append(i)
+        self._places: dict[int, tuple[Path, int]] = {}
+        self._lock = threading.Lock()  # groups are put in place from several threads
         self.look()
 
     @property
@@ -47,28 +57,39 @@ class ModelFolder:
 
     def look(self) -> None:
         """See which groups are complete. What does not fit the manifest is not there. Raises ConfigError."""
-        numbers = {entry.name: i for i, entry in enumerate(self._entries)}
-        places: dict[int, tuple[Path, int]] = {}
-        for shard in self.shards():
-            with shard.open("rb") as file:
-                for place in shards.read_header(file, shard, shard.stat().st_size):
-                    i = numbers.get(place.name, -1)
-                    if i >= 0 and (place.dtype, place.shape) == (self._entries[i].dtype, self._entries[i].shape):
-                        places[i] = (shard, place.start)
-        for i, entry in enumerate(self.manifest.files):
-            path = self.folder / entry.name
-            if path.is_file() and path.stat().st_size == entry.n_bytes:
-                places[i] = (path, 0)
-        self._places = places
-        lacking = {g for i, g in enumerate(self.groups) if i not in places}
-        self.held = frozenset(g for g in range(self.head + 1) if g not in lacking)
+        with self._lock:
+            places: dict[int, tuple[Path, int]] = {}
+            for shard in self.shards():
+                try:
+                    places |= self._placed(shard)
+                except (ConfigError, OSError) as error:
+                    if not self.is_filled:
+                        raise
+                    logger.warning("leaving out %s: %s", shard, error)
+            for i, entry in enumerate(self.manifest.files):
+                path = self.folder / entry.name
+                if path.is_file() and path.stat().st_size == entry.n_bytes:
+                    places[i] = (path, 0)
+            self._places = places
+            self.held = frozenset(
+                group for group in range(self.head + 1) if all(i in places for i in self._by_group.get(group, ()))
+            )
+
+    def _placed(self, shard: Path) -> dict[int, tuple[Path, int]]:
+        """Where the manifest's tensors are in one file."""
+        found = {}
+        with shard.open("rb") as file:
+            for place in shards.read_header(file, shard, os.fstat(file.fileno()).st_size):
+                i = self._numbers.get(place.name, -1)
+                if i >= 0 and (place.dtype, place.shape) == (self._entries[i].dtype, self._entries[i].shape):
+                    found[i] = (shard, place.start)
+        return found
 
     def entries_of(self, group: int) -> list[tuple[int, Entry]]:
-        return [(i, self._entries[i]) for i, g in enumerate(self.groups) if g == group]
+        return [(i, self._entries[i]) for i in self._by_group.get(group, ())]
 
     def n_bytes(self, groups: Iterable[int]) -> int:
-        wanted = set(groups)
-        return sum(entry.n_bytes for entry, g in zip(self._entries, self.groups, strict=True) if g in wanted)
+        return sum(entry.n_bytes for group in groups for _, entry in self.entries_of(group))
 
     def read(self, ref: Ref) -> bytes:
         """One verified chunk of a complete group. Raises Refused when it is not here (any more)."""
@@ -105,9 +126,9 @@ class ModelFolder:
         """Delete groups; only for a folder that swarmd fills."""
         for group in groups:
             for slot in self.slots(group):
-                slot.path.unlink(missing_ok=True)
-                slot.part.unlink(missing_ok=True)
-        self.write_index()
+                with _Disk(slot.path):
+                    slot.path.unlink(missing_ok=True)
+                    slot.part.unlink(missing_ok=True)
         self.look()
 
     def slots(self, group: int) -> list[Slot]:
@@ -122,21 +143,10 @@ class ModelFolder:
             found.append(Slot(self.folder / f"{name}.safetensors", prefix, starts))
         return found
 
-    def write_index(self) -> None:
-        """List the tensors of all complete groups as transformers does."""
-        weight_map = {
-            self._entries[i].name: slot.path.name
-            for group in range(self.head + 1)
-            for slot in self.slots(group)
-            if slot.prefix and slot.path.is_file()
-            for i, _ in slot.starts
-        }
-        write_file(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
-
     def shards(self) -> list[Path]:
         """The safetensors files of what is complete. Raises ConfigError."""
-        if (self.folder / MANIFEST).is_file() and not (self.folder / INDEX).is_file():
-            return []  # nothing has come yet
+        if self.is_filled:
+            return sorted(self.folder.glob("*.safetensors"))
         if adapter.is_adapter(self.folder):
             return [self.folder / adapter.WEIGHTS_FILE]
         return manifests.shard_files(self.folder)
@@ -165,17 +175,19 @@ class Part:
         self._target = target
         self._entries = dict(target.entries_of(group))
         self._at: dict[int, tuple[Path, int]] = {}
-        self._slots = target.slots(group)
+        self._slots: list[Slot] = []
 
     def begin(self) -> None:
         """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
-        for slot in self._slots:
+        for slot in self._target.slots(self.group):
+            if slot.path.is_file() and all(self._is_there(slot.path, ref, at) for ref, at in self._chunks(slot)):
+                continue  # complete, and it stays where it is
             is_new = self._prepare(slot)
-            for index, start in slot.starts:
-                self._at[index] = (slot.part, start)
-                for chunk in range(len(self._entries[index].chunks)):
-                    if is_new or not self._is_there((index, chunk)):
-                        self.missing[index, chunk] = self._entries[index].chunk_bytes(chunk)
+            self._slots.append(slot)
+            for ref, at in self._chunks(slot):
+                self._at[ref[0]] = (slot.part, at)
+                if is_new or not self._is_there(slot.part, ref, at):
+                    self.missing[ref] = self._entries[ref[0]].chunk_bytes(ref[1])
 
     def put(self, ref: Ref, data: bytes | memoryview) -> None:
         """Write one chunk. Raises IntegrityError for other bytes than the manifest's, ConfigError from the disk."""
@@ -204,15 +216,18 @@ class Part:
                 with slot.part.open("rb") as file:
                     os.fsync(file.fileno())
                 slot.part.replace(slot.path)
-        self._target.write_index()
         self._target.look()
+
+    def _chunks(self, slot: Slot) -> Iterator[tuple[Ref, int]]:
+        """Each chunk of a file, with where its entry starts."""
+        for index, start in slot.starts:
+            for chunk in range(len(self._entries[index].chunks)):
+                yield (index, chunk), start
 
     def _prepare(self, slot: Slot) -> bool:
         """Make the part file; is it new?"""
         size = len(slot.prefix) + sum(self._entries[i].n_bytes for i, _ in slot.starts)
         with _Disk(slot.part):
-            if slot.path.is_file() and not slot.part.exists():
-                slot.path.replace(slot.part)  # to be looked at: the group is incomplete or another one's
             is_new = not slot.part.exists()
             with _open(slot.part, os.O_CREAT) as file:
                 if is_new or file.read(len(slot.prefix)) != slot.prefix or os.fstat(file.fileno()).st_size != size:
@@ -223,9 +238,8 @@ class Part:
                     file.truncate(size)
         return is_new
 
-    def _is_there(self, ref: Ref) -> bool:
+    def _is_there(self, path: Path, ref: Ref, start: int) -> bool:
         index, chunk = ref
-        path, start = self._at[index]
         entry = self._entries[index]
         with _Disk(path), _open(path) as file:
             file.seek(start + chunk * CHUNK_BYTES)
@@ -235,8 +249,6 @@ class Part:
 def create(root: Path, manifest: Manifest) -> ModelFolder:
     """Make (or open) the folder that swarmd fills with a model, under ``root``. Raises ConfigError."""
     folder = root / manifests.model_id(manifest)
-    with _Disk(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "config.json", manifest.config.encode())
     write_file(folder / MANIFEST, manifests.encode(manifest))
     return ModelFolder(folder, manifest)
@@ -244,13 +256,20 @@ def create(root: Path, manifest: Manifest) -> ModelFolder:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a small file whole, by a new name, so that a crash leaves the old one. Raises ConfigError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    make_folder(path.parent)
+    new = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}.new")
     try:
         with _Disk(path):
             new.write_bytes(data)
             new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder if it is not there. Raises ConfigError."""
+    with _Disk(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 class _Disk:

@@ -5,10 +5,12 @@ Only the latter are ever changed or deleted. When they exceed the disk limit, wh
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,19 +48,22 @@ class Library:
     def look(self, own: Mapping[ModelId, Path]) -> None:
         """See what is there. A folder that cannot be used is left out, and the log says why."""
         found = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
-        for model, path in {**found, **own}.items():
-            known = self.folders.get(model)
-            if known is not None and known.folder == path:
+        wanted = {**found, **own}
+        for model in [m for m, folder in self.folders.items() if wanted.get(m) != folder.folder]:
+            del self.folders[model]
+        for model, path in wanted.items():
+            if model in self.folders:
                 continue
             try:
                 self.folders[model] = ModelFolder(path, self._manifest(model, path))
             except (ConfigError, IntegrityError, OSError) as error:
                 logger.warning("leaving out model %s in %s: %s", model[:12], path, error)
 
-    def keep_manifest(self, manifest: Manifest) -> None:
-        """Remember what hashing a folder of the user's gave. Raises ConfigError."""
-        self._manifests.mkdir(parents=True, exist_ok=True)
-        files.write_file(self._manifests / f"{manifests.model_id(manifest)}.bin", manifests.encode(manifest))
+    def keep_manifest(self, manifest: Manifest, folder: Path) -> None:
+        """Remember what hashing a folder of the user's gave, and how its files looked then. Raises ConfigError."""
+        kept = self._kept(manifests.model_id(manifest))
+        files.write_file(kept.with_suffix(".files"), _looks(folder))
+        files.write_file(kept, manifests.encode(manifest))
 
     def fill(self, manifest: Manifest) -> ModelFolder:
         """The folder that gets what this machine lacks of a model. Raises ConfigError."""
@@ -76,7 +81,7 @@ class Library:
         """Note that groups are used now."""
         for group in groups if self.is_filled(folder) else ():
             for slot in folder.slots(group):
-                if slot.path.is_file():
+                with suppress(OSError):
                     os.utime(slot.path)
 
     def used_bytes(self) -> int:
@@ -87,7 +92,9 @@ class Library:
 
     def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
         """Delete what was not used for longest until ``n_bytes`` more fit; says what went. Raises ConfigError."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        if n_bytes <= 0:
+            return []
+        files.make_folder(self.root)
         gone = []
         unused = sorted(self._unused(in_use), key=lambda u: u.used_at, reverse=True)
         while (lacking := n_bytes - self.free_bytes()) > 0:
@@ -115,30 +122,38 @@ class Library:
         if not self.is_filled(folder):
             raise ConfigError(f"{folder.folder} is a folder of yours: swarmd does not delete it")
         n_bytes = sum(path.stat().st_blocks * 512 for path in folder.folder.iterdir() if path.is_file())
-        shutil.rmtree(folder.folder)
+        shutil.rmtree(folder.folder, ignore_errors=True)
         del self.folders[model]
         return n_bytes
 
-    @property
-    def _manifests(self) -> Path:
-        return self.root / "manifests"
+    def _kept(self, model: ModelId) -> Path:
+        return self.root / "manifests" / f"{model}.bin"
 
     def _manifest(self, model: ModelId, path: Path) -> Manifest:
-        kept = path / files.MANIFEST if path.parent == self.root else self._manifests / f"{model}.bin"
-        if kept.is_file():
+        if path.parent == self.root:
+            return manifests.read_untrusted((path / files.MANIFEST).read_bytes(), model)
+        kept = self._kept(model)
+        if kept.is_file() and kept.with_suffix(".files").read_bytes() == _looks(path):
             return manifests.read_untrusted(kept.read_bytes(), model)
         if adapter.is_adapter(path):
-            raise ConfigError("its manifest is gone: add the adapter again")
+            raise ConfigError("its files are not known, or no longer what they were: add the adapter again")
         manifest = manifests.read_folder(path)
         if manifests.model_id(manifest) != model:
             raise ConfigError("its files are no longer those that were added: add it again")
         return manifest
 
     def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[Unused]:
-        found = []
-        for model, folder in self.folders.items():
-            for group in folder.held - in_use.get(model, frozenset()) if self.is_filled(folder) else ():
-                slots = folder.slots(group)
-                if slots:
-                    found.append(Unused(max(slot.path.stat().st_mtime for slot in slots), folder, group))
+        found: list[Unused] = []
+        for model, folder in list(self.folders.items()):
+            groups = set(range(folder.head + 1)) - in_use.get(model, frozenset())
+            for group in groups if self.is_filled(folder) else ():
+                times = [p.stat().st_mtime for s in folder.slots(group) for p in (s.path, s.part) if p.is_file()]
+                if times:
+                    found.append(Unused(max(times), folder, group))
         return found
+
+
+def _looks(folder: Path) -> bytes:
+    """Size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]).encode()

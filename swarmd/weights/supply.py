@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import trio
 
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.net.rpc import Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.manifest import Manifest
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
-from swarmd.weights.fetch import Fetch, Progress, fetch_manifest
+from swarmd.weights.fetch import LIAR_BANNED_S, Fetch, Progress, fetch_manifest
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
@@ -25,7 +25,7 @@ HOLDER_PATIENCE_S = 30.0
 
 
 class Supply:
-    """See the module. ``in_use`` tells which groups must not be deleted to make room."""
+    """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Supply:
         rpc: Rpc,
         view: Callable[[], SwarmView],
         pace: Pace,
-        in_use: Callable[[], Mapping[ModelId, frozenset[int]]] = dict,
+        in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None,
     ) -> None:
         self.library = library
         self.on_change: Callable[[], None] = lambda: None
@@ -44,6 +44,7 @@ class Supply:
         self._locks: dict[ModelId, trio.Lock] = {}
         self._fetches: dict[ModelId, Fetch] = {}
         self._reserved: dict[ModelId, frozenset[int]] = {}
+        self._liars: dict[PeerId, float] = {}
 
     def progress(self) -> list[Progress]:
         """The downloads under way."""
@@ -60,7 +61,7 @@ class Supply:
         holders = self._holders(model)
         for peer in holders:
             self._rpc.network.learn(peer, self._addresses(peer))
-        return await fetch_manifest(self._rpc, model, holders)
+        return await fetch_manifest(self._rpc, model, holders, self._on_lie)
 
     async def ensure(self, model: ModelId, groups: Iterable[int] | None = None) -> ModelFolder:
         """Have groups of a model (None: all of it) on this disk; returns the folder to load them from.
@@ -74,37 +75,51 @@ class Supply:
             raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no {beyond[0]}")
         async with self._locks.setdefault(model, trio.Lock()):
             known = self.library.folders.get(model)
+            if known is not None and known.is_filled:
+                await trio.to_thread.run_sync(known.look)  # another process may fill it, or make room there
             if known is None or not wanted <= known.held:
-                known = await self._fetch(self.library.fill(manifest), wanted)
+                known = await self._fetch(manifest, wanted)
             self.library.touch(known, wanted)
+        if not wanted <= known.held:
+            raise SwarmUnavailable(f"groups of {model[:12]} are not there though they were fetched: try again")
         return known
 
-    async def _fetch(self, target: ModelFolder, wanted: frozenset[int]) -> ModelFolder:
+    async def _fetch(self, manifest: Manifest, wanted: frozenset[int]) -> ModelFolder:
+        target = await trio.to_thread.run_sync(self.library.fill, manifest)
         lacking = wanted - target.held
         self._reserved[target.model] = wanted
         try:
-            in_use = {m: g | self._reserved.get(m, frozenset()) for m, g in self._in_use().items()}
-            in_use = {**self._reserved, **in_use}
             needed = target.n_bytes(lacking) - _begun_bytes(target, lacking)
-            for gone in await trio.to_thread.run_sync(self.library.make_room, needed, in_use):
+            needed += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, and not written yet
+            for gone in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
                 logger.info("deleted to make room: %s", gone)
 
             def donors() -> dict[PeerId, frozenset[int]]:
                 return self._donors(target)
 
-            fetch = self._fetches[target.model] = Fetch(self._rpc, target, wanted, donors, self._pace)
+            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, self._on_lie)
+            self._fetches[target.model] = fetch
             await fetch.run()
-            done = fetch.progress()
-            logger.info("model %s: %d B from %d donors", target.model[:12], done.done_bytes, len(done.given_bytes))
+            logger.info("model %s: %s", target.model[:12], fetch.progress())
         finally:
             del self._reserved[target.model]
             self._fetches.pop(target.model, None)
             self.on_change()
         return target
 
+    def _kept(self) -> dict[ModelId, frozenset[int]]:
+        """What must stay on disk."""
+        if self._in_use is None:
+            return {m: frozenset(range(f.head + 1)) for m, f in self.library.folders.items()}
+        used = self._in_use()
+        return {m: used.get(m, frozenset()) | self._reserved.get(m, frozenset()) for m in {*used, *self._reserved}}
+
+    def _on_lie(self, peer: PeerId) -> None:
+        self._liars[peer] = trio.current_time() + LIAR_BANNED_S
+
     def _holders(self, model: ModelId) -> list[PeerId]:
-        me = self._rpc.network.peer_id
-        return sorted(p for p, record in self._view().peers.items() if p != me and model in record.holds)
+        left_out = {self._rpc.network.peer_id, *(p for p, until in self._liars.items() if until > trio.current_time())}
+        return sorted(p for p, record in self._view().peers.items() if p not in left_out and model in record.holds)
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
         found = {}

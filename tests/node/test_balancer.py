@@ -26,7 +26,8 @@ class Stage:
         self.up_since: dict[str, int] = {}
         self.balancer = Balancer(self.view, PeerId("me"), lambda: self.now, random.Random(0), 60.0, self._ignore)
 
-    async def _ignore(self, _: object) -> None: ...
+    async def _ignore(self, _: object) -> bool:
+        return True
 
     def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **more: Any) -> None:
         self.spans[peer], self.up_since[peer] = (Span(start, end), more), up_since

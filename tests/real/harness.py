@@ -201,7 +201,7 @@ def add_model(home: Home, name: str, folder: Path) -> None:
     kind, base = ("adapters", home.catalog().models["m"][0]) if adapter.is_adapter(folder) else ("models", None)
     read = adapter.read_folder(folder, ModelId(base)) if base else manifest.read_folder(folder)
     model = manifest.model_id(read)
-    Library(home.weights, {}).keep_manifest(read)
+    Library(home.weights, {}).keep_manifest(read, folder)
     home.add_folder(model, folder)
     if home.is_founder:
         entry = (model, base or read.n_blocks)

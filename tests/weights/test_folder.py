@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,49 @@ def test_a_folder_that_is_no_longer_what_was_added_is_left_out(whole: ModelFolde
     other = make_model(tmp_path / "other", seed=9)
     library = Library(tmp_path / "store", {whole.model: other})
     assert whole.model not in library.folders
+
+
+def test_groups_that_are_finished_at_the_same_time_are_all_there(whole: ModelFolder, tmp_path: Path) -> None:
+    for attempt in range(10):
+        target = files.create(tmp_path / f"store{attempt}", whole.manifest)
+        parts = [Part(target, group) for group in range(N_BLOCKS + 1)]
+        for part in parts:
+            part.begin()
+            for ref in list(part.missing):
+                part.put(ref, whole.read(ref))
+        threads = [threading.Thread(target=part.finish) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert target.held == set(range(N_BLOCKS + 1))
+
+
+def test_a_file_that_is_no_safetensors_spoils_its_own_group_only(whole: ModelFolder, tmp_path: Path) -> None:
+    target = files.create(tmp_path / "store", whole.manifest)
+    for group in (0, 1):
+        copy(whole, target, group)
+    (target.folder / "block-0000.safetensors").write_bytes(b"cut")
+    library = Library(tmp_path / "store", {})
+    assert library.folders[whole.model].held == {1}
+    part = copy(whole, library.folders[whole.model], 0)
+    assert not part.missing
+    assert library.folders[whole.model].held == {0, 1}
+
+
+def test_weights_that_changed_after_they_were_added_are_left_out(whole: ModelFolder, tmp_path: Path) -> None:
+    Library(tmp_path / "store", {}).keep_manifest(whole.manifest, whole.folder)
+    assert whole.model in Library(tmp_path / "store", {whole.model: whole.folder}).folders
+    shard = whole.folder / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 1
+    shard.write_bytes(data)
+    library = Library(tmp_path / "store", {whole.model: whole.folder})
+    assert whole.model not in library.folders
+    library.look({})
+
+
+def test_what_is_no_longer_listed_is_no_longer_offered(whole: ModelFolder, tmp_path: Path) -> None:
+    library = Library(tmp_path / "store", {whole.model: whole.folder})
+    library.look({})
+    assert not library.folders
