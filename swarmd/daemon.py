@@ -119,6 +119,7 @@ class Daemon:
         self._is_drained = False
         self._left_span: list[dict[str, Any]] = []
         self._joining: tuple[ModelId, Span] | None = None
+        self._at_most = 0  # blocks; lower once a worker could not load as many
         self.cannot_serve = ""
         self._changed_mind = trio.Event()
         self._next_placement: Decision[Span] | None = None
@@ -252,7 +253,7 @@ class Daemon:
         manifest = await self.store.supply.manifest(model)
         n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, self._config.dtype, self._config.quantize)
         n_fit = blocks_that_fit(psutil.virtual_memory().available, blocks)
-        n_fit = min(n_fit, self._config.max_blocks or n_fit)
+        n_fit = min(n_fit, self._config.max_blocks or n_fit, self._at_most or n_fit)
         spans = [s for s in self.directory.view().spans if s.model == model and s.state != "draining"]
         holders = [holder_of(s) for s in spans if s.end <= n_blocks and s.peer != self.network.peer_id]
         speeds = [h.blocks_per_s for h in holders] or [1.0]
@@ -365,6 +366,10 @@ class Daemon:
     async def _on_worker_change(self) -> None:
         if self.server is None or self.worker is None:
             return
+        is_too_much = self.worker.snapshot().state == "failed" and self._config.span is None
+        if is_too_much and len(self.server.span) > 1:  # a device may have less memory than the machine
+            self._at_most = len(self.server.span) // 2
+            self._changed_mind.set()
         if self.worker.loaded is not None:
             self.server.ledger.total_tokens = self._tokens_that_fit(self.worker.loaded)
         await self.server.on_worker_change()

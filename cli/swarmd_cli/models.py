@@ -29,13 +29,19 @@ Model = Annotated[str, typer.Argument(help="A name of the swarm's catalog, or a 
 
 @app.command("ls")
 def ls(as_json: Json = False) -> None:
-    """List the models of the swarm's catalog.
+    """List the models and adapters of the swarm's catalog.
 
     Example: swarmd models ls
     """
     listed = ask("models")["models"] if is_running() else _offline_models()
+    catalog = home().catalog()
+    names = {model: name for name, (model, _) in catalog.models.items()}
+    adapters = [
+        {"name": name, "adapter": hash_, "model": base, "for": names.get(base)}
+        for name, (hash_, base) in sorted(catalog.adapters.items())
+    ]
     if as_json:
-        print_json({"models": listed})
+        print_json({"models": listed, "adapters": adapters})
         return
     rows = [
         [
@@ -48,6 +54,9 @@ def ls(as_json: Json = False) -> None:
         for m in listed
     ]
     table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
+    if adapters:
+        rows = [[str(a["name"]), str(a["adapter"])[:12], str(a["for"] or a["model"])] for a in adapters]
+        table("Adapters", ["name", "hash", "for"], rows)
 
 
 @app.command("add")
@@ -243,8 +252,8 @@ def _resolve(name: str) -> ModelId:
 
 
 def _follow(model: str, quiet: bool) -> dict[str, Any]:
-    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises SwarmUnavailable."""
-    from swarmd.errors import SwarmUnavailable
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
+    from swarmd.errors import SwarmError
 
     show = _silence if quiet else _bar if sys.stderr.isatty() else _lines
     with show() as update:
@@ -257,7 +266,9 @@ def _follow(model: str, quiet: bool) -> dict[str, Any]:
                     update(download)
             time.sleep(LOOK_INTERVAL_S)
     if row["failure"]:
-        raise SwarmUnavailable(row["failure"])
+        error = SwarmError(row["failure"])
+        error.exit_code = row["exit_code"]
+        raise error
     return row
 
 

@@ -48,7 +48,7 @@ class Store:
         self._in_use = in_use
         self._uplink = uplink
         self._is_decoding = is_decoding
-        self._failures: dict[ModelId, str] = {}
+        self._failures: dict[ModelId, SwarmError] = {}
         self._pulling: set[ModelId] = set()
         self._nursery: trio.Nursery
 
@@ -66,11 +66,12 @@ class Store:
         return True
 
     def pull(self, model: ModelId, span: Span | None) -> None:
-        """Begin to fetch a model, or the head and some of its blocks."""
-        if model not in self._pulling:
-            self._pulling.add(model)
-            self._failures.pop(model, None)
-            self._nursery.start_soon(self._pull, model, span)
+        """Begin to fetch a model, or the head and some of its blocks. Raises ConfigError if that is under way."""
+        if model in self._pulling:
+            raise ConfigError("it is being fetched already: swarmd status shows how far it is")
+        self._pulling.add(model)
+        self._failures.pop(model, None)
+        self._nursery.start_soon(self._pull, model, span)
 
     async def _pull(self, model: ModelId, span: Span | None) -> None:
         try:
@@ -78,7 +79,7 @@ class Store:
             await self.supply.ensure(model, None if span is None else [*span.blocks(), n_blocks])
         except SwarmError as error:
             logger.warning("model %s was not fetched: %s", model[:12], error)
-            self._failures[model] = str(error)
+            self._failures[model] = error
         finally:
             self._pulling.discard(model)
 
@@ -89,17 +90,15 @@ class Store:
         return self.library.remove(model)
 
     def here(self, model: ModelId) -> dict[str, Any]:
-        """What this machine has of a model, for people."""
-        folder = self.library.folders.get(model)
-        failure, is_fetching = self._failures.get(model), model in self._pulling
-        if folder is None:
-            return {"here": False, "blocks_here": [], "folder": None, "pulling": is_fetching, "failure": failure}
+        """What this machine has of a model, and how the last attempt to fetch more ended, for people."""
+        folder, failure = self.library.folders.get(model), self._failures.get(model)
         return {
-            "here": len(folder.held) == folder.head + 1,
-            "blocks_here": [[s.start, s.end] for s in ranges(folder.held - {folder.head})],
-            "folder": str(folder.folder),
-            "pulling": is_fetching,
-            "failure": failure,
+            "here": folder is not None and len(folder.held) == folder.head + 1,
+            "blocks_here": [[s.start, s.end] for s in ranges(folder.held - {folder.head})] if folder else [],
+            "folder": str(folder.folder) if folder else None,
+            "pulling": model in self._pulling,
+            "failure": str(failure) if failure else None,
+            "exit_code": failure.exit_code if failure else 0,
         }
 
     def downloads(self) -> list[dict[str, Any]]:

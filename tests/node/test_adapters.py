@@ -1,0 +1,89 @@
+"""What a session may make a server fetch as an adapter: adapters of its own model, of bounded size, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Code, Refused
+from swarmd.node.adapters import Adapters
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.manifest import ADAPTER, CHUNK_BYTES, Entry, Manifest
+from swarmd.protocol.messages import AdapterLoaded
+from swarmd.values import ModelId
+
+BASE = ModelId("b" * 64)
+LORA = "a" * 64
+
+
+def manifest(n_bytes: int = 8, **changes: Any) -> Manifest:
+    config = {"model_type": ADAPTER, "num_hidden_layers": 0, "base": BASE, "adapter": {"r": 8}, **changes}
+    chunks = (bytes(32),) * -(-n_bytes // CHUNK_BYTES)
+    tensors = (Entry("base_model.model.layers.0.q.lora_A.weight", "U8", (n_bytes,), chunks),)
+    return Manifest(manifests.VERSION, 0, json.dumps(config), (), tensors)
+
+
+class PlayedSupply:
+    def __init__(self, known: Manifest) -> None:
+        self.known = known
+        self.fetched: list[str] = []
+
+    async def manifest(self, model: ModelId) -> Manifest:
+        await trio.sleep(0.1)
+        return self.known
+
+    async def ensure(self, model: ModelId) -> Any:
+        self.fetched.append(model)
+        return type("Folder", (), {"manifest": self.known, "shards": staticmethod(list)})
+
+
+async def settle(shelf: Adapters) -> Refused | None:
+    """Ask until the answer is no longer that it is on its way."""
+    for _ in range(10):
+        try:
+            shelf.require(LORA)
+        except Refused as error:
+            if error.code is not Code.NOT_HELD:
+                return error
+            await trio.sleep(0.5)
+        else:
+            return None
+    raise AssertionError("still on its way")
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        (manifest(model_type="llama"), "no adapter"),
+        (manifest(base="c" * 64), "made for cccc"),
+        (manifest(n_bytes=2 << 30), "at most"),
+    ],
+)
+async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock, known: Manifest, reason: str) -> None:
+    supply = PlayedSupply(known)
+    async with trio.open_nursery() as nursery:
+        shelf = Adapters(supply, BASE, nursery, trio.sleep_forever)  # type: ignore[arg-type]
+        refusal = await settle(shelf)
+        assert refusal is not None
+        assert reason in str(refusal)
+        assert not supply.fetched
+
+
+async def test_a_session_waits_until_the_worker_has_its_adapter(virtual_time: MockClock) -> None:
+    supply, sent = PlayedSupply(manifest()), list[bytes]()
+
+    async def send(frame: bytes) -> None:
+        sent.append(frame)
+        shelf.on_loaded(AdapterLoaded(adapter=LORA))
+
+    async with trio.open_nursery() as nursery:
+        shelf = Adapters(supply, BASE, nursery, send)  # type: ignore[arg-type]
+        assert await settle(shelf) is None
+        assert supply.fetched == [LORA]
+        shelf.forget()
+        assert await settle(shelf) is None, "a new worker is given it again"
+    assert len(sent) == 2
