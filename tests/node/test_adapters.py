@@ -1,4 +1,4 @@
-"""What a session may make a server fetch as an adapter: adapters of its own model, of bounded size, and nothing else."""
+"""What a session may make a server fetch as an adapter: one of its own model, of bounded size, and nothing else."""
 
 from __future__ import annotations
 
