@@ -80,13 +80,14 @@ def revive(swarm: LocalSwarm, kind: str, victim: Volunteer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=9)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         checkpoint = make_checkpoint(Path(folder) / "llama", 512)
         first, *others = swarm.serving((0, 4), (4, 8), (4, 8), model="bench", models={"bench": checkpoint})
         with swarmd.connect(home=first.home.folder) as client:
-            for kind in KINDS:
+            for kind in options.kinds.split(","):
                 stalls = []
                 for number in range(options.trials):
                     victim = others[number % 2]
