@@ -32,6 +32,7 @@ class Config:
     ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
     travel; 0 is no limit.
     ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
+    ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -55,6 +56,7 @@ class Config:
     disk_limit_gib: float = 0.0
     up_limit_mbit: float = 0.0
     down_limit_mbit: float = 0.0
+    hub: bool = True
 
     @property
     def span(self) -> Span | None:

@@ -15,6 +15,7 @@ from swarmd_cli.look import Json, download_line, span_text
 
 if TYPE_CHECKING:
     from swarmd.protocol.manifest import Manifest
+    from swarmd.protocol.records import Catalog
     from swarmd.values import ModelId
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -98,7 +99,14 @@ def add(
     Library(state.weights, {}).keep_manifest(read, folder)
     state.add_folder(model, folder)
     if is_new:
-        state.change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))
+        is_of_hub = HUB_ID.fullmatch(source) and folder.parent.name == "snapshots"
+        on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
+
+        def publish(c: Catalog) -> Catalog:
+            sources = {**c.sources, **on_hub}
+            return msgspec.structs.replace(c, sources=sources, **{kind: {**getattr(c, kind), name: entry}})
+
+        state.change_catalog(publish)
     if is_running():
         ask("reload", "POST")
     aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
@@ -297,11 +305,15 @@ class _lines(_silence):
 
 class _bar(_silence):
     def __enter__(self) -> Any:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (BarColumn(), DownloadColumn(binary_units=True), TextColumn("{task.fields[note]}"))
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        columns = (
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TextColumn("{task.fields[note]}"),
+        )
+        self._progress = progress.Progress(*columns, console=Console(stderr=True))
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
@@ -310,7 +322,7 @@ class _bar(_silence):
                 task,
                 total=download["total_bytes"],
                 completed=download["done_bytes"],
-                note=download["waiting_for"] or f"from {len(download['donors'])} peers",
+                note=download_line(download).split(", ", 1)[1],
             )
 
         return update

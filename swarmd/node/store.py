@@ -42,7 +42,9 @@ class Store:
         is_decoding: Callable[[], bool],
     ) -> None:
         self.library = Library(root, own, int(config.disk_limit_gib * 2**30))
-        self.supply = Supply(self.library, rpc, view, Pace(lambda: config.down_limit_mbit * MBIT or None), in_use)
+        self.supply = Supply(
+            self.library, rpc, view, Pace(lambda: config.down_limit_mbit * MBIT or None), in_use, config.hub
+        )
         self.donor = Donor(self.library.folders, Pace(self._up_bytes_per_s))
         self._config = config
         self._in_use = in_use

@@ -160,7 +160,7 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Signed by the founder, or by a key that the founder's catalog names in ``delegates``; then ``root`` is the version
     of that one, and neither delegates nor revoked keys may differ from it. ``adapters`` maps names to an adapter's hash
-    and the hash of the model that it adapts.
+    and the hash of the model that it adapts, ``sources`` hashes to where the hub has the same bytes: org/name@revision.
     """
 
     version: Count = 0
@@ -169,6 +169,7 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     delegates: Annotated[tuple[PublicKey, ...], msgspec.Meta(max_length=64)] = ()
     root: Count = 0
     adapters: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
+    sources: Annotated[dict[Name, Text], msgspec.Meta(max_length=1_024)] = {}
 
     @property
     def rank(self) -> tuple[int, int]:

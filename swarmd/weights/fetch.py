@@ -32,6 +32,7 @@ from swarmd.protocol.manifest import Manifest
 from swarmd.protocol.messages import ChunksAre, ManifestIs, Message, WantChunks, WantManifest
 from swarmd.values import ModelId, PeerId, Span, ranges
 from swarmd.weights.folder import ModelFolder, Part
+from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class Fetch:
         donors: Donors,
         pace: Pace,
         lied: Callable[[PeerId], None] = lambda peer: None,
+        hub: Hub | None = None,
     ) -> None:
         self.groups = frozenset(groups) - target.held
         self._rpc = rpc
@@ -124,6 +126,7 @@ class Fetch:
         self._banned: dict[PeerId, float] = {}
         self._failures: Counter[PeerId] = Counter()
         self._lied = lied
+        self._hub = hub
         self._resumed_bytes = 0
         self._done_bytes = 0
         self._total_bytes = target.n_bytes(self.groups)
@@ -238,9 +241,14 @@ class Fetch:
         def request(call_id: int) -> Message:
             return WantChunks(id=call_id, model=self._target.model, refs=piece.refs)
 
-        reply, frame = await self._rpc.call(peer, request, timeout_s=self._patience_s(peer), purpose="weights")
-        if not isinstance(reply, ChunksAre) or len(frame.payload) != piece.n_bytes:
-            raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(frame.payload)} B")
+        if peer == HUB and self._hub is not None:
+            payload = memoryview(await self._of_hub(self._hub, piece))
+        else:
+            timeout_s = self._patience_s(peer)
+            reply, frame = await self._rpc.call(peer, request, timeout_s=timeout_s, purpose="weights")
+            payload = frame.payload if isinstance(reply, ChunksAre) else memoryview(b"")
+        if len(payload) != piece.n_bytes:
+            raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(payload)} B")
         part = self._parts[piece.group]
         written, at = 0, 0
         try:
@@ -248,7 +256,7 @@ class Fetch:
                 n_bytes = part.missing.get(ref)
                 size = self._size(ref)
                 if n_bytes is not None:
-                    await trio.to_thread.run_sync(part.put, ref, frame.payload[at : at + size])
+                    await trio.to_thread.run_sync(part.put, ref, payload[at : at + size])
                     written += size
                 at += size
         finally:
@@ -260,6 +268,10 @@ class Fetch:
             if not part.missing and self._unfinished.pop(piece.group, None) is not None:
                 await trio.to_thread.run_sync(part.finish)
         self._notify()
+
+    @staticmethod
+    async def _of_hub(hub: Hub, piece: Piece) -> bytes:
+        return await trio.to_thread.run_sync(hub.read_piece, piece.refs, abandon_on_cancel=True)  # type: ignore[call-arg]
 
     def _size(self, ref: tuple[int, int]) -> int:
         return self._target.manifest.entries[ref[0]].chunk_bytes(ref[1])

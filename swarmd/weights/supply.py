@@ -15,6 +15,7 @@ from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
 from swarmd.weights.fetch import LIAR_BANNED_S, Fetch, Progress, fetch_manifest
 from swarmd.weights.folder import ModelFolder
+from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
 
@@ -34,6 +35,7 @@ class Supply:
         view: Callable[[], SwarmView],
         pace: Pace,
         in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None,
+        use_hub: bool = True,
     ) -> None:
         self.library = library
         self.on_change: Callable[[], None] = lambda: None
@@ -41,6 +43,7 @@ class Supply:
         self._view = view
         self._pace = pace
         self._in_use = in_use
+        self._use_hub = use_hub
         self._locks: dict[ModelId, trio.Lock] = {}
         self._fetches: dict[ModelId, Fetch] = {}
         self._reserved: dict[ModelId, frozenset[int]] = {}
@@ -72,7 +75,7 @@ class Supply:
         n_groups = manifest.n_blocks + 1
         wanted = frozenset(range(n_groups) if groups is None else groups)
         if beyond := sorted(wanted - set(range(n_groups))):
-            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no {beyond[0]}")
+            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no block {beyond[0]}")
         async with self._locks.setdefault(model, trio.Lock()):
             known = self.library.folders.get(model)
             if known is not None and known.is_filled:
@@ -94,10 +97,14 @@ class Supply:
             for gone in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
                 logger.info("deleted to make room: %s", gone)
 
-            def donors() -> dict[PeerId, frozenset[int]]:
-                return self._donors(target)
+            source = self._view().catalog.sources.get(target.model) if self._use_hub else None
+            hub = Hub(source, manifest) if source else None
+            everywhere = {HUB: frozenset(range(target.head + 1))} if hub else {}
 
-            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, self._on_lie)
+            def donors() -> dict[PeerId, frozenset[int]]:
+                return {**self._donors(target), **everywhere}
+
+            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, self._on_lie, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
             logger.info("model %s: %s", target.model[:12], fetch.progress())

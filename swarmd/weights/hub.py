@@ -1,0 +1,97 @@
+"""The Hugging Face hub as one more donor: chunks of a model's own shards, by HTTP ranges, verified like any other's.
+
+Only the bytes that are asked for travel, whatever shard they lie in. The hub is believed no more than a peer is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from swarmd.errors import ConfigError, Unreachable
+from swarmd.plan.download import Ref
+from swarmd.protocol import shards
+from swarmd.protocol.manifest import CHUNK_BYTES, Manifest
+from swarmd.protocol.shards import Place
+from swarmd.values import PeerId
+
+HUB = PeerId("hub")
+"""Stands for the hub among the donors of a download."""
+TIMEOUT_S = 60.0
+MAX_INDEX_BYTES = 32 * 2**20
+
+
+class Hub:
+    """One model on the hub, ``org/name@revision``. No event loop: call it from a thread."""
+
+    def __init__(self, source: str, manifest: Manifest) -> None:
+        self._repo, _, self._revision = source.partition("@")
+        self._manifest = manifest
+        self._client: Any = None
+        self._places: dict[str, tuple[str, Place]] = {}
+
+    def read_piece(self, refs: tuple[Ref, ...]) -> bytes:
+        """The chunks, one after the other. Raises Unreachable."""
+        return b"".join(self._read(*ref) for ref in refs)
+
+    def _read(self, index: int, chunk: int) -> bytes:
+        entry = self._manifest.entries[index]
+        if index < len(self._manifest.files):
+            name, start = entry.name, 0
+        else:
+            name, place = self._find(entry.name)
+            start = place.start
+        first = start + chunk * CHUNK_BYTES
+        return self._get(name, first, entry.chunk_bytes(chunk))
+
+    def _find(self, tensor: str) -> tuple[str, Place]:
+        """The shard that holds a tensor, and where; reads headers once."""
+        if not self._places:
+            try:
+                index = json.loads(self._get("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
+                names = sorted({str(name) for name in index["weight_map"].values()})
+            except (Unreachable, ValueError, KeyError, TypeError, AttributeError):
+                names = ["model.safetensors"]
+            for name in names:
+                if Path(name).name == name:
+                    self._places |= {place.name: (name, place) for place in self._header(name)}
+        if tensor not in self._places:
+            raise Unreachable(f"{self._repo} on the hub has no tensor {tensor}")
+        return self._places[tensor]
+
+    def _header(self, name: str) -> list[Place]:
+        (n_bytes,) = struct.unpack("<Q", self._get(name, 0, 8))
+        if n_bytes > shards.MAX_HEADER_BYTES:
+            raise Unreachable(f"{name} of {self._repo} on the hub is no safetensors file")
+        raw = self._get(name, 0, 8 + n_bytes)
+        try:
+            ends = [info["data_offsets"][1] for key, info in json.loads(raw[8:]).items() if key != "__metadata__"]
+            return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + max(ends, default=0))
+        except (ConfigError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise Unreachable(f"{name} of {self._repo} on the hub: {error}") from None
+
+    def _get(self, name: str, start: int, n_bytes: int) -> bytes:
+        import httpx
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        if self._client is None:
+            self._client = httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
+        url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=os.environ.get("HF_ENDPOINT"))
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
+        try:
+            with self._client.stream("GET", url, headers=headers) as answer:
+                if answer.status_code not in (200, 206) or (answer.status_code == 200 and start):
+                    raise Unreachable(f"the hub answers {answer.status_code} for {name} of {self._repo}")
+                data = bytearray()
+                for part in answer.iter_bytes():
+                    data += part
+                    if len(data) >= n_bytes:
+                        break
+                return bytes(data[:n_bytes])
+        except httpx.HTTPError as error:
+            raise Unreachable(f"the hub does not give {name} of {self._repo}: {error}") from None

@@ -1,0 +1,80 @@
+"""The hub as a donor, played by a web server on loopback that knows ranges: same chunks, same checks."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmd.errors import SwarmUnavailable, Unreachable
+from swarmd.weights import fetch
+from swarmd.weights import folder as files
+from swarmd.weights.fetch import Fetch
+from swarmd.weights.folder import ModelFolder
+from swarmd.weights.hub import HUB, Hub
+from swarmd.weights.pace import Pace
+from tests.weights.conftest import N_BLOCKS
+
+SOURCE = "org/name@c0ffee"
+ALL = frozenset(range(N_BLOCKS + 1))
+
+
+@pytest.fixture
+def served(whole: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Serves the checkpoint as the hub does; yields how many bytes each answer had."""
+    sent: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = whole.folder / Path(self.path.removeprefix("/org/name/resolve/c0ffee/")).name
+            if not self.path.startswith("/org/name/resolve/c0ffee/") or not path.is_file():
+                self.send_error(404)
+                return
+            found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
+            assert found is not None
+            data = path.read_bytes()[int(found[1]) : int(found[2]) + 1]
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            sent.append(len(data))
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield sent
+        server.shutdown()
+
+
+def fetch_of(target: ModelFolder, groups: frozenset[int], source: str = SOURCE) -> Fetch:
+    rpc: Any = None
+    hub = Hub(source, target.manifest)
+    return Fetch(rpc, target, groups, lambda: {HUB: ALL}, Pace(lambda: None), hub=hub)
+
+
+async def test_a_span_comes_from_the_hub_and_nothing_else_of_it(
+    whole: ModelFolder, tmp_path: Path, served: list[int]
+) -> None:
+    target = files.create(tmp_path / "store", whole.manifest)
+    await fetch_of(target, frozenset({1, N_BLOCKS})).run()
+    assert target.held == {1, N_BLOCKS}
+    assert not target.damaged()
+    assert sum(served) < whole.n_bytes({1, N_BLOCKS}) + 100_000, "the ranges that it needs, and a header"
+
+
+async def test_a_hub_that_lacks_the_model_is_unreachable_not_a_crash(
+    whole: ModelFolder, tmp_path: Path, served: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unreachable, match="404"):
+        Hub("org/other@1", whole.manifest).read_piece(((0, 0),))
+    monkeypatch.setattr(fetch, "PATIENCE_S", 0.3)
+    target = files.create(tmp_path / "store", whole.manifest)
+    with pytest.raises(SwarmUnavailable, match="try again"):
+        await fetch_of(target, ALL, "org/other@1").run()
