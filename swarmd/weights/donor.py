@@ -35,7 +35,7 @@ class Donor:
 
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """What a record says: groups of each model, as ranges."""
-        held = {model: ranges(set(folder.held)) for model, folder in self._folders.items() if folder.held}
+        held = {model: ranges(set(folder.held)) for model, folder in list(self._folders.items()) if folder.held}
         return {
             m: tuple((s.start, s.end) for s in spans[:MAX_RANGES]) for m, spans in list(held.items())[:MAX_ANNOUNCED]
         }

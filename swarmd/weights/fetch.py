@@ -151,8 +151,8 @@ class Fetch:
     async def run(self) -> None:
         """Return when every group is in place.
 
-        Raises ConfigError from the disk, and SwarmUnavailable when nobody has given anything for a minute; what is
-        verified stays.
+        Raises ConfigError from the disk, and SwarmUnavailable when nobody has given anything for ``PATIENCE_S``; what
+        is verified stays.
         """
         await self._look_at_disk()
         self._began_at = self._fed_at = trio.current_time()
