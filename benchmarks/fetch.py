@@ -55,8 +55,8 @@ async def add(
 
 async def fetched(volunteer: Volunteer) -> tuple[float, float, str]:
     """Wait until it serves: (MB, MB/s, who gave how much), by its own log."""
-    while (volunteer.ask("status")["worker"] or {}).get("state") != "online":
-        await trio.sleep(0.1)
+    while ((await trio.to_thread.run_sync(volunteer.ask, "status"))["worker"] or {}).get("state") != "online":
+        await trio.sleep(0.3)
     found = DONE.search(volunteer.log())
     assert found is not None, volunteer.log()
     return float(found[1]), float(found[2]), found[3]
