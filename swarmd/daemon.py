@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import signal
 import statistics
 import time
@@ -445,26 +444,22 @@ class Daemon:
         return self.store.downloads()
 
     def here(self, model: str) -> dict[str, Any]:
-        return {"model": self._model(model), **self.store.here(self._model(model))}
+        return {"model": self._hash_of(model), **self.store.here(self._hash_of(model))}
 
     def pull(self, model: str, blocks: str) -> dict[str, Any]:
         """Begin to fetch a model, or some of its blocks and what is around them."""
-        found = self._model(model)
+        found = self._hash_of(model)
         self.store.pull(found, Span.parse(blocks) if blocks else None)
         return {"model": found}
 
     def remove(self, model: str) -> dict[str, Any]:
         """Delete what was fetched of a model."""
-        n_bytes = self.store.remove(self._model(model))
+        n_bytes = self.store.remove(self._hash_of(model))
         self.directory.announce_soon()
         return {"freed_bytes": n_bytes}
 
-    def _model(self, name: str) -> ModelId:
-        catalog = self.directory.view().catalog
-        listed = {**catalog.adapters, **catalog.models}
-        if name not in listed and not re.fullmatch("[0-9a-f]{64}", name):
-            raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed))}")
-        return ModelId(listed[name][0] if name in listed else name)
+    def _hash_of(self, name: str) -> ModelId:
+        return self.directory.view().catalog.hash_of(name)
 
     def _groups_in_use(self) -> dict[ModelId, frozenset[int]]:
         return {} if self._joining is None else {self._joining[0]: frozenset(self._joining[1].blocks())}

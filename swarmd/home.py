@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import time
@@ -246,6 +247,7 @@ def bundled_folder() -> Path:
     return Path(str(resources.files("swarmd") / "bundled"))
 
 
+@functools.cache
 def bundled_model() -> tuple[ModelId, int]:
     """Hash and number of blocks of the model that ships with swarmd."""
     read = manifest.read_folder(bundled_folder())

@@ -57,6 +57,11 @@ class Decision(Generic[ActionT]):
     reason: str
 
 
+def is_model_hash(text: str) -> bool:
+    """Is this a sha256 in hex, as models and adapters are named by?"""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
 def ranges(blocks: set[int] | frozenset[int]) -> list[Span]:
     """Gather block numbers into the fewest spans, in order."""
     spans: list[Span] = []

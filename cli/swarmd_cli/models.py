@@ -16,7 +16,6 @@ from swarmd_cli.look import Json, download_line, span_text
 if TYPE_CHECKING:
     from swarmd.protocol.manifest import Manifest
     from swarmd.protocol.records import Catalog
-    from swarmd.values import ModelId
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
@@ -84,7 +83,7 @@ def add(
     folder = _folder_of(source)
     read, kind = _read(folder, base)
     model = manifest.model_id(read)
-    entry = (model, _resolve(base) if base else read.n_blocks)
+    entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
     catalog: dict[str, Any] = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
@@ -123,7 +122,7 @@ def _read(folder: Path, base: str) -> tuple[Manifest, str]:
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
-        return adapter.read_folder(folder, _resolve(base)), "adapters"
+        return adapter.read_folder(folder, home().catalog().hash_of(base)), "adapters"
     if base:
         raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
     from swarmd.compute.check import check_folder
@@ -162,7 +161,7 @@ def rm(model: Model) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    found = _resolve(model)
+    found = home().catalog().hash_of(model)
     if found == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
     if found in state.folders():
@@ -188,7 +187,7 @@ def verify(model: Model, as_json: Json = False) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    found = _resolve(model)
+    found = home().catalog().hash_of(model)
     folder = Library(state.weights, state.folders()).folders.get(found)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
@@ -244,19 +243,6 @@ def _folder_of(source: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
-
-
-def _resolve(name: str) -> ModelId:
-    from swarmd.errors import ConfigError
-    from swarmd.values import ModelId
-
-    catalog = home().catalog()
-    models = {**catalog.adapters, **catalog.models}
-    if name in models:
-        return ModelId(models[name][0])
-    if re.fullmatch("[0-9a-f]{64}", name):
-        return ModelId(name)
-    raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(models)) or 'none yet'}")
 
 
 def _follow(model: str, quiet: bool) -> dict[str, Any]:
@@ -332,7 +318,6 @@ class _bar(_silence):
 
 
 def _offline_models() -> list[dict[str, Any]]:
-    from swarmd.values import ranges
     from swarmd.weights.library import Library
 
     state = home()
@@ -341,8 +326,8 @@ def _offline_models() -> list[dict[str, Any]]:
     rows = []
     for name, (model, n_blocks) in sorted(state.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        held = folder.held if folder else frozenset()
-        here = {"here": len(held) == n_blocks + 1, "blocks_here": [[s.start, s.end] for s in ranges(held - {n_blocks})]}
+        blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
+        here = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
         nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]]}
         rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
     return rows

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import queue
 import random
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,7 +49,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import ModelId, PeerId
+from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
@@ -125,7 +124,7 @@ class AsyncSwarm:
         found = self.view().model_named(name)
         if found is not None:
             return found
-        if re.fullmatch("[0-9a-f]{64}", name):
+        if is_model_hash(name):
             return ModelId(name), (await self.supply.manifest(ModelId(name))).n_blocks
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
         raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
@@ -137,7 +136,7 @@ class AsyncSwarm:
             raise ConfigError(f"the adapter {name!r} is made for {listed[name][1][:12]}, not for {model[:12]}")
         if name in listed or not name:
             return listed[name][0] if name else ""
-        if re.fullmatch("[0-9a-f]{64}", name):
+        if is_model_hash(name):
             return name
         fitting = sorted(n for n, (_, base) in listed.items() if base == model)
         raise ConfigError(f"the catalog has no adapter {name!r} for this model; it has: {', '.join(fitting) or 'none'}")

@@ -15,7 +15,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import WantChunks, WantManifest
-from swarmd.values import ModelId, Span, ranges
+from swarmd.values import ModelId, Span
 from swarmd.weights.donor import Donor
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
@@ -95,8 +95,8 @@ class Store:
         """What this machine has of a model, and how the last attempt to fetch more ended, for people."""
         folder, failure = self.library.folders.get(model), self._failures.get(model)
         return {
-            "here": folder is not None and len(folder.held) == folder.head + 1,
-            "blocks_here": [[s.start, s.end] for s in ranges(folder.held - {folder.head})] if folder else [],
+            "here": folder is not None and folder.is_whole,
+            "blocks_here": [[s.start, s.end] for s in folder.blocks_held] if folder else [],
             "folder": str(folder.folder) if folder else None,
             "pulling": model in self._pulling,
             "failure": str(failure) if failure else None,

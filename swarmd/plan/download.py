@@ -51,7 +51,6 @@ class Giver:
     groups: frozenset[int]
     asked: dict[Piece, float] = field(default_factory=dict)
     bytes_per_s: float | None = None
-    received_bytes: int = 0
     last_at: float = 0.0
 
 
@@ -107,7 +106,6 @@ class Download:
             rate = piece.n_bytes / max(now - giver.last_at, 1e-6)
             old = giver.bytes_per_s
             giver.bytes_per_s = rate if old is None else old + SMOOTHING * (rate - old)
-            giver.received_bytes += piece.n_bytes
             giver.last_at = now
         self._left.discard(piece)
         if piece in (pieces := self._open.get(piece.group, [])):

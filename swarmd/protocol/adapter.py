@@ -17,7 +17,7 @@ import msgspec
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.manifest import ADAPTER, Manifest
-from swarmd.values import ModelId
+from swarmd.values import ModelId, is_model_hash
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -100,7 +100,7 @@ def base_of(manifest: Manifest) -> ModelId:
     """The model that an adapter adapts. Raises IntegrityError when it is no adapter."""
     config = json.loads(manifest.config)
     base = config.get("base")
-    if config["model_type"] != ADAPTER or not (isinstance(base, str) and re.fullmatch("[0-9a-f]{64}", base)):
+    if config["model_type"] != ADAPTER or not (isinstance(base, str) and is_model_hash(base)):
         raise IntegrityError("this is no adapter")
     return ModelId(base)
 

@@ -77,6 +77,10 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     def chunk_bytes(self, chunk: int) -> int:
         return min(CHUNK_BYTES, self.n_bytes - chunk * CHUNK_BYTES)
 
+    def is_chunk(self, chunk: int, data: bytes | memoryview) -> bool:
+        """Are these the bytes that the manifest promises?"""
+        return hashlib.sha256(data).digest() == self.chunks[chunk]
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """Everything that makes a model what it is. ``config`` is canonical JSON; bytes are named by their digests."""

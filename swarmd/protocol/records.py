@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused
 from swarmd.protocol.identity import (
     Identity,
     Membership,
@@ -23,6 +23,7 @@ from swarmd.protocol.identity import (
 )
 from swarmd.protocol.messages import Addresses, Block, Certificate, Count, Name, Text
 from swarmd.protocol.untrusted import decode
+from swarmd.values import ModelId, is_model_hash
 
 MAX_RECORD_BYTES = 8_192
 MAX_LIFETIME_S = 3_600
@@ -83,9 +84,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     quantization_error: Rate | None = None
     decode_tokens_per_s: Rate | None = None
     prefill_tokens_per_s: Rate | None = None
-    batch_tokens_per_s: Annotated[
-        dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)
-    ] = {}
+    batch_tokens_per_s: BatchRates = {}
     moves_left: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     free_cache_tokens: Count = 0
@@ -170,6 +169,13 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     root: Count = 0
     adapters: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
     sources: Annotated[dict[Name, Text], msgspec.Meta(max_length=1_024)] = {}
+
+    def hash_of(self, name: str) -> ModelId:
+        """The hash of a model or an adapter by its name, or by that hash itself. Raises ConfigError."""
+        listed = {**self.adapters, **self.models}
+        if name in listed or is_model_hash(name):
+            return ModelId(listed[name][0] if name in listed else name)
+        raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed)) or 'none yet'}")
 
     @property
     def rank(self) -> tuple[int, int]:

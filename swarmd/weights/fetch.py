@@ -253,9 +253,8 @@ class Fetch:
         written, at = 0, 0
         try:
             for ref in piece.refs:
-                n_bytes = part.missing.get(ref)
-                size = self._size(ref)
-                if n_bytes is not None:
+                size = part.chunk_bytes(ref)
+                if ref in part.missing:
                     await trio.to_thread.run_sync(part.put, ref, payload[at : at + size])
                     written += size
                 at += size
@@ -272,9 +271,6 @@ class Fetch:
     @staticmethod
     async def _of_hub(hub: Hub, piece: Piece) -> bytes:
         return await trio.to_thread.run_sync(hub.read_piece, piece.refs, abandon_on_cancel=True)  # type: ignore[call-arg]
-
-    def _size(self, ref: tuple[int, int]) -> int:
-        return self._target.manifest.entries[ref[0]].chunk_bytes(ref[1])
 
     def _patience_s(self, peer: PeerId) -> float:
         """Long enough for all that this donor was asked for at a quarter of its speed."""

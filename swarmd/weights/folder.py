@@ -8,7 +8,6 @@ before a crash is lost, and nothing unverified is ever believed. No event loop: 
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -23,6 +22,7 @@ from swarmd.plan.download import Ref
 from swarmd.protocol import adapter, shards
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
+from swarmd.values import Span, ranges
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,14 @@ class ModelFolder:
     def head(self) -> int:
         """The number of the group around the blocks."""
         return self.manifest.n_blocks
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.held) == self.head + 1
+
+    @property
+    def blocks_held(self) -> list[Span]:
+        return ranges(self.held - {self.head})
 
     def look(self) -> None:
         """See which groups are complete. What does not fit the manifest is not there. Raises ConfigError."""
@@ -106,7 +114,7 @@ class ModelFolder:
                 data = file.read(entry.chunk_bytes(chunk))
         except OSError as error:
             raise Refused(Code.NOT_HELD, f"{entry.name} cannot be read: {error.strerror}") from None
-        if hashlib.sha256(data).digest() != entry.chunks[chunk]:
+        if not entry.is_chunk(chunk, data):
             raise Refused(Code.NOT_HELD, f"{entry.name} on this disk is no longer what it was")
         return data
 
@@ -187,13 +195,16 @@ class Part:
             for ref, at in self._chunks(slot):
                 self._at[ref[0]] = (slot.part, at)
                 if is_new or not self._is_there(slot.part, ref, at):
-                    self.missing[ref] = self._entries[ref[0]].chunk_bytes(ref[1])
+                    self.missing[ref] = self.chunk_bytes(ref)
+
+    def chunk_bytes(self, ref: Ref) -> int:
+        return self._entries[ref[0]].chunk_bytes(ref[1])
 
     def put(self, ref: Ref, data: bytes | memoryview) -> None:
         """Write one chunk. Raises IntegrityError for other bytes than the manifest's, ConfigError from the disk."""
         index, chunk = ref
         entry = self._entries[index]
-        if hashlib.sha256(data).digest() != entry.chunks[chunk]:
+        if not entry.is_chunk(chunk, data):
             raise IntegrityError(f"chunk {chunk} of {entry.name} has another sha256 than the manifest says")
         path, start = self._at[index]
         with _Disk(path):
@@ -243,7 +254,7 @@ class Part:
         entry = self._entries[index]
         with _Disk(path), _open(path) as file:
             file.seek(start + chunk * CHUNK_BYTES)
-            return hashlib.sha256(file.read(entry.chunk_bytes(chunk))).digest() == entry.chunks[chunk]
+            return entry.is_chunk(chunk, file.read(entry.chunk_bytes(chunk)))
 
 
 def create(root: Path, manifest: Manifest) -> ModelFolder:
@@ -264,6 +275,11 @@ def write_file(path: Path, data: bytes) -> None:
             new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """What plain files take on disk; holes in them take nothing."""
+    return sum(path.stat().st_blocks * 512 for path in paths if path.is_file() and not path.is_symlink())
 
 
 def make_folder(path: Path) -> None:

@@ -30,7 +30,7 @@ class Hub:
 
     def __init__(self, source: str, manifest: Manifest) -> None:
         self._repo, _, self._revision = source.partition("@")
-        self._manifest = manifest
+        self._entries, self._n_files = manifest.entries, len(manifest.files)
         self._client: Any = None
         self._places: dict[str, tuple[str, Place]] = {}
 
@@ -39,8 +39,8 @@ class Hub:
         return b"".join(self._read(*ref) for ref in refs)
 
     def _read(self, index: int, chunk: int) -> bytes:
-        entry = self._manifest.entries[index]
-        if index < len(self._manifest.files):
+        entry = self._entries[index]
+        if index < self._n_files:
             name, start = entry.name, 0
         else:
             name, place = self._find(entry.name)

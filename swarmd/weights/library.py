@@ -86,9 +86,7 @@ class Library:
 
     def used_bytes(self) -> int:
         """What the folders that swarmd fills take on disk."""
-        return sum(
-            path.stat().st_blocks * 512 for path in self.root.glob("*/*") if path.is_file() and not path.is_symlink()
-        )
+        return files.disk_bytes(self.root.glob("*/*"))
 
     def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
         """Delete what was not used for longest until ``n_bytes`` more fit; says what went. Raises ConfigError."""
@@ -121,7 +119,7 @@ class Library:
             raise ConfigError(f"nothing of model {model[:12]} is on this machine")
         if not self.is_filled(folder):
             raise ConfigError(f"{folder.folder} is a folder of yours: swarmd does not delete it")
-        n_bytes = sum(path.stat().st_blocks * 512 for path in folder.folder.iterdir() if path.is_file())
+        n_bytes = files.disk_bytes(folder.folder.iterdir())
         shutil.rmtree(folder.folder, ignore_errors=True)
         del self.folders[model]
         return n_bytes

@@ -14,7 +14,7 @@ from swarmd.protocol.manifest import Manifest
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
 from swarmd.weights.fetch import LIAR_BANNED_S, Fetch, Progress, fetch_manifest
-from swarmd.weights.folder import ModelFolder
+from swarmd.weights.folder import ModelFolder, disk_bytes
 from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
@@ -141,5 +141,4 @@ class Supply:
 
 def _begun_bytes(target: ModelFolder, groups: Iterable[int]) -> int:
     """What earlier attempts take on disk already."""
-    parts = [slot.part for group in groups for slot in target.slots(group)]
-    return sum(part.stat().st_blocks * 512 for part in parts if part.is_file())
+    return disk_bytes(slot.part for group in groups for slot in target.slots(group))
