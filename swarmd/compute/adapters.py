@@ -39,7 +39,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module, layers: Any, span: Span, dtype: torch.dtype, device: torch.device) -> None:
         names = {module: name for name, module in model.named_modules()}
-        self._blocks = tuple(f"{names[layers[block]]}." for block in span.blocks())
+        self._blocks = {f"{names[layers[block]]}.": block for block in span.blocks()}
         self._all_blocks = names[layers].rstrip(".") + "."
         self._model = model
         self._dtype, self._device = dtype, device
@@ -75,11 +75,20 @@ class Adapters:
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
-            lora.updates[module] = (*self._checked(module, a, b), config.scale(module))
+            a, b = self.checked(module, a, b)
+            lora.updates[module] = a.to(self._device, self._dtype), b.to(self._device, self._dtype), config.scale(module)
+        self.hook(lora)
+        return lora
+
+    def hook(self, lora: Lora) -> None:
+        """Have the modules that ``lora`` updates look at who uses a pass."""
         for module in lora.updates.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
             self._hooked.add(module)
-        return lora
+
+    def block_of(self, module: str) -> int | None:
+        """The block that a module is part of, if it is one of this span."""
+        return next((i for prefix, i in self._blocks.items() if module.startswith(prefix)), None)
 
     @contextmanager
     def using(self, sessions: Sequence[tuple[int, Lora | None]]) -> Iterator[None]:
@@ -97,9 +106,10 @@ class Adapters:
         module = name.removeprefix(PREFIX)
         if not module.startswith(self._all_blocks):
             raise IntegrityError(f"it adapts {module}, which is no part of a block: unsupported adapter")
-        return module.startswith(self._blocks)
+        return self.block_of(module) is not None
 
-    def _checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [r, in] and B [out, r] if they fit the module and are finite. Raises ConfigError."""
         try:
             base: Any = self._model.get_submodule(module)
         except AttributeError:
@@ -114,7 +124,7 @@ class Adapters:
             raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
-        return a.to(self._device, self._dtype), b.to(self._device, self._dtype)
+        return a, b
 
     def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
         if not self._now:

@@ -89,10 +89,17 @@ class LoadedSpan:
             return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
 
     def forward_with_grad(
-        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None, hop: Span | None = None
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        hop: Span | None = None,
+        lora: Lora | None = None,
+        cache: SpanCache | None = None,
     ) -> torch.Tensor:
-        """Run ``hop`` without a cache, so that gradients flow from what leaves [b, t, d] to what enters."""
-        return self._decode(hidden, positions, mask, None, hop or self.span)
+        """As ``forward``, so that gradients flow from what leaves [b, t, d] to what enters, ``lora`` and ``cache``."""
+        with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
+            return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
 
     @torch.inference_mode()
     def forward_ragged(self, pieces: list[Piece], hop: Span | None = None) -> list[torch.Tensor]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
 from swarmd.protocol.tensors import INT8_BLOCK, layout_untrusted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+LARGEST_HALF = 2.0**15  # what gradients are scaled up to in half precision
+
+
 def pack(
-    hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, codec: str = "raw"
+    hidden: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, codec: str = "raw"
 ) -> tuple[TensorMeta, bytes]:
-    """Encode hidden [b, t, d], int32 positions [b, t] and, for padded batches, uint8 mask [b, t].
+    """Encode hidden [b, t, d], int32 positions [b, t] if any and, for padded batches, uint8 mask [b, t].
 
     Values that ``codec`` cannot hold (beyond the range of float16) make this op travel raw.
     """
@@ -22,14 +28,32 @@ def pack(
     coded = _encode(hidden, codec)
     if coded is None:
         codec, coded = "raw", [hidden]
-    parts = [_raw(part) for part in (*coded, positions)]
-    if mask is not None:
-        parts.append(_raw(mask))
-    return TensorMeta(b, t, d, name, mask is not None, codec), b"".join(parts)
+    parts = [_raw(part) for part in (*coded, positions, mask) if part is not None]
+    return TensorMeta(b, t, d, name, mask is not None, codec, positions is not None), b"".join(parts)
+
+
+def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes, float]:
+    """Encode a gradient [b, t, d] times a power of two (returned), so that small ones do not vanish in half precision."""
+    largest = float(gradient.abs().max())
+    scale = 1.0
+    if codec == "float16" and largest > 0 and math.isfinite(largest):
+        scale = 2.0 ** min(120, math.floor(math.log2(LARGEST_HALF / largest)))
+    meta, payload = pack(gradient * scale if scale != 1.0 else gradient, None, None, codec)
+    return meta, payload, scale
+
+
+def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+    """Decode what has neither positions nor mask: [b, t, d]. Raises RemoteProtocolError when sizes disagree."""
+    if meta.has_positions or meta.has_mask:
+        raise RemoteProtocolError("expected values without positions and mask")
+    layout = layout_untrusted(meta, len(payload))
+    return _decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8)[layout.hidden], meta)
 
 
 def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Decode a payload into CPU tensors of its own. Raises RemoteProtocolError when sizes disagree."""
+    if not meta.has_positions:
+        raise RemoteProtocolError("expected hidden states with their positions")
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     hidden = _decode(data[layout.hidden], meta)

@@ -22,9 +22,11 @@ Blob = Annotated[bytes, msgspec.Meta(max_length=16_384)]
 Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
 Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
 Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
+Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
 
-KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter"})
+KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned"})
 
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
@@ -110,7 +112,8 @@ class OpenSession(Message, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session.
 
     ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session. With
-    ``inherit`` the hop starts with the caches that this peer will send.
+    ``inherit`` the hop starts with the caches that this peer will send. ``tuned`` is the version of the client's own
+    parameters (``PutTuned``) that the session's tokens pass through.
     """
 
     id: Count = 0
@@ -131,6 +134,7 @@ class OpenSession(Message, tag="open", frozen=True):
     codec: Name = "raw"
     inherit: Name = ""
     adapter: Name = ""
+    tuned: Digest = b""
     needs: Needs = ()
 
 
@@ -147,7 +151,7 @@ class Opened(Message, tag="opened", frozen=True):
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
 
-    Mask and positions follow them. The codec may differ from op to op: an encoder falls back to "raw" for values that
+    Mask and positions, where there are any, follow them. The codec may differ from op to op: an encoder falls back to "raw" for values that
     its session's codec cannot hold.
     """
 
@@ -157,6 +161,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     dtype: Name = "float32"
     has_mask: bool = False
     codec: Name = "raw"
+    has_positions: bool = True
 
 
 class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -306,6 +311,88 @@ class CloseSession(Message, tag="close", frozen=True):
     start: Block = 0
 
 
+class OpenLane(Message, tag="open_lane", frozen=True):
+    """Take micro-batches of one client through blocks [start, end): forward and backward, without caches.
+
+    ``client`` is set by the daemon for its worker, as in ``OpenSession``. Answered by ``Opened``.
+    """
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    dtype: Name = "float32"
+    predecessor: Name = ""
+    successor: Name = ""
+    successor_addresses: Addresses = ()
+    client: Blob = b""
+    codec: Name = "raw"
+    needs: Needs = ()
+
+
+class CloseLane(Message, tag="close_lane", frozen=True):
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+
+
+class Forward(Message, tag="forward", frozen=True):
+    """Hidden states of micro-batch ``seq`` in front of block ``start``, for the hop that starts there (or the client).
+
+    ``part`` (number, how many) cuts long ones along t. With ``keep`` a backward will follow. ``tuned`` is the version
+    of the client's own parameters that take part. Payload: as an op's; what returns to the client has no positions.
+    """
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+    part: Part = (0, 1)
+    tensor: TensorMeta = TensorMeta(1, 1, 1)
+    keep: bool = False
+    tuned: Digest = b""
+
+
+class Backward(Message, tag="backward", frozen=True):
+    """The loss's gradient by the hidden states in front of block ``start``, for the hop that ends there (or the client).
+
+    The gradient is what the payload holds divided by ``scale``, which keeps small ones within half precision.
+    """
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+    part: Part = (0, 1)
+    tensor: TensorMeta = TensorMeta(1, 1, 1)
+    scale: Annotated[float, msgspec.Meta(gt=0, le=1e38)] = 1.0
+
+
+class Gradients(Message, tag="gradients", frozen=True):
+    """A hop gives the client the gradient of its own parameters for one micro-batch: a piece of one safetensors file."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+    part: Part = (0, 1)
+
+
+class PutTuned(Message, tag="put_tuned", frozen=True):
+    """A client gives its own parameters for blocks [start, end), known by ``version``: a piece of a safetensors file.
+
+    Servers only cache them, apart for each client. ``id`` comes with the last piece and is answered by ``TunedHeld``.
+    """
+
+    id: Count = 0
+    version: Digest = b""
+    start: Block = 0
+    end: Block = 0
+    part: Part = (0, 1)
+    client: Blob = b""
+
+
+class TunedHeld(Message, tag="tuned_held", frozen=True):
+    re: Count = 0
+
+
 class LoadSpan(Message, tag="load", frozen=True):
     """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
 
@@ -317,6 +404,8 @@ class LoadSpan(Message, tag="load", frozen=True):
     quantize: Name = "none"
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     history_bytes: Count = 0
+    training_bytes: Count = 0
+    training_share: float = 0.0
     spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
@@ -403,6 +492,13 @@ AnyMessage = (
     | CachePart
     | Inherited
     | CloseSession
+    | OpenLane
+    | CloseLane
+    | Forward
+    | Backward
+    | Gradients
+    | PutTuned
+    | TunedHeld
     | LoadSpan
     | Loaded
     | Done

@@ -18,7 +18,7 @@ INT8_BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte ranges of one payload: hidden [b, t, d], int32 positions [b, t], uint8 mask [b, t] or nothing."""
+    """Byte ranges of one payload: hidden [b, t, d], int32 positions [b, t] or nothing, uint8 mask likewise."""
 
     hidden: slice
     positions: slice
@@ -37,7 +37,7 @@ def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> Layout:
         raise RemoteProtocolError(f"expected a codec among {', '.join(CODECS)}, got {meta.codec!r}")
     n_tokens = meta.b * meta.t
     hidden = n_tokens * token_bytes(meta.d, meta.dtype, meta.codec)
-    positions = hidden + 4 * n_tokens
+    positions = hidden + (4 * n_tokens if meta.has_positions else 0)
     total = positions + (n_tokens if meta.has_mask else 0)
     if total != payload_bytes:
         raise RemoteProtocolError(

@@ -1,0 +1,498 @@
+"""Fine-tuning in a worker: forward and backward of micro-batches through frozen blocks, block by block.
+
+What a forward leaves for its backward is bounded: the graphs of the blocks where memory allows, else the hop's input,
+from which they are computed again (Chen et al. 2016, "Training deep nets with sublinear memory cost"); what gave way is
+answered with NOT_HELD. One block at a time is the unit of work, so that decoding never waits for more. No sockets here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import safetensors.torch
+import torch
+
+from swarmd.compute.engine import PASS_ERRORS
+from swarmd.compute.span import LoadedSpan
+from swarmd.compute.tuned import NOTHING, Tuned, read_tuned_untrusted
+from swarmd.compute.wire import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
+from swarmd.errors import Code, ConfigError, Refused, RemoteProtocolError
+from swarmd.plan.training import Held, Key, Work, choose_work, make_room
+from swarmd.protocol import messages
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import (
+    AnyMessage,
+    Backward,
+    CloseLane,
+    Forward,
+    Gradients,
+    OpenLane,
+    PutTuned,
+    TunedHeld,
+)
+from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.values import Span
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 0.02
+PART_BYTES = 8 * 2**20
+MAX_PARTS = 1_024
+MAX_POSITION = 1 << 24
+MAX_TUNED = 64  # versions of parameters
+Steps = Generator[list[bytes], None, None]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A micro-batch whose backward is to come: the hop's input, and the graph of each block while there is room."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    tuned: Tuned
+    graphs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    graph_bytes: int = 0
+    order: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.hidden.numel() * self.hidden.element_size() + self.graph_bytes
+
+    def drop_graphs(self) -> None:
+        self.graphs, self.graph_bytes = [], 0
+
+
+@dataclass(slots=True)
+class _Lane:
+    hop: Span
+    client: bytes
+    codec: str
+    batches: dict[int, _Batch] = field(default_factory=dict)
+    parts: dict[tuple[type, int], list[Forward | Backward]] = field(default_factory=dict)
+    payloads: dict[tuple[type, int], list[memoryview]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    key: Key
+    message: Forward | Backward
+    work: Work
+    steps: Steps
+
+
+class Training:
+    """All lanes of one worker. ``handled`` counts the frames whose work is done."""
+
+    def __init__(
+        self, span: LoadedSpan, limit_bytes: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.handled = 0
+        self._span = span
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._lanes: dict[Key, _Lane] = {}
+        self._waiting: list[_Waiting] = []
+        self._served: dict[bytes, float] = {}
+        self._tuned: dict[tuple[bytes, bytes, Span], Tuned] = {}
+        self._coming: dict[tuple[bytes, bytes, Span], list[bytes]] = {}
+        self._graph_bytes_per_token = 0.0  # of one block
+        self._n_taken = 0
+        self._parameters = {p.untyped_storage().data_ptr() for p in span.model.parameters()}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, message: AnyMessage, frame: Frame) -> Iterator[bytes] | None:
+        """Take one frame in and give the answers to send; None when it is not about fine-tuning."""
+        if isinstance(message, Forward | Backward):
+            return self._take_work(message, frame.payload)
+        if isinstance(message, PutTuned):
+            return self._take_tuned(message, frame.payload)
+        if isinstance(message, OpenLane):
+            self._drop((message.session, message.start))
+            lane = _Lane(Span(message.start, message.end), message.client, message.codec)
+            self._lanes[message.session, message.start] = lane
+            self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
+        elif isinstance(message, CloseLane):
+            self._drop((message.session, message.start))
+        else:
+            return None
+        self.handled += 1
+        return iter(())
+
+    def tuned(self, client: bytes, version: bytes, hop: Span) -> Tuned:
+        """A client's own parameters for a hop. Raises Refused where they are not held."""
+        if not version:
+            return NOTHING
+        found = self._tuned.pop((client, version, hop), None)
+        if found is None:
+            raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
+        self._tuned[client, version, hop] = found  # the last used is dropped last
+        return found
+
+    def run_slice(self) -> Iterator[bytes]:
+        """Compute for about SLICE_S, and one block at least."""
+        begun = self._clock()
+        while self._waiting and self._clock() - begun < SLICE_S:
+            chosen = self._waiting[choose_work([w.work for w in self._waiting], self._served).action]
+            started = self._clock()
+            try:
+                frames = next(chosen.steps, None)
+            except (Refused, *PASS_ERRORS) as error:
+                if not isinstance(error, Refused):
+                    logger.exception("a pass of fine-tuning failed")
+                    error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
+                frames, _ = None, chosen.steps.close()
+                yield messages.framed(messages.refusal_for(chosen.message, error))
+            client = chosen.work.client
+            self._served[client] = self._served.get(client, 0.0) + self._clock() - started
+            if frames is None:
+                self._waiting.remove(chosen)
+                self.handled += 1
+            else:
+                yield from frames
+
+    # --- what comes in ---------------------------------------------------------------------------------------
+
+    def _take_work(self, message: Forward | Backward, payload: memoryview) -> Iterator[bytes]:
+        key, lane = self._lane_of(message)
+        try:
+            if lane is None:
+                raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
+            whole = self._collect(lane, message, payload)
+        except Refused as error:
+            yield self._refuse(message, error)
+            return
+        if whole is None:
+            self.handled += 1
+            return
+        self._n_taken += 1
+        if all(w.work.client != lane.client for w in self._waiting):  # whoever was idle has no claim on what others got
+            others = [self._served.get(w.work.client, 0.0) for w in self._waiting]
+            self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
+        is_backward = isinstance(message, Backward)
+        steps = self._backward(key, lane, *whole) if is_backward else self._forward(key, lane, *whole)
+        self._waiting.append(_Waiting(key, message, Work(lane.client, is_backward, self._n_taken), steps))
+
+    def _lane_of(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
+        if isinstance(message, Forward):
+            key = (message.session, message.start)
+            return key, self._lanes.get(key)
+        ending = ((k, lane) for k, lane in self._lanes.items() if k[0] == message.session)
+        found = next(((k, lane) for k, lane in ending if lane.hop.end == message.start), None)
+        return found or ((message.session, message.start), None)
+
+    @staticmethod
+    def _collect(
+        lane: _Lane, message: Forward | Backward, payload: memoryview
+    ) -> tuple[list[Forward | Backward], list[memoryview]] | None:
+        """Put parts together; None while some are missing. Raises Refused."""
+        number, n_parts = message.part
+        kind = (type(message), message.seq)
+        known = lane.parts.get(kind, [])
+        if number == 0:
+            known = []
+        if number != len(known) or number >= n_parts or n_parts > MAX_PARTS:
+            lane.parts.pop(kind, None)
+            lane.payloads.pop(kind, None)
+            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(known)}")
+        payloads = [*lane.payloads.pop(kind, []), payload] if number else [payload]
+        lane.parts.pop(kind, None)
+        if number + 1 == n_parts:
+            return [*known, message], payloads
+        lane.parts[kind], lane.payloads[kind] = [*known, message], payloads
+        return None
+
+    def _take_tuned(self, message: PutTuned, payload: memoryview) -> Iterator[bytes]:
+        self.handled += 1
+        key = (message.client, message.version, Span(message.start, message.end))
+        number, n_parts = message.part
+        pieces = self._coming.pop(key, []) if number else []
+        if number != len(pieces):
+            yield messages.framed(messages.refusal_for(message, Refused(Code.OP_GAP, "a piece of parameters is missing")))
+            return
+        pieces.append(bytes(payload))
+        held = sum(t.n_bytes for t in self._tuned.values()) + sum(map(len, (p for c in self._coming.values() for p in c)))
+        if held + sum(map(len, pieces)) > self._limit_bytes and not self._forget_tuned(sum(map(len, pieces))):
+            text = f"parameters of more than {self._limit_bytes >> 20} MiB"
+            yield messages.framed(messages.refusal_for(message, Refused(Code.NO_CAPACITY, text)))
+            return
+        if number + 1 < n_parts:
+            self._coming[key] = pieces
+            while len(self._coming) > MAX_TUNED:
+                del self._coming[next(iter(self._coming))]
+            return
+        try:
+            self._tuned[key] = read_tuned_untrusted(self._span, key[2], b"".join(pieces))
+        except ConfigError as error:
+            yield messages.framed(messages.refusal_for(message, Refused(Code.UNSUPPORTED, str(error))))
+            return
+        while len(self._tuned) > MAX_TUNED:
+            del self._tuned[next(iter(self._tuned))]
+        yield messages.framed(TunedHeld(re=message.id))
+
+    def _forget_tuned(self, n_bytes: int) -> bool:
+        """Drop what was used longest ago until ``n_bytes`` fit."""
+        while self._tuned and sum(t.n_bytes for t in self._tuned.values()) + n_bytes > self._limit_bytes:
+            del self._tuned[next(iter(self._tuned))]
+        coming = sum(map(len, (p for c in self._coming.values() for p in c)))
+        return sum(t.n_bytes for t in self._tuned.values()) + coming + n_bytes <= self._limit_bytes
+
+    # --- passes ----------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]
+    ) -> Steps:
+        message = parts[0]
+        assert isinstance(message, Forward)
+        batch = self._read_batch(lane, message, parts, payloads)
+        keeps = message.keep and self._keep(key, message.seq, lane, batch)
+        wants_graph = keeps and self._has_room_for(self._graph_bytes(batch, lane.hop))
+        hidden = batch.hidden
+        for block in lane.hop.blocks():
+            entering, leaving = self._run_block(batch, block, hidden, wants_graph)
+            if wants_graph:
+                batch.graphs.append((entering, leaving))
+            hidden = leaving.detach()
+            yield []
+        if keeps and not self._has_room_for(0):  # the first one is how one learns what graphs need
+            batch.drop_graphs()
+        if not torch.isfinite(hidden).all():
+            raise Refused(Code.NOT_FINITE, f"blocks {lane.hop} gave values that are not finite")
+        yield list(self._forward_frames(message, lane, batch, hidden))
+
+    def _backward(
+        self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]
+    ) -> Steps:
+        message = parts[0]
+        assert isinstance(message, Backward)
+        batch = lane.batches.pop(message.seq, None)
+        if batch is None:
+            raise Refused(Code.NOT_HELD, f"the input of micro-batch {message.seq} is not held any more")
+        gradient = self._read_gradient(message, parts, payloads, batch)
+        if not batch.graphs:
+            hidden = batch.hidden
+            for block in lane.hop.blocks():
+                batch.graphs.append(self._run_block(batch, block, hidden, True))
+                hidden = batch.graphs[-1][1].detach()
+                yield []
+        gradients: dict[str, torch.Tensor] = {}
+        for block in reversed(lane.hop.blocks()):
+            entering, leaving = batch.graphs.pop()
+            leaves = batch.tuned.of_block(block)
+            gradient, *others = torch.autograd.grad(leaving, [entering, *leaves.values()], gradient, allow_unused=True)
+            for (name, leaf), value in zip(leaves.items(), others, strict=True):
+                gradients[name] = torch.zeros_like(leaf) if value is None else value
+            self._span.on_block()
+            yield []
+        if not all(torch.isfinite(g).all() for g in (gradient, *gradients.values())):
+            raise Refused(Code.NOT_FINITE, f"the backward of blocks {lane.hop} gave values that are not finite")
+        yield list(_gradient_frames(message, lane, gradient, gradients))
+
+    def _read_batch(
+        self, lane: _Lane, message: Forward, parts: list[Forward | Backward], payloads: list[memoryview]
+    ) -> _Batch:
+        """Check a micro-batch. Raises Refused."""
+        hiddens, positions, masks = [], [], []
+        try:
+            for part, payload in zip(parts, payloads, strict=True):
+                self._check_shape(part, parts[0].tensor.b)
+                h, p, m = unpack_untrusted(part.tensor, payload)
+                hiddens.append(h)
+                positions.append(p)
+                masks.append(m)
+        except RemoteProtocolError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+        hidden, position = torch.cat(hiddens, 1), torch.cat(positions, 1)
+        if not torch.isfinite(hidden).all():
+            raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
+        if position.min() < 0 or position.max() > MAX_POSITION:
+            raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {MAX_POSITION}")
+        tuned, device = self.tuned(lane.client, message.tuned, lane.hop), self._span.device
+        mask = None
+        given = [m for m in masks if m is not None]
+        if given:
+            if len(given) < len(masks):
+                raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
+            mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
+        batch = _Batch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
+        needed = self._graph_bytes(batch, lane.hop)
+        if message.keep and needed > self._limit_bytes:
+            text = f"a micro-batch of {batch.n_tokens} tokens needs {needed >> 20} MiB for its backward"
+            raise Refused(Code.TOO_LONG, f"{text}, this server gives {self._limit_bytes >> 20}: use smaller micro-batches")
+        return batch
+
+    def _read_gradient(
+        self, message: Backward, parts: list[Forward | Backward], payloads: list[memoryview], batch: _Batch
+    ) -> torch.Tensor:
+        values = []
+        try:
+            for part, payload in zip(parts, payloads, strict=True):
+                assert isinstance(part, Backward)
+                self._check_shape(part, batch.hidden.shape[0])
+                values.append(unpack_values_untrusted(part.tensor, payload) / part.scale)
+        except RemoteProtocolError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+        gradient = torch.cat(values, 1)
+        if gradient.shape != batch.hidden.shape:
+            raise Refused(
+                Code.BAD_SHAPE, f"a gradient {tuple(gradient.shape)} for hidden states {tuple(batch.hidden.shape)}"
+            )
+        if not torch.isfinite(gradient).all():
+            raise Refused(Code.NOT_FINITE, f"the gradient of micro-batch {message.seq} is not finite")
+        return gradient.to(self._span.device)
+
+    def _check_shape(self, part: Forward | Backward, n_rows: int) -> None:
+        got = (part.tensor.b, part.tensor.d, part.tensor.dtype)
+        expected = (n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
+        if got != expected:
+            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {got}")
+
+    def _run_block(
+        self, batch: _Batch, block: int, hidden: torch.Tensor, with_graph: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block: what entered, as a leaf, and what left it."""
+        hop = Span(block, block + 1)
+        entering = hidden.detach().requires_grad_(with_graph)
+        with torch.set_grad_enabled(with_graph), self._watched(batch):
+            cache = self._span.new_cache(hop) if batch.tuned.n_prefix else None
+            if cache is not None:
+                batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
+            lora = batch.tuned.lora if batch.tuned.lora.updates else None
+            return entering, self._span.forward_with_grad(entering, batch.positions, batch.mask, hop, lora, cache)
+
+    @contextmanager
+    def _watched(self, batch: _Batch) -> Iterator[None]:
+        """Count what a block's graph keeps, and have its backward show signs of life."""
+        seen = set(self._parameters)
+        n_bytes = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal n_bytes
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                n_bytes += storage.nbytes()
+            return tensor
+
+        def use(tensor: torch.Tensor) -> torch.Tensor:
+            self._span.on_block()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, use):
+            yield
+        batch.graph_bytes += n_bytes
+        self._graph_bytes_per_token = max(self._graph_bytes_per_token, n_bytes / batch.n_tokens)
+
+    # --- memory ----------------------------------------------------------------------------------------------
+
+    def _graph_bytes(self, batch: _Batch, hop: Span) -> int:
+        return int(self._graph_bytes_per_token * batch.n_tokens * len(hop))
+
+    def _held(self) -> list[Held]:
+        return [
+            Held((key, seq), lane.client, batch.n_bytes, batch.order)
+            for key, lane in self._lanes.items()
+            for seq, batch in lane.batches.items()
+        ]
+
+    def _has_room_for(self, n_bytes: int) -> bool:
+        return sum(h.n_bytes for h in self._held()) + n_bytes <= self._limit_bytes
+
+    def _keep(self, key: Key, seq: int, lane: _Lane, batch: _Batch) -> bool:
+        """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
+        kept = [b for held in self._lanes.values() for b in held.batches.values() if b.graph_bytes]
+        for other in sorted(kept, key=lambda b: -b.order):  # graphs before inputs, those needed last before others
+            if self._has_room_for(batch.n_bytes):
+                break
+            other.drop_graphs()
+        gone = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
+        if gone is None:
+            return False
+        for (owner, number) in gone:
+            del self._lanes[owner].batches[number]
+        batch.order = self._n_taken
+        lane.batches[seq] = batch
+        return True
+
+    def _drop(self, key: Key) -> None:
+        lane = self._lanes.pop(key, None)
+        if lane is None:
+            return
+        for waiting in [w for w in self._waiting if w.key == key]:
+            self._waiting.remove(waiting)
+            self.handled += 1
+        if all(other.client != lane.client for other in self._lanes.values()):
+            self._served.pop(lane.client, None)
+
+    def _refuse(self, message: AnyMessage, error: Refused) -> bytes:
+        self.handled += 1
+        return messages.framed(messages.refusal_for(message, error))
+
+    # --- what goes out ---------------------------------------------------------------------------------------
+
+    def _forward_frames(self, message: Forward, lane: _Lane, batch: _Batch, hidden: torch.Tensor) -> Iterator[bytes]:
+        is_last = lane.hop.end == self._span.n_layers
+        mask = None if batch.mask is None else batch.mask[:, batch.tuned.n_prefix :].to(torch.uint8)
+        positions = batch.positions.to(torch.int32)
+        yield from forward_frames(
+            message, lane.hop.end, hidden, None if is_last else (positions, mask), lane.codec
+        )
+
+
+def forward_frames(
+    message: Forward,
+    start: int,
+    hidden: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor | None] | None,
+    codec: str,
+) -> Iterator[bytes]:
+    """Frame hidden states [b, t, d] for block ``start``; ``places`` are positions and mask, None for the client."""
+    for part, n_parts, window in _windows(hidden):
+        positions = None if places is None else places[0][:, window]
+        mask = None if places is None or places[1] is None else places[1][:, window]
+        meta, payload = pack(hidden[:, window], positions, mask, codec)
+        header = Forward(message.session, start, message.seq, (part, n_parts), meta, message.keep, message.tuned)
+        yield messages.framed(header, payload)
+
+
+def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:
+    """Frame the gradient [b, t, d] by what enters block ``start``."""
+    for part, n_parts, window in _windows(gradient):
+        meta, payload, scale = pack_gradient(gradient[:, window], codec)
+        yield messages.framed(Backward(session, start, seq, (part, n_parts), meta, scale), payload)
+
+
+def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Cut bytes into (number, how many, piece) that fit a frame each."""
+    n = max(1, -(-len(raw) // PART_BYTES))
+    for number in range(n):
+        yield number, n, raw[number * PART_BYTES : (number + 1) * PART_BYTES]
+
+
+def _gradient_frames(
+    message: Backward, lane: _Lane, gradient: torch.Tensor, gradients: dict[str, torch.Tensor]
+) -> Iterator[bytes]:
+    if gradients:
+        raw = safetensors.torch.save({name: g.contiguous().cpu() for name, g in gradients.items()})
+        for number, n, piece in pieces(raw):
+            yield messages.framed(Gradients(message.session, lane.hop.start, message.seq, (number, n)), piece)
+    yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)
+
+
+def _windows(values: torch.Tensor) -> Iterator[tuple[int, int, slice]]:
+    b, t, d = values.shape
+    step = max_tokens_per_frame(b, d, str(values.dtype).removeprefix("torch."), PART_BYTES)
+    n = -(-t // step)
+    for number in range(n):
+        yield number, n, slice(number * step, (number + 1) * step)

@@ -1,0 +1,111 @@
+"""How fine-tuning shares a server and a chain: whose micro-batch next, how much beside decoding, what stays in memory.
+
+Decoding goes first. While sessions decode, forward and backward passes get a share of the worker's time, block by
+block; what a server keeps for a backward is bounded, and whoever holds most gives way first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmd.values import Decision
+
+QUIET_S = 0.5  # without a decode step for so long, nobody decodes
+MAX_SAVED_S = 0.05
+MIN_MICRO_BATCHES = 8
+MAX_MICRO_TOKENS = 1_024
+IN_FLIGHT_PER_SERVER = 4
+
+Key = tuple[bytes, int]
+
+
+def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
+    """Cut a batch of [b, t] tokens into row slices that fill a pipeline; ``rows`` of each, or 0 to choose.
+
+    By the batch's shape alone, never by who serves: the same batch gives the same sums wherever it is computed.
+    """
+    n = -(-b // rows) if rows else min(b, max(MIN_MICRO_BATCHES, -(-b * t // MAX_MICRO_TOKENS)))
+    cuts = [b * i // n for i in range(n + 1)]
+    return [slice(a, z) for a, z in zip(cuts, cuts[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A forward or backward pass that waits in a worker; ``order`` is a running number."""
+
+    client: bytes
+    is_backward: bool
+    order: int
+
+
+def choose_work(waiting: Sequence[Work], served: Mapping[bytes, float]) -> Decision[int]:
+    """Choose what to compute next, by its place in ``waiting``. ``served`` is what each client was given, in seconds."""
+    turn = min(waiting, key=lambda w: (served.get(w.client, 0.0), not w.is_backward, w.order))
+    reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
+    return Decision(waiting.index(turn), reason)
+
+
+@dataclass(slots=True)
+class Allowance:
+    """The time that fine-tuning may take beside decoding: a bucket that fills with ``share`` of the time that passes."""
+
+    share: float
+    saved_s: float = 0.0
+    seen_at: float = 0.0
+    decoded_at: float = float("-inf")
+
+    def wait_s(self, now: float, is_decode_ready: bool) -> Decision[float]:
+        """How long fine-tuning has to wait now; 0 is its turn."""
+        self.saved_s = min(MAX_SAVED_S, self.saved_s + self.share * (now - self.seen_at))
+        self.seen_at = now
+        if is_decode_ready:
+            self.decoded_at = now
+        if now - self.decoded_at > QUIET_S:
+            return Decision(0.0, "nobody decodes")
+        if self.saved_s > 0:
+            return Decision(0.0, f"its share of {self.share:.0%} beside decoding")
+        left = self.decoded_at + QUIET_S - now
+        return Decision(
+            min(left, -self.saved_s / self.share if self.share else left) + 1e-3, "sessions decode, and its share is used"
+        )
+
+    def spend(self, seconds: float) -> None:
+        self.saved_s -= seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a worker keeps of one micro-batch for its backward."""
+
+    key: tuple[Key, int]
+    client: bytes
+    n_bytes: int
+    order: int
+
+
+def make_room(held: Sequence[Held], client: bytes, n_bytes: int, limit_bytes: int) -> Decision[list[tuple[Key, int]] | None]:
+    """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
+
+    What was kept last will be asked for last, so of a client the newest goes first; and only clients that would still
+    hold as much as this one give anything.
+    """
+    free = limit_bytes - sum(h.n_bytes for h in held)
+    if n_bytes <= free:
+        return Decision([], "there is room")
+    of_client: Counter[bytes] = Counter()
+    for h in held:
+        of_client[h.client] += h.n_bytes
+    gone: list[tuple[Key, int]] = []
+    left = sorted(held, key=lambda h: h.order)
+    while free < n_bytes:
+        most = max((c for c in of_client if c != client), key=lambda c: of_client[c], default=None)
+        newest = next((h for h in reversed(left) if h.client == most), None)
+        if newest is None or of_client[newest.client] - newest.n_bytes < of_client[client] + n_bytes:
+            return Decision(None, f"{n_bytes} B more than fits, and nobody holds more than this client")
+        left.remove(newest)
+        gone.append(newest.key)
+        of_client[newest.client] -= newest.n_bytes
+        free += newest.n_bytes
+    return Decision(gone, f"{len(gone)} of clients that hold more give way")
