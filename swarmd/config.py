@@ -33,6 +33,8 @@ class Config:
     travel; 0 is no limit.
     ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
+    ``training_mib`` bounds what fine-tuning may keep in the worker's memory, 0 takes no training work;
+    ``training_share`` is how much of its time fine-tuning may take while sessions decode.
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -53,6 +55,8 @@ class Config:
     threads: int = 0
     cache_tokens: int = 131_072
     history_mib: int = 512
+    training_mib: int = 512
+    training_share: float = 0.2
     disk_limit_gib: float = 0.0
     up_limit_mbit: float = 0.0
     down_limit_mbit: float = 0.0
@@ -71,6 +75,8 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
+        if self.training_share > 1:
+            raise ConfigError(f"training_share is a part of 1, got {self.training_share}")
         _ = self.span
         return self
 

@@ -25,12 +25,13 @@ from swarmd import status
 from swarmd.config import Config, split
 from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmError
 from swarmd.home import Home, by_peer
-from swarmd.net.api import Network, RecordStore, TaskStatus
+from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.node.balancer import Balancer, holder_of
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
+from swarmd.node.lanes import Lanes
 from swarmd.node.server import Server
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter, WorkerLink
@@ -92,6 +93,7 @@ class Daemon:
         )
         self.directory.describe_with(self._describe, self._likely_next)
         self.server: Server | None = None
+        self.lanes: Lanes | None = None
         self.worker: WorkerLink | None = None
         self.placement: Decision[Span] | None = None
         self._certificate = certificate
@@ -195,17 +197,21 @@ class Daemon:
             quantize=self._config.quantize,
             threads=self._config.threads,
             history_bytes=self._config.history_mib << 20,
+            training_bytes=self._config.training_mib << 20,
+            training_share=self._config.training_share,
             spill_folder=str(self._home.folder) if self._home else "",
         )
-        self.worker = WorkerLink(self._start_worker, request, self.server.on_worker_frame, self._on_worker_change)
+        self.worker = WorkerLink(self._start_worker, request, self._on_worker_frame, self._on_worker_change)
         self.server.use(self.worker)
+        self.lanes = Lanes(self.rpc, self.exchange, self.server, self.worker, request.training_bytes)
         async with trio.open_nursery() as nursery:
             await nursery.start(self.server.run)
+            await nursery.start(self.lanes.run)
             await nursery.start(self.worker.run)
             await self._changed_mind.wait()
             await self._drain()
             nursery.cancel_scope.cancel()
-        self.server = self.worker = self._joining = None
+        self.server = self.worker = self.lanes = self._joining = None
         self.directory.announce_soon()
 
     async def _drain(self) -> None:
@@ -268,6 +274,8 @@ class Daemon:
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         self.exchange.require_member(channel.peer)
+        if self.lanes is not None and await self.lanes.handle(channel.peer, message, frame, channel):
+            return
         if self.server is not None and await self.server.handle(channel.peer, message, frame, channel):
             return
         if await self.store.handle(channel, message):
@@ -294,9 +302,11 @@ class Daemon:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
-    def gone(self, peer: PeerId) -> None:
-        if self.server is not None:
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        if self.server is not None and purpose == "interactive":
             self.server.peer_gone(peer)
+        if self.lanes is not None and purpose == "training":
+            self.lanes.peer_gone(peer)
 
     # --- what this peer says of itself -----------------------------------------------------------------------
 
@@ -341,6 +351,8 @@ class Daemon:
             "n_decoding": self.server.n_decoding(),
             "moves_left": self.balancer.moves_left if self._config.balance and self._config.span is None else 0,
             "free_cache_tokens": self.server.ledger.free_tokens,
+            "training_bytes": self._config.training_mib << 20,
+            "training_share": self._config.training_share,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
         }
         self._left_span = [{**span, "state": "draining"}]
@@ -362,6 +374,12 @@ class Daemon:
         spans = self.directory.view().spans
         return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
 
+    async def _on_worker_frame(self, message: AnyMessage, frame: Frame, more: bool) -> None:
+        assert self.server is not None
+        assert self.lanes is not None
+        if not await self.lanes.on_worker_frame(message, frame):
+            await self.server.on_worker_frame(message, frame, more)
+
     async def _on_worker_change(self) -> None:
         if self.server is None or self.worker is None:
             return
@@ -372,6 +390,8 @@ class Daemon:
         if self.worker.loaded is not None:
             self.server.ledger.total_tokens = self._tokens_that_fit(self.worker.loaded)
         await self.server.on_worker_change()
+        if self.lanes is not None:
+            await self.lanes.on_worker_change()
         self._announced_free = self.server.ledger.free_tokens
         self.directory.announce_soon()
 
@@ -426,6 +446,7 @@ class Daemon:
             "cannot_serve": self.cannot_serve,
             "downloads": self.downloads(),
             "server": server,
+            "training": asdict(self.lanes.snapshot()) if self.lanes else None,
             "models": self.models(),
             "balance": asdict(self.balancer.snapshot()),
             "memory_mib": round(psutil.Process().memory_info().rss / 2**20, 1),

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 import trio
 
-from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined, suits
+from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined, lacks, suits
 from swarmd.client.ops import codec_for, cut, read_answer
+from swarmd.client.own import give
 from swarmd.client.requests import Requests
 from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.session import encode_op, replay_frames
@@ -443,7 +444,7 @@ class ChainSession:
     async def _catch_up(self, counts: list[int]) -> bool:
         """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
         for index in range(len(self.links), -1, -1):
-            plan = self._lacks(index)
+            plan = lacks(self.links, index, self._seq, self._answered, self.terms.n_blocks)
             if plan is None:
                 continue
             have, silent_through, replay_end = plan
@@ -461,21 +462,6 @@ class ChainSession:
         for link in self.links:
             link.received = self._answered if link.received is None else link.received
         return True
-
-    def _lacks(self, index: int) -> tuple[int | None, int, int] | None:
-        """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
-        sender = self._seq if index == 0 else self.links[index - 1].received
-        if sender is None:
-            return None  # a new hop passes on by itself what it is given
-        if index == len(self.links):
-            return (self._answered, 0, 0) if sender > self._answered else None
-        have = self.links[index].received
-        if have is not None:
-            return (have, 0, 0) if sender > have else None
-        beyond = next((i for i in range(index, len(self.links)) if self.links[i].received is not None), None)
-        if beyond is None:
-            return None, self._answered, self.terms.n_blocks
-        return None, self.links[beyond].received or 0, self.links[beyond].hop.span.start
 
     async def _replay_own(self, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
         marks = Op(silent_through=silent_through, replay_end=replay_end)
@@ -533,6 +519,8 @@ class ChainSession:
         numerics = self._numerics if is_exact else ""
         request = partial(self._requests.open, self.links, index, self._epoch, self.codec.action, numerics, inherit)
         try:
+            if self.terms.own is not None:
+                await give(self._swarm.rpc, link.hop, self.terms.own)
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
         except PeerError as error:
             failures[index] = error

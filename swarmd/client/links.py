@@ -6,14 +6,28 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from swarmd.client.own import OwnParameters
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
 from swarmd.plan.view import SwarmView
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId, Span
 
 SECOND_CHANCE_S = 1.0
+
+
+class Listener(Protocol):
+    """A session or a lane: takes what comes under its key."""
+
+    async def on_message(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None: ...
+
+    def on_gone(self, peer: PeerId) -> None: ...
+
+
+Listeners = dict[bytes, Listener]
 
 
 class Swarm(Protocol):
@@ -46,6 +60,7 @@ class Terms:
     codec: str = "auto"
     adapter: str = ""
     quantize: str = "any"
+    own: OwnParameters | None = None
 
 
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
@@ -77,6 +92,22 @@ def joined(links: list[Link]) -> list[Link]:
             span = Span(last.hop.span.start, link.hop.span.end)
             whole[-1] = Link(Hop(link.hop.peer, span, link.hop.numerics))
     return whole
+
+
+def lacks(links: list[Link], index: int, seq: int, answered: int, n_blocks: int) -> tuple[int | None, int, int] | None:
+    """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
+    sender = seq if index == 0 else links[index - 1].received
+    if sender is None:
+        return None  # a new hop passes on by itself what it is given
+    if index == len(links):
+        return (answered, 0, 0) if sender > answered else None
+    have = links[index].received
+    if have is not None:
+        return (have, 0, 0) if sender > have else None
+    beyond = next((i for i in range(index, len(links)) if links[i].received is not None), None)
+    if beyond is None:
+        return None, answered, n_blocks
+    return None, links[beyond].received or 0, links[beyond].hop.span.start
 
 
 @dataclass(slots=True)

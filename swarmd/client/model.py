@@ -7,16 +7,21 @@ A ``RemoteCache`` stands for the caches on the servers: what generation does to 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from swarmd.client import own
+from swarmd.client.own import OwnParameters
+from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.compute import skeleton
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
@@ -43,8 +48,8 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
-OpenSession = Callable[[int, int], Session]
-"""Open a session for (batch, max_tokens)."""
+OpenSession = Callable[[int, int, OwnParameters | None], Session]
+"""Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
 
 
 class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
@@ -71,11 +76,18 @@ class RemoteCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
         self.n_tokens = 0
         self.max_tokens = max_tokens
+        self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
+        self.own: OwnParameters | None = None
         self.session: Session | None = None
         self._open_session = open_session
         self._edits: list[Edit] = []
         self._records_past = False
         self._has_padding = False
+
+    @property
+    def max_cache_len(self) -> int:
+        """PEFT asks."""
+        return self.max_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         removed = abs(tokens_to_remove)
@@ -99,17 +111,25 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
+    def precede(self, own: OwnParameters) -> None:
+        """Have the session's tokens pass through the client's own parameters, after their prefix."""
+        self.own = own
+        self.n_tokens += own.n_prefix
+        self.max_tokens += own.n_prefix
+
     def append(
         self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, want: int | None = None
     ) -> torch.Tensor:
         """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens."""
         b, t, _ = hidden.shape
+        if self.session is None and self.n_expected:
+            self.max_tokens += max(0, t - self.n_expected)  # tuned prompts come on top
         if self.n_tokens + t > self.max_tokens:
             raise CacheExhausted(
                 f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
             )
         if self.session is None:
-            self.session = self._open_session(b, self.max_tokens)
+            self.session = self._open_session(b, self.max_tokens, self.own if self.own and self.own.version else None)
         chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
         edits, self._edits = tuple(self._edits), []
@@ -131,59 +151,88 @@ class RemoteCache(Cache):  # type: ignore[misc]
 
 
 class _Call(threading.local):
-    """What the forward of the current thread is about."""
+    """What the forward of the current thread is about. ``cache`` None: it goes through lanes, without caches."""
 
     cache: RemoteCache | None = None
-    positions: torch.Tensor | None = None
+    positions: torch.Tensor
     mask: torch.Tensor | None = None
-    owns_cache: bool = False
     want: int | None = None
+    own: Mapping[str, tuple[int, torch.Tensor]] = MappingProxyType({})
+    n_prefix: int = 0
+    may_train: bool = False
+    generating: RemoteCache | None = None
 
 
-def remote_model(folder: Path, open_session: OpenSession, dtype: torch.dtype = torch.float32) -> Any:
+def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: torch.dtype = torch.float32) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
-    Returns the family's own class (a PreTrainedModel) with two more attributes: ``new_cache()``, for loops of one's
-    own, and ``last_session``, whose chain and statistics tell what happened in the last ``generate``.
+    Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
+    ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
+    and ``micro_batch_rows``, how many rows of a batch travel together there (0 chooses).
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: Any = skeleton.decoder_layers(model)
+    own.expose(model, layers)
     limit = int(getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
     call = _Call()
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
-        assert call.cache is not None
-        assert call.positions is not None
-        out = call.cache.append(hidden, call.positions, call.mask, call.want)
-        assert call.cache.session is not None
+        trains = torch.is_grad_enabled() and (
+            hidden.requires_grad or any(t.requires_grad for _, t in call.own.values())
+        )
+        if call.may_train and (trains or call.own):
+            call.cache = None
+            places = Places(call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1]))
+            out = through_lanes(lanes, hidden, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
+            arity = lanes.layer_arity
+        else:
+            assert call.cache is not None
+            out = call.cache.append(hidden, call.positions, call.mask, call.want)
+            assert call.cache.session is not None
+            arity = call.cache.session.layer_arity
         for layer in layers:
-            layer.returns_tuple = call.cache.session.layer_arity
+            layer.returns_tuple = arity
         return out.to(hidden.device)
 
     layers[0].call = through_the_swarm
     model.max_session_tokens = limit
+    model.micro_batch_rows = 0
+    model.lanes = lanes
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
-    _hook_forward(model, call)
-    _own_generate(model)
+    _own_forward(model, call, lambda: own.lora_of(model, layers))
+    _own_generate(model, call)
     return model
 
 
-def _hook_forward(model: Any, call: _Call) -> None:
-    """Before each forward give it a remote cache and explicit positions; after it, close what was only for it."""
+def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
+    """Give each forward a remote cache, or lanes, and explicit positions; afterwards close what was only for it.
+
+    In place of the method itself, because PEFT calls that and not the module.
+    """
+    forward = model.forward
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions, cache_name = "position_ids" in parameters, _cache_name(model)
 
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @functools.wraps(forward)
+    def forward_remotely(*args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs["input_ids"], args = args[0], args[1:]
         given = kwargs.get("input_ids")
         n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
-        cache = kwargs.get(cache_name)
-        if cache is None:
-            cache = model.new_cache(model.max_session_tokens if wants_cache else n_new)
-        if not isinstance(cache, RemoteCache):
+        cache, call.own, call.n_prefix = kwargs.get(cache_name), lora(), 0
+        if isinstance(cache, DynamicCache) and cache.get_seq_length():
+            call.n_prefix = int(cache.get_seq_length())
+            call.own |= own.prefix_of(cache)
+        elif isinstance(cache, RemoteCache):
+            cache.own = cache.own or own.gather(call.own, 0)
+        elif cache is not None and not isinstance(cache, DynamicCache):
             raise ConfigError(f"expected a RemoteCache of this model as {cache_name}, got {type(cache).__name__}")
+        call.may_train = not isinstance(cache, RemoteCache) and not call.generating and not kwargs.get("use_cache")
+        if not isinstance(cache, RemoteCache):
+            size = model.max_session_tokens if wants_cache else n_new + call.n_prefix
+            cache = call.generating or model.new_cache(size)
+            cache.precede(own.gather(call.own, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
@@ -193,21 +242,27 @@ def _hook_forward(model: Any, call: _Call) -> None:
         if mask is not None and mask.ndim != 2:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
         kwargs[cache_name], kwargs["use_cache"] = cache, True
-        call.cache, call.positions, call.mask, call.owns_cache = cache, positions, mask, not wants_cache
+        call.cache, call.positions, call.mask = cache, positions, mask
         kept = kwargs.get("logits_to_keep")
         wants_hidden = kwargs.get("output_hidden_states", model.config.output_hidden_states)
         call.want = kept if isinstance(kept, int) and kept > 0 and not wants_hidden else None
-        return args, kwargs
+        try:
+            output = forward(*args, **kwargs)
+            if call.cache is None or not wants_cache:
+                output[cache_name] = None
+            return output
+        finally:
+            if not wants_cache:
+                cache.close()
+            call.cache, call.own = None, {}
 
-    def after(_: Any, __: Any, output: Any) -> Any:
-        if call.owns_cache and call.cache is not None:
-            call.cache.close()
-            output[cache_name] = None
-        call.cache = None
-        return output
+    model.forward = forward_remotely
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after)
+
+def _chunk(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
+    """The mask of the new tokens, where it says anything."""
+    chunk = None if mask is None else mask[:, -n_new:].to(torch.uint8)
+    return None if chunk is None or bool(chunk.all()) else chunk
 
 
 def _cache_name(model: Any) -> str:
@@ -215,7 +270,7 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any) -> None:
+def _own_generate(model: Any, call: _Call) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
 
@@ -224,11 +279,12 @@ def _own_generate(model: Any) -> None:
             return generate(*args, **kwargs)
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
         config = kwargs.get("generation_config") or model.generation_config
-        cache = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
+        cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
+        cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
         try:
             return generate(*args, **{**kwargs, cache_name: cache})
         finally:
-            model.last_session = cache.session
+            call.generating, model.last_session = None, cache.session
             cache.close()
 
     model.last_session = None

@@ -23,7 +23,8 @@ class Requests:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop, terms = links[index].hop, self._terms
         before, after = _neighbours(links, index)
-        needs = ("exact", terms.grade == "exact"), ("codec", codec != "raw"), ("adapter", bool(terms.adapter))
+        needs = {"exact": terms.grade == "exact", "codec": codec != "raw", "adapter": bool(terms.adapter)}
+        needs["tuned"] = terms.own is not None
         return OpenSession(
             id=call_id,
             session=self._session,
@@ -42,7 +43,8 @@ class Requests:
             codec=codec,
             inherit=inherit,
             adapter=terms.adapter,
-            needs=tuple(need for need, is_needed in needs if is_needed),
+            tuned=terms.own.version if terms.own else b"",
+            needs=tuple(need for need, is_needed in needs.items() if is_needed),
         )
 
     def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:

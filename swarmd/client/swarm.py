@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,11 @@ import torch
 import trio
 
 from swarmd.client.chain import ChainSession
-from swarmd.client.links import Repair, Statistics, Terms
+from swarmd.client.lane import Lane, MicroBatch
+from swarmd.client.links import Listeners, Repair, Statistics, Terms
 from swarmd.client.model import remote_model
+from swarmd.client.own import OwnParameters
+from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
 from swarmd.compute.history import Budget
 from swarmd.config import QUANTIZE
 from swarmd.errors import (
@@ -37,7 +40,7 @@ from swarmd.errors import (
     Unreachable,
     first_error,
 )
-from swarmd.net.api import Network, TaskStatus
+from swarmd.net.api import Network, Purpose, TaskStatus
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
@@ -88,7 +91,7 @@ class AsyncSwarm:
         )
         self._membership = membership
         self._network = network
-        self._sessions: dict[bytes, ChainSession] = {}
+        self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
         self._rng = random.Random()
         self._nursery: trio.Nursery
@@ -106,7 +109,7 @@ class AsyncSwarm:
     async def open_session(self, terms: Terms) -> ChainSession:
         """Open a session over the cheapest chain. Raises SwarmError."""
         session = ChainSession(self, terms, self.budget)
-        self._sessions[session.key] = session
+        self._listeners[session.key] = session
         try:
             await session.open()
         except BaseException:
@@ -115,8 +118,12 @@ class AsyncSwarm:
             raise
         return session
 
+    def pipeline(self, terms: Terms) -> Pipeline:
+        """Lanes for fine-tuning through a model's blocks."""
+        return Pipeline(self, self._listeners, terms)
+
     async def close_session(self, session: ChainSession) -> None:
-        self._sessions.pop(session.key, None)
+        self._listeners.pop(session.key, None)
         await session.close()
 
     async def resolve(self, name: str) -> tuple[ModelId, int]:
@@ -226,9 +233,9 @@ class AsyncSwarm:
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
-        session = self._sessions.get(getattr(message, "session", None) or b"")
-        if session is not None:
-            await session.on_message(channel.peer, message, frame)
+        listener = self._listeners.get(getattr(message, "session", None) or b"")
+        if listener is not None:
+            await listener.on_message(channel.peer, message, frame)
         elif isinstance(message, Records):
             self.exchange.merge_body_untrusted(frame.payload)
         elif isinstance(message, ExchangeDigest):
@@ -236,9 +243,11 @@ class AsyncSwarm:
         elif isinstance(message, Ping):
             await channel.send(Pong(re=message.id))
 
-    def gone(self, peer: PeerId) -> None:
-        for session in self._sessions.values():
-            session.on_gone(peer)
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        kind = {"interactive": ChainSession, "training": Lane}.get(purpose)
+        for listener in list(self._listeners.values()):
+            if kind is not None and isinstance(listener, kind):
+                listener.on_gone(peer)
 
 
 @asynccontextmanager
@@ -328,6 +337,37 @@ class BlockingSession:
             self._answers.put(Unreachable("the connection to the swarm was closed"))
             with trio.CancelScope(shield=True):
                 await self._swarm.close_session(self.chain_session)
+
+
+class BlockingLanes:
+    """A pipeline for threads."""
+
+    def __init__(self, thread: TrioThread, pipeline: Pipeline) -> None:
+        self._thread = thread
+        self._pipeline = pipeline
+
+    @property
+    def layer_arity(self) -> int:
+        return self._pipeline.layer_arity
+
+    @property
+    def statistics(self) -> PipelineStatistics:
+        return self._pipeline.statistics
+
+    @property
+    def open(self) -> tuple[Lane, ...]:
+        """The lanes that are open now."""
+        return self._pipeline.lanes
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
+        """See Pipeline.forward. Blocks the calling thread."""
+        return self._thread.call(self._pipeline.forward, batches)
+
+    def backward(
+        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """See Pipeline.backward. Blocks the calling thread."""
+        return self._thread.call(self._pipeline.backward, tickets, gradients)
 
 
 class TrioThread:
@@ -423,13 +463,19 @@ class Swarm:
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
 
-        def open_session(batch: int, max_tokens: int) -> BlockingSession:
+        def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            terms = Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind)
-            return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, terms))
+            return Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
 
-        return remote_model(folder, open_session, getattr(torch, dtype))
+        def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
+            if own is not None and lora:
+                raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
+            opening = terms(batch, max_tokens, own)
+            return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, opening))
+
+        lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype))
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""

@@ -76,7 +76,11 @@ class Adapters:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
             a, b = self.checked(module, a, b)
-            lora.updates[module] = a.to(self._device, self._dtype), b.to(self._device, self._dtype), config.scale(module)
+            lora.updates[module] = (
+                a.to(self._device, self._dtype),
+                b.to(self._device, self._dtype),
+                config.scale(module),
+            )
         self.hook(lora)
         return lora
 

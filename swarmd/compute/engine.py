@@ -15,17 +15,24 @@ from dataclasses import dataclass
 from swarmd.compute.history import Budget
 from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
+from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
+from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
 PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
 Key = tuple[bytes, int]
+FindTuned = Callable[[bytes, bytes, Span], Tuned]  # by client, version and hop; raises Refused
+
+
+def _none_held(client: bytes, version: bytes, hop: Span) -> Tuned:
+    return NOTHING
 
 
 @dataclass(slots=True)
@@ -56,8 +63,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._queues)
 
-    def take(self, message: AnyMessage, frame: Frame) -> Iterator[bytes]:
-        """Take one frame in: queue work, do at once what is none. Yields answers."""
+    def take(self, message: AnyMessage, frame: Frame, tuned: FindTuned = _none_held) -> Iterator[bytes]:
+        """Take one frame in: queue work, do at once what is none. Yields answers.
+
+        ``tuned`` finds a client's own parameters, for sessions that use them.
+        """
         if isinstance(message, Op | Replay | HandOver | CachePart):
             key = (message.session, message.start)
             if key not in self._sessions:
@@ -79,7 +89,12 @@ class Engine:
                 text = f"the adapter {message.adapter[:12]} is not loaded"
                 yield self._refuse(message, Refused(Code.SESSION_LOST, text))
                 return
-            self._sessions[message.session, message.start] = HopSession(self.span, message, self._budget)
+            try:
+                own = tuned(message.client, message.tuned, Span(message.start, message.end))
+            except Refused as error:
+                yield self._refuse(message, Refused(Code.SESSION_LOST, str(error)))
+                return
+            self._sessions[message.session, message.start] = HopSession(self.span, message, self._budget, own)
             self._served.setdefault(message.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseSession):
             self._drop((message.session, message.start))

@@ -17,6 +17,7 @@ from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
+from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
@@ -45,7 +46,7 @@ class _Begun:
 class HopSession:
     """Caches of one session for one hop of the loaded span."""
 
-    def __init__(self, span: LoadedSpan, opened: OpenSession, budget: Budget) -> None:
+    def __init__(self, span: LoadedSpan, opened: OpenSession, budget: Budget, tuned: Tuned = NOTHING) -> None:
         self.hop = Span(opened.start, opened.end)
         self.session = opened.session
         self.client = opened.client
@@ -54,10 +55,13 @@ class HopSession:
         self._span = span
         self._max_tokens = opened.max_tokens
         self._codec = opened.codec
-        self._lora = span.adapters.get(opened.adapter) if opened.adapter else None
+        adapter = span.adapters.get(opened.adapter) if opened.adapter else None
+        self._lora = tuned.lora if tuned.lora.updates else adapter
         self._cache = span.new_cache(self.hop, opened.max_tokens)
+        with torch.inference_mode():
+            tuned.fill(self._cache, self.hop.blocks(), opened.batch)
         self._mask: torch.Tensor | None = None
-        self._n_tokens = 0
+        self._n_tokens = tuned.n_prefix
         self._begun: _Begun | None = None
         self._reached = 0  # the last op that is part of the caches
         self._parts: list[bytes] = []

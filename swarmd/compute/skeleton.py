@@ -47,6 +47,15 @@ class Stub(nn.Module):
         super().__init__()
         self.__dict__["_original"] = [original]  # outside the module tree; some families read layers' attributes
 
+    @property
+    def original(self) -> nn.Module:
+        """The layer that this stands for, without weights."""
+        return self.__dict__["_original"][0]  # type: ignore[no-any-return]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Stub:
+        """Stay as it is when a model moves: what PEFT puts into a client's stub lives on the CPU, where frames do."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

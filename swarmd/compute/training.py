@@ -92,9 +92,7 @@ class _Waiting:
 class Training:
     """All lanes of one worker. ``handled`` counts the frames whose work is done."""
 
-    def __init__(
-        self, span: LoadedSpan, limit_bytes: int, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, span: LoadedSpan, limit_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.handled = 0
         self._span = span
         self._limit_bytes = limit_bytes
@@ -152,7 +150,7 @@ class Training:
                 if not isinstance(error, Refused):
                     logger.exception("a pass of fine-tuning failed")
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
-                frames, _ = None, chosen.steps.close()
+                frames = None
                 yield messages.framed(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
             self._served[client] = self._served.get(client, 0.0) + self._clock() - started
@@ -219,10 +217,14 @@ class Training:
         number, n_parts = message.part
         pieces = self._coming.pop(key, []) if number else []
         if number != len(pieces):
-            yield messages.framed(messages.refusal_for(message, Refused(Code.OP_GAP, "a piece of parameters is missing")))
+            yield messages.framed(
+                messages.refusal_for(message, Refused(Code.OP_GAP, "a piece of parameters is missing"))
+            )
             return
         pieces.append(bytes(payload))
-        held = sum(t.n_bytes for t in self._tuned.values()) + sum(map(len, (p for c in self._coming.values() for p in c)))
+        held = sum(t.n_bytes for t in self._tuned.values()) + sum(
+            map(len, (p for c in self._coming.values() for p in c))
+        )
         if held + sum(map(len, pieces)) > self._limit_bytes and not self._forget_tuned(sum(map(len, pieces))):
             text = f"parameters of more than {self._limit_bytes >> 20} MiB"
             yield messages.framed(messages.refusal_for(message, Refused(Code.NO_CAPACITY, text)))
@@ -250,12 +252,12 @@ class Training:
 
     # --- passes ----------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]
-    ) -> Steps:
+    def _forward(self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
         message = parts[0]
         assert isinstance(message, Forward)
         batch = self._read_batch(lane, message, parts, payloads)
+        for seq in [seq for seq in lane.batches if seq <= message.settled]:
+            del lane.batches[seq]
         keeps = message.keep and self._keep(key, message.seq, lane, batch)
         wants_graph = keeps and self._has_room_for(self._graph_bytes(batch, lane.hop))
         hidden = batch.hidden
@@ -267,13 +269,9 @@ class Training:
             yield []
         if keeps and not self._has_room_for(0):  # the first one is how one learns what graphs need
             batch.drop_graphs()
-        if not torch.isfinite(hidden).all():
-            raise Refused(Code.NOT_FINITE, f"blocks {lane.hop} gave values that are not finite")
         yield list(self._forward_frames(message, lane, batch, hidden))
 
-    def _backward(
-        self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]
-    ) -> Steps:
+    def _backward(self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
         message = parts[0]
         assert isinstance(message, Backward)
         batch = lane.batches.pop(message.seq, None)
@@ -295,8 +293,6 @@ class Training:
                 gradients[name] = torch.zeros_like(leaf) if value is None else value
             self._span.on_block()
             yield []
-        if not all(torch.isfinite(g).all() for g in (gradient, *gradients.values())):
-            raise Refused(Code.NOT_FINITE, f"the backward of blocks {lane.hop} gave values that are not finite")
         yield list(_gradient_frames(message, lane, gradient, gradients))
 
     def _read_batch(
@@ -329,7 +325,9 @@ class Training:
         needed = self._graph_bytes(batch, lane.hop)
         if message.keep and needed > self._limit_bytes:
             text = f"a micro-batch of {batch.n_tokens} tokens needs {needed >> 20} MiB for its backward"
-            raise Refused(Code.TOO_LONG, f"{text}, this server gives {self._limit_bytes >> 20}: use smaller micro-batches")
+            raise Refused(
+                Code.TOO_LONG, f"{text}, this server gives {self._limit_bytes >> 20}: use smaller micro-batches"
+            )
         return batch
 
     def _read_gradient(
@@ -419,7 +417,7 @@ class Training:
         gone = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
         if gone is None:
             return False
-        for (owner, number) in gone:
+        for owner, number in gone:
             del self._lanes[owner].batches[number]
         batch.order = self._n_taken
         lane.batches[seq] = batch
@@ -445,9 +443,7 @@ class Training:
         is_last = lane.hop.end == self._span.n_layers
         mask = None if batch.mask is None else batch.mask[:, batch.tuned.n_prefix :].to(torch.uint8)
         positions = batch.positions.to(torch.int32)
-        yield from forward_frames(
-            message, lane.hop.end, hidden, None if is_last else (positions, mask), lane.codec
-        )
+        yield from forward_frames(message, lane.hop.end, hidden, None if is_last else (positions, mask), lane.codec)
 
 
 def forward_frames(
@@ -462,7 +458,9 @@ def forward_frames(
         positions = None if places is None else places[0][:, window]
         mask = None if places is None or places[1] is None else places[1][:, window]
         meta, payload = pack(hidden[:, window], positions, mask, codec)
-        header = Forward(message.session, start, message.seq, (part, n_parts), meta, message.keep, message.tuned)
+        header = Forward(
+            message.session, start, message.seq, (part, n_parts), meta, message.keep, message.tuned, message.settled
+        )
         yield messages.framed(header, payload)
 
 

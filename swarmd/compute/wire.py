@@ -33,7 +33,7 @@ def pack(
 
 
 def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes, float]:
-    """Encode a gradient [b, t, d] times a power of two (returned), so that small ones do not vanish in half precision."""
+    """Encode a gradient [b, t, d] times a power of two, which is returned: small ones vanish in half precision."""
     largest = float(gradient.abs().max())
     scale = 1.0
     if codec == "float16" and largest > 0 and math.isfinite(largest):

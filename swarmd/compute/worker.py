@@ -23,8 +23,10 @@ import torch
 from swarmd.compute.engine import Engine
 from swarmd.compute.history import Budget
 from swarmd.compute.span import LoadedSpan, device_description, pick_device
+from swarmd.compute.training import Training
 from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
+from swarmd.plan.training import Allowance
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Message, Tick, WorkerFailed
@@ -48,6 +50,8 @@ class Worker:
         self._connection = connection
         self._decoder = FrameDecoder()
         self._engine: Engine | None = None
+        self._training: Training
+        self._allowance = Allowance(0.0)
         self._n_loads = 0
         self._ticked_at = 0.0
         self._is_prepared = False
@@ -60,22 +64,44 @@ class Worker:
         while True:
             if not answers:
                 self._prepare_while_idle()
-            is_busy = self._engine is not None and self._engine.has_work
-            for frame in self._receive(wait=not is_busy and not answers):
+            for frame in self._receive(wait=not self._has_work and not answers):
                 answers += self._take(frame)
-            if self._engine is None or not self._engine.has_work:
+            if self._engine is None or not self._has_work:
                 self._send(answers)
                 answers = []
                 continue
+            trained, wait_s = self._train() if self._training.has_work else ([], 0.0)
+            if not self._engine.has_work:
+                self._send([*answers, *trained])
+                answers = []
+                if wait_s:
+                    select.select([self._connection], [], [], wait_s)
+                continue
+            answers += trained
             if (wait_s := self._engine.patience_s()) and select.select([self._connection], [], [], wait_s)[0]:
                 continue
             answers += self._engine.run_pass()
             self._send(answers)
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine is not None and (self._engine.has_work or self._training.has_work)
+
+    def _train(self) -> tuple[list[bytes], float]:
+        """Compute some of what fine-tuning waits for; returns its answers, or how long decoding leaves it no time."""
+        assert self._engine is not None
+        begun = time.monotonic()
+        wait_s = self._allowance.wait_s(begun, self._engine.has_work).action
+        if wait_s:
+            return [], wait_s
+        answers = list(self._training.run_slice())
+        self._allowance.spend(time.monotonic() - begun)
+        return answers, 0.0
+
     def _prepare_while_idle(self) -> None:
         """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
-        while self._engine is not None and not self._engine.has_work:
+        while self._engine is not None and not self._has_work:
             wait_s = IDLE_S if not self._is_prepared else max(IDLE_S, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
@@ -120,10 +146,12 @@ class Worker:
         if isinstance(message, LoadAdapter):
             self._n_loads += 1
             return [messages.framed(self._load_adapter(self._engine.span, message, bytes(frame.payload)))]
-        return list(self._engine.take(message, frame))
+        if (trained := self._training.take(message, frame)) is not None:
+            return list(trained)
+        return list(self._engine.take(message, frame, self._training.tuned))
 
     def _send(self, answers: list[bytes]) -> None:
-        handled = self._n_loads + (self._engine.handled if self._engine else 0)
+        handled = self._n_loads + (self._engine.handled + self._training.handled if self._engine else 0)
         self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled)))))
         self._ticked_at = time.monotonic()
 
@@ -152,6 +180,8 @@ class Worker:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
         self._engine = Engine(span, budget)
+        self._training = Training(span, request.training_bytes)
+        self._allowance = Allowance(request.training_share)
         name, memory_bytes = device_description(device)
         return Loaded(
             device=name,

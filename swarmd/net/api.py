@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from swarmd.values import PeerId
 
-Purpose = Literal["interactive", "bulk", "weights", "ticket"]
-PURPOSES: tuple[Purpose, ...] = ("interactive", "bulk", "weights")  # of channels; tickets are below (net.direct)
+Purpose = Literal["interactive", "bulk", "weights", "training", "ticket"]
+PURPOSES: tuple[Purpose, ...] = (
+    "interactive",
+    "bulk",
+    "weights",
+    "training",
+)  # of channels; tickets are below (net.direct)
 
 
 if TYPE_CHECKING:  # the stubs of trio-typing, a dependency of libp2p, hide trio's own types and keep this one apart

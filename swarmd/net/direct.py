@@ -1,4 +1,4 @@
-"""A data channel beside libp2p for interactive frames: TLS 1.3 between two peers that know each other already.
+"""Data channels beside libp2p, for sessions and fine-tuning: TLS 1.3 between peers that know each other already.
 
 A stream of libp2p costs 0.6 ms a hop (Noise and yamux in Python), one of TLS on a socket of its own 0.35
 (docs/performance.md). Who wants one asks over the authenticated libp2p connection for a *ticket*: a port, the
@@ -46,6 +46,7 @@ AGAIN_AFTER_S = 300.0
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
 SEND_BUFFER_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 18
+DIRECT: tuple[Purpose, ...] = ("interactive", "training")  # by the byte that follows a token
 BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 
@@ -117,7 +118,7 @@ class _Token:
 
 
 class DirectNetwork:
-    """``inner`` with direct channels for interactive streams. ``hosts``: where to listen; empty: only dial."""
+    """``inner`` with direct channels for the purposes in DIRECT. ``hosts``: where to listen; empty: only dial."""
 
     def __init__(self, inner: Inner, hosts: tuple[str, ...] = (), port: int = 0) -> None:
         self.peer_id = inner.peer_id
@@ -175,9 +176,9 @@ class DirectNetwork:
         self._inner.set_handler(purpose, handler)
 
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
-        if purpose == "interactive" and self._without.get(peer, 0.0) <= trio.current_time():
+        if purpose in DIRECT and self._without.get(peer, 0.0) <= trio.current_time():
             try:
-                return await self._dial(peer)
+                return await self._dial(peer, purpose)
             except PeerError as error:
                 if self._inner.remote_host(peer) is None:
                     raise
@@ -192,7 +193,7 @@ class DirectNetwork:
 
     # --- dialling ---------------------------------------------------------------------------------------------
 
-    async def _dial(self, peer: PeerId) -> DirectStream:
+    async def _dial(self, peer: PeerId, purpose: Purpose) -> DirectStream:
         ticket = await self._ask_ticket(peer)
         host = self._inner.remote_host(peer)
         if host is None:
@@ -209,7 +210,7 @@ class DirectNetwork:
                 await tls.do_handshake()
                 if tls.getpeercert(binary_form=True) != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
-                await tls.send_all(ticket.token)
+                await tls.send_all(ticket.token + bytes([DIRECT.index(purpose)]))
                 return self._keep(DirectStream(peer, tls, connection))
         except BaseException as error:
             if connection is not None:
@@ -254,33 +255,35 @@ class DirectNetwork:
         self._n_pending += 1
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
-                peer = await self._admit(tls)
-                stream = self._keep(DirectStream(peer, tls, connection)) if peer is not None else None
+                admitted = await self._admit(tls)
+                stream = self._keep(DirectStream(admitted[0], tls, connection)) if admitted is not None else None
         except (trio.TooSlowError, *BROKEN):
-            peer = stream = None
+            admitted = stream = None
         finally:
             self._n_pending -= 1
-        handler = self._handlers.get("interactive")
-        if peer is None or stream is None or handler is None:
+        handler = self._handlers.get(admitted[1]) if admitted is not None else None
+        if admitted is None or stream is None or handler is None:
             await trio.aclose_forcefully(tls)
             return
         try:
             await handler(stream)
         except Exception as error:  # noqa: BLE001 - the stream-handler guard, as for libp2p's streams
-            logger.debug("a direct channel of %s ended with %r", peer, error)
+            logger.debug("a direct channel of %s ended with %r", stream.peer, error)
         finally:
-            self._streams.get(peer, set()).discard(stream)
+            self._streams.get(stream.peer, set()).discard(stream)
             await stream.reset()
 
-    async def _admit(self, tls: trio.SSLStream) -> PeerId | None:
-        token = b""
-        while len(token) < TOKEN_BYTES:
-            data = await tls.receive_some(TOKEN_BYTES - len(token))
+    async def _admit(self, tls: trio.SSLStream) -> tuple[PeerId, Purpose] | None:
+        start = b""
+        while len(start) <= TOKEN_BYTES:
+            data = await tls.receive_some(TOKEN_BYTES + 1 - len(start))
             if not data:
                 return None
-            token += data
-        known = self._tokens.pop(token, None)
-        return known.peer if known is not None and known.expires_at > trio.current_time() else None
+            start += data
+        known = self._tokens.pop(start[:TOKEN_BYTES], None)
+        if known is None or known.expires_at <= trio.current_time() or start[-1] >= len(DIRECT):
+            return None
+        return known.peer, DIRECT[start[-1]]
 
     def _keep(self, stream: DirectStream) -> DirectStream:
         streams = self._streams.setdefault(stream.peer, set())

@@ -42,8 +42,8 @@ class Guest(Protocol):
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         """Act on one message. Refused is sent back; RemoteProtocolError ends the channel."""
 
-    def gone(self, peer: PeerId) -> None:
-        """The last channel to a peer has ended."""
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """The last channel of one purpose to a peer has ended."""
 
 
 class Channel:
@@ -316,5 +316,4 @@ class Rpc:
             channels.remove(channel)
             if not channels:
                 del self._channels[channel.peer, channel.purpose]
-                if channel.purpose == "interactive":
-                    self._guest.gone(channel.peer)
+                self._guest.gone(channel.peer, channel.purpose)

@@ -8,6 +8,7 @@ import time
 import trio
 
 from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmUnavailable
+from swarmd.net.api import Purpose
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
@@ -36,7 +37,7 @@ class _Visitor:
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         return
 
-    def gone(self, peer: PeerId) -> None:
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
         return
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from swarmd.errors import PeerError
+from swarmd.net.api import Purpose
 from swarmd.net.rpc import Rpc
 from swarmd.values import PeerId
 
@@ -31,11 +32,13 @@ class Outbox:
         nursery: trio.Nursery,
         failed: Callable[[PeerId, str], None],
         to_self: Callable[[bytes], Awaitable[None]],
+        purpose: Purpose = "interactive",
     ) -> None:
         self._rpc = rpc
         self._nursery = nursery
         self._failed = failed
         self._to_self = to_self
+        self._purpose = purpose
         self._waiting: dict[PeerId, deque[bytes]] = {}
         self._waiting_bytes = 0
 
@@ -53,7 +56,7 @@ class Outbox:
 
     async def send(self, peer: PeerId, frame: bytes) -> None:
         """Send at once what need not wait for anybody, which saves a task switch on the way of every token."""
-        channel = self._rpc.existing(peer)
+        channel = self._rpc.existing(peer, self._purpose)
         if channel is None or peer in self._waiting or not channel.can_send(len(frame)):
             self.put(peer, frame)
             return
@@ -83,7 +86,7 @@ class Outbox:
         if peer == self._rpc.network.peer_id:
             await self._to_self(frame)
         else:
-            channel = self._rpc.existing(peer) or await self._rpc.channel(peer)
+            channel = self._rpc.existing(peer, self._purpose) or await self._rpc.channel(peer, self._purpose)
             await channel.send_raw(frame)
 
 

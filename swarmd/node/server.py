@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
-from swarmd.errors import Code, IntegrityError, PeerError, Refused
+from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
@@ -35,7 +35,7 @@ from swarmd.plan.session import (
 )
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.identity import public_key_of_untrusted
+from swarmd.protocol.identity import require_peer_ids
 from swarmd.protocol.messages import (
     AdapterLoaded,
     AnyMessage,
@@ -46,6 +46,7 @@ from swarmd.protocol.messages import (
     HandOver,
     Inherited,
     Leaving,
+    Loaded,
     Message,
     Op,
     Opened,
@@ -278,20 +279,8 @@ class Server:
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        _check_ids(opening.predecessor, opening.successor)
-        loaded = self._worker.loaded
-        if self.is_draining:
-            raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
-        if loaded is None:
-            raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
-        if opening.model != self.model:
-            raise Refused(Code.NOT_SERVING, f"this server holds {self.model[:12]}, not {opening.model[:12]}")
-        if not (opening.start < opening.end and self.span.covers(Span(opening.start, opening.end))):
-            raise Refused(Code.NOT_SERVING, f"this server holds blocks {self.span}, not {opening.start}:{opening.end}")
-        if opening.dtype != self.dtype:
-            raise Refused(Code.UNSUPPORTED, f"this server computes in {self.dtype}, not {opening.dtype}")
-        if opening.codec not in CODECS:
-            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {', '.join(CODECS)}, not {opening.codec}")
+        require_peer_ids(opening.predecessor, opening.successor)
+        loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         if opening.numerics and opening.numerics != loaded.numerics:
             raise Refused(Code.NUMERICS_DIFFER, "this server's numerics differ from those that the session needs")
         if opening.adapter:
@@ -302,6 +291,23 @@ class Server:
         beside = self._hops.get(self._by_end.get((opening.session, opening.end), (b"", 0)))
         if beside is not None and beside.state.client != client:
             raise Refused(Code.STRANGER, "another client has a session of this name")
+
+    def require_serving(self, model: str, start: int, end: int, dtype: str, codec: str) -> Loaded:
+        """Refuse what this server cannot compute now. Raises Refused."""
+        loaded = self._worker.loaded
+        if self.is_draining:
+            raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
+        if loaded is None:
+            raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
+        if model != self.model:
+            raise Refused(Code.NOT_SERVING, f"this server holds {self.model[:12]}, not {model[:12]}")
+        if not (start < end and self.span.covers(Span(start, end))):
+            raise Refused(Code.NOT_SERVING, f"this server holds blocks {self.span}, not {start}:{end}")
+        if dtype != self.dtype:
+            raise Refused(Code.UNSUPPORTED, f"this server computes in {self.dtype}, not {dtype}")
+        if codec not in CODECS:
+            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {', '.join(CODECS)}, not {codec}")
+        return loaded
 
     async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: HopSession) -> None:
         loaded = self._worker.loaded
@@ -331,7 +337,7 @@ class Server:
             hop.why = f"returns to the client: {successor[-8:]} cannot be reached from here ({error or 'no answer'})"
 
     def _on_reroute(self, channel: Channel, message: Reroute) -> None:
-        _check_ids(message.predecessor, message.successor)
+        require_peer_ids(message.predecessor, message.successor)
         hop = self._own_hop(channel.peer, message.session, message.start)
         if message.epoch < hop.state.epoch:
             raise Refused(Code.STALE_EPOCH, f"epoch {message.epoch}, this hop is at {hop.state.epoch}")
@@ -386,7 +392,7 @@ class Server:
         return len(self._hops)
 
     async def _on_hand_over(self, peer: PeerId, message: HandOver) -> None:
-        _check_ids(message.to)
+        require_peer_ids(message.to)
         hop = self._own_hop(peer, message.session, message.start)
         if not self.is_draining or self._handovers.is_under_way((message.session, message.start)):
             raise Refused(Code.REFUSED, "caches are handed over once, by a server that stops serving")
@@ -606,13 +612,3 @@ class Server:
         self._changed.set()
         self._changed = trio.Event()
         self.on_change()
-
-
-def _check_ids(*peers: str) -> None:
-    """Refuse neighbours that are no peer ids; an empty one stands for the client."""
-    for peer in peers:
-        if peer:
-            try:
-                public_key_of_untrusted(peer)
-            except IntegrityError as error:
-                raise Refused(Code.MALFORMED, str(error)) from None

@@ -86,26 +86,27 @@ def best_rejected(
     return min(found, key=lambda route: route.cost_s, default=None)
 
 
-def spread_routes(
-    spans: Sequence[SpanRecord], wanted: Span, client: PeerId, trips: Trips, n_batches: int
-) -> list[Route]:
-    """Chains for ``n_batches`` equal batches that are in flight together: each peer's load follows its speed.
+def least_loaded(
+    spans: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: Trips,
+    eligible: Callable[[SpanRecord], bool],
+    n_tokens: int,
+    in_flight: Mapping[PeerId, int],
+) -> Route:
+    """Find the chain that would be done first with one more micro-batch of ``n_tokens``. Raises NoRoute.
 
-    One after the other takes the chain whose busiest part would be free first, counting what those before it took.
+    ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
+    speed, and chains that share no peer work side by side.
     """
-    usable = _usable(spans, wanted)
-    each_s = np.array([1.0 / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S) for s in usable])
-    each_s /= np.array([s.end - s.start for s in usable])  # seconds a block
-    given = np.ones(len(usable))
-    index = {s.peer: i for i, s in enumerate(usable)}
-    routes = []
-    for _ in range(n_batches):
-        route = _cheapest(usable, wanted, client, {}, each_s * given, client, 0)
-        for hop in route.hops:
-            i = index[hop.peer]
-            given[i] += len(hop.span) / (usable[i].end - usable[i].start)
-        routes.append(route)
-    return routes
+    usable = _usable([s for s in spans if eligible(s)], wanted)
+    costs = [
+        n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
+        for s in usable
+    ]
+    block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
+    return _cheapest(usable, wanted, client, trips, block_s, client, 0)
 
 
 def pass_s(span: SpanRecord) -> float:

@@ -6,6 +6,7 @@ block; what a server keeps for a backward is bounded, and whoever holds most giv
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
     """
     n = -(-b // rows) if rows else min(b, max(MIN_MICRO_BATCHES, -(-b * t // MAX_MICRO_TOKENS)))
     cuts = [b * i // n for i in range(n + 1)]
-    return [slice(a, z) for a, z in zip(cuts, cuts[1:], strict=False)]
+    return [slice(a, z) for a, z in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Work:
 
 
 def choose_work(waiting: Sequence[Work], served: Mapping[bytes, float]) -> Decision[int]:
-    """Choose what to compute next, by its place in ``waiting``. ``served`` is what each client was given, in seconds."""
+    """Choose what to compute next, by its place in ``waiting``. ``served``: the seconds that each client was given."""
     turn = min(waiting, key=lambda w: (served.get(w.client, 0.0), not w.is_backward, w.order))
     reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
     return Decision(waiting.index(turn), reason)
@@ -49,7 +50,7 @@ def choose_work(waiting: Sequence[Work], served: Mapping[bytes, float]) -> Decis
 
 @dataclass(slots=True)
 class Allowance:
-    """The time that fine-tuning may take beside decoding: a bucket that fills with ``share`` of the time that passes."""
+    """The time that fine-tuning may take beside decoding: a bucket that ``share`` of the passing time fills."""
 
     share: float
     saved_s: float = 0.0
@@ -63,13 +64,14 @@ class Allowance:
         if is_decode_ready:
             self.decoded_at = now
         if now - self.decoded_at > QUIET_S:
+            self.saved_s = 0.0
             return Decision(0.0, "nobody decodes")
         if self.saved_s > 0:
             return Decision(0.0, f"its share of {self.share:.0%} beside decoding")
         left = self.decoded_at + QUIET_S - now
-        return Decision(
-            min(left, -self.saved_s / self.share if self.share else left) + 1e-3, "sessions decode, and its share is used"
-        )
+        if self.share:
+            left = min(left, -self.saved_s / self.share)
+        return Decision(left + 1e-3, "sessions decode, and its share is used")
 
     def spend(self, seconds: float) -> None:
         self.saved_s -= seconds
@@ -85,7 +87,9 @@ class Held:
     order: int
 
 
-def make_room(held: Sequence[Held], client: bytes, n_bytes: int, limit_bytes: int) -> Decision[list[tuple[Key, int]] | None]:
+def make_room(
+    held: Sequence[Held], client: bytes, n_bytes: int, limit_bytes: int
+) -> Decision[list[tuple[Key, int]] | None]:
     """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
 
     What was kept last will be asked for last, so of a client the newest goes first; and only clients that would still

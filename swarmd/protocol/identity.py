@@ -137,3 +137,13 @@ def _follow_untrusted(certificate: tuple[bytes, ...], founder_key: bytes) -> Mem
         signer, role, expires_at = link.key, link.role, min(expires_at, link.expires_at)
         keys.append(link.key)
     return Membership(peer_id_of(signer), role, tuple(keys), expires_at)
+
+
+def require_peer_ids(*peers: str) -> None:
+    """Refuse what is no peer id; an empty one stands for the client. Raises Refused."""
+    for peer in peers:
+        if peer:
+            try:
+                public_key_of_untrusted(peer)
+            except IntegrityError as error:
+                raise Refused(Code.MALFORMED, str(error)) from None

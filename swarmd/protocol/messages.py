@@ -151,8 +151,8 @@ class Opened(Message, tag="opened", frozen=True):
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
 
-    Mask and positions, where there are any, follow them. The codec may differ from op to op: an encoder falls back to "raw" for values that
-    its session's codec cannot hold.
+    Mask and positions, where there are any, follow them. The codec may differ from op to op: an encoder falls back to
+    "raw" for values that its session's codec cannot hold.
     """
 
     b: Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -339,8 +339,9 @@ class CloseLane(Message, tag="close_lane", frozen=True):
 class Forward(Message, tag="forward", frozen=True):
     """Hidden states of micro-batch ``seq`` in front of block ``start``, for the hop that starts there (or the client).
 
-    ``part`` (number, how many) cuts long ones along t. With ``keep`` a backward will follow. ``tuned`` is the version
-    of the client's own parameters that take part. Payload: as an op's; what returns to the client has no positions.
+    ``part`` (number, how many) cuts long ones along t. With ``keep`` a backward will follow; of those up to ``settled``
+    nothing is needed any more. ``tuned`` is the version of the client's own parameters that take part. Payload: as an
+    op's; what returns to the client has no positions.
     """
 
     session: SessionKey = b"\0" * 16
@@ -350,10 +351,11 @@ class Forward(Message, tag="forward", frozen=True):
     tensor: TensorMeta = TensorMeta(1, 1, 1)
     keep: bool = False
     tuned: Digest = b""
+    settled: Count = 0
 
 
 class Backward(Message, tag="backward", frozen=True):
-    """The loss's gradient by the hidden states in front of block ``start``, for the hop that ends there (or the client).
+    """The gradient by the hidden states in front of block ``start``, for the hop that ends there (or the client).
 
     The gradient is what the payload holds divided by ``scale``, which keeps small ones within half precision.
     """
@@ -367,7 +369,7 @@ class Backward(Message, tag="backward", frozen=True):
 
 
 class Gradients(Message, tag="gradients", frozen=True):
-    """A hop gives the client the gradient of its own parameters for one micro-batch: a piece of one safetensors file."""
+    """A hop gives the client the gradient of its own parameters for one micro-batch: a piece of safetensors."""
 
     session: SessionKey = b"\0" * 16
     start: Block = 0

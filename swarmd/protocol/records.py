@@ -71,7 +71,9 @@ class SpanRecord(Record, tag="span", frozen=True):
 
     ``decode_tokens_per_s`` is one stream's, ``batch_tokens_per_s`` the total of so many streams in one pass;
     ``quantization_error`` is that of the span's output on a probe, relative to the same blocks unquantised.
-    ``n_decoding`` sessions decode there now. ``moves_left``: how often it may still take other blocks today.
+    ``training_bytes`` it keeps for fine-tuning (0: it takes no such work), and ``training_share`` of its time that may
+    take while sessions decode. ``n_decoding`` sessions decode there now.
+    ``moves_left``: how often it may still take other blocks today.
     """
 
     model: Name = ""
@@ -88,6 +90,8 @@ class SpanRecord(Record, tag="span", frozen=True):
     moves_left: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     free_cache_tokens: Count = 0
+    training_bytes: Count = 0
+    training_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
 
 

@@ -170,7 +170,9 @@ def test_long_micro_batches_travel_in_parts(span: LoadedSpan, monkeypatch: pytes
     assert len(bench.run()) == n_parts > 3
     bench.forward(1, hidden)
     bench.answers.clear()
-    frames = list(forward_frames(Forward(session=LANE, seq=2, keep=True), 0, hidden, (torch.zeros(1, 40).int(), None), "raw"))
+    frames = list(
+        forward_frames(Forward(session=LANE, seq=2, keep=True), 0, hidden, (torch.zeros(1, 40).int(), None), "raw")
+    )
     bench.feed(frames[0], frames[2])
     assert refused([(m, p) for m, p in bench.run() if not isinstance(m, Forward)]) is Code.OP_GAP
 
@@ -210,7 +212,9 @@ def test_lora_and_prefix_get_the_gradients_of_autograd(span: LoadedSpan) -> None
     expected = span.forward_with_grad(entering, places, None, None, None, cache)
     for hook in hooks:
         hook.remove()
-    wanted = dict(zip(["", *leaves], torch.autograd.grad(expected, [entering, *leaves.values()], gradient), strict=True))
+    wanted = dict(
+        zip(["", *leaves], torch.autograd.grad(expected, [entering, *leaves.values()], gradient), strict=True)
+    )
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values(answers, Backward), wanted.pop(""), rtol=1e-4, atol=1e-5)
     assert got.keys() == wanted.keys()
@@ -285,7 +289,9 @@ def test_parameters_that_do_not_fit_are_refused(span: LoadedSpan, tensors: dict[
 
 def test_parameters_are_each_clients_own(span: LoadedSpan) -> None:
     bench = Bench(span)
-    pair = {f"model.layers.0.self_attn.q_proj.lora_{x}": torch.ones(*shape) for x, *shape in (("A", 3, 64), ("B", 64, 3))}
+    pair = {
+        f"model.layers.0.self_attn.q_proj.lora_{x}": torch.ones(*shape) for x, *shape in (("A", 3, 64), ("B", 64, 3))
+    }
     bench.put(pair)
     bench.open(b"m" * 16, client=b"another")
     places = (torch.zeros(1, 4).int(), None)

@@ -61,7 +61,7 @@ class Attacker:
         if isinstance(message, Refusal):
             self.refusals.append(message)
 
-    def gone(self, peer: PeerId) -> None: ...
+    def gone(self, peer: PeerId, purpose: str) -> None: ...
 
     async def codes_for(self, peer: PeerId, message: Message, payload: bytes = b"") -> list[str]:
         """Send one message and wait for what comes back."""

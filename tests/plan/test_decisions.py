@@ -24,7 +24,7 @@ from swarmd.plan.placement import (
     hazard_per_s,
     moves_left,
 )
-from swarmd.plan.routing import best_rejected, best_route, pass_s, spread_routes
+from swarmd.plan.routing import best_rejected, best_route, pass_s, least_loaded
 from swarmd.plan.view import RecordBook
 from swarmd.protocol.identity import Identity, Membership
 from swarmd.protocol.records import Catalog, SpanRecord, Verified
@@ -103,9 +103,22 @@ def test_the_best_rejected_chain_does_without_one_of_the_chosen() -> None:
 
 def test_batches_are_spread_in_proportion_to_speed() -> None:
     spans = [span("fast", 0, 4, prefill_tokens_per_s=300.0), span("slow", 0, 4, prefill_tokens_per_s=100.0)]
-    routes = spread_routes(spans, Span(0, 4), ME, {}, 40)
-    counts = Counter(route.hops[0].peer for route in routes)
+    counts: Counter[PeerId] = Counter()
+    for _ in range(40):
+        (hop,) = least_loaded(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        counts[hop.peer] += 1
     assert 28 <= counts[PeerId("fast")] <= 32
+
+
+def test_chains_that_share_no_peer_work_side_by_side() -> None:
+    spans = [span(f"{name}{i}", 2 * i, 2 * i + 2, prefill_tokens_per_s=100.0) for i in range(2) for name in "ab"]
+    counts: Counter[PeerId] = Counter()
+    chains = []
+    for _ in range(6):
+        hops = least_loaded(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        counts.update(hop.peer for hop in hops)
+        chains.append("".join(hop.peer[0] for hop in hops))
+    assert sorted(chains) == ["aa", "aa", "aa", "bb", "bb", "bb"]
 
 
 def test_a_chain_is_never_dearer_than_any_other_way_through_the_same_servers() -> None:

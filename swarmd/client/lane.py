@@ -1,0 +1,379 @@
+"""One lane: a chain of hops that micro-batches go through, forward and backward, many at a time.
+
+Nothing is repaired here. A lane that loses a hop is over, and whoever waits for it hears why: ``LaneFailed`` names the
+peer that should be left out, if one is to blame, and whether the lane itself can go on. What comes late, for a lane
+that is over, finds nobody: no gradient is counted twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import safetensors.torch
+import torch
+import trio
+from safetensors import SafetensorError
+
+from swarmd.client.links import Swarm, Terms
+from swarmd.client.ops import codec_for
+from swarmd.client.own import OwnParameters, give
+from swarmd.compute.training import backward_frames, forward_frames
+from swarmd.compute.wire import unpack_values_untrusted
+from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmError
+from swarmd.plan.routing import Hop
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import (
+    AnyMessage,
+    Backward,
+    CloseLane,
+    Forward,
+    Gradients,
+    OpenLane,
+    Ping,
+    Refusal,
+)
+from swarmd.values import PeerId
+
+OPEN_TIMEOUT_S = 8.0
+QUIET_S = 2.0
+PING_TIMEOUT_S = 3.0
+SILENT_S = 120.0
+RETRY_PAUSE_S = 1.0
+MAX_PARTS = 1_024
+
+
+class LaneFailed(SwarmError):
+    """A micro-batch did not get through. ``blame``: whom to leave out and for how long; ``is_over``: the whole lane."""
+
+    def __init__(self, reason: str, blame: tuple[PeerId, float] | None = None, is_over: bool = True) -> None:
+        super().__init__(reason)
+        self.blame = blame
+        self.is_over = is_over
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a batch: hidden [b, t, d], int32 positions [b, t], uint8 mask [b, t] where rows are padded."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    own: OwnParameters
+    keep: bool
+
+
+@dataclass(slots=True)
+class _Pending:
+    shape: torch.Size
+    gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
+    parts: list[torch.Tensor] = field(default_factory=list)
+    pieces: dict[int, list[bytes]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: torch.Tensor | None = None
+    failure: LaneFailed | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Lane:
+    """See the module. All methods run in the client's trio thread."""
+
+    def __init__(self, swarm: Swarm, terms: Terms, hops: tuple[Hop, ...]) -> None:
+        self.key = os.urandom(16)
+        self.hops = hops
+        self.failure: LaneFailed | None = None
+        self.is_leaving = False
+        self.why: tuple[str, ...] = ()
+        self.codec = codec_for(swarm, terms, [hop.peer for hop in hops])
+        self.layer_arity = 0
+        self.live: set[int] = set()  # micro-batches whose backward may come
+        self._swarm = swarm
+        self._terms = terms
+        self._pending: dict[tuple[type, int], _Pending] = {}
+        self._put: dict[int, bytes] = {}  # version that a hop was given, by its first block
+        self._put_lock = trio.Lock()
+        self._n_sent = 0
+        self._heard_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.failure is None
+
+    # --- life ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open every hop. Raises LaneFailed."""
+        failures: list[LaneFailed] = []
+        async with trio.open_nursery() as nursery:
+            for index in range(len(self.hops)):
+                nursery.start_soon(self._open_hop, index, failures)
+        if failures:
+            raise failures[0]
+        self._heard_at = trio.current_time()
+
+    async def _open_hop(self, index: int, failures: list[LaneFailed]) -> None:
+        hop, peers = self.hops[index], [PeerId(""), *(h.peer for h in self.hops), PeerId("")]
+        self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
+        after = peers[index + 2]
+        request = partial(self._opening, hop, peers[index], after)
+        try:
+            with trio.fail_after(OPEN_TIMEOUT_S):
+                channel = await self._swarm.rpc.channel(hop.peer, "training")
+                reply, _ = await channel.call(request, timeout_s=OPEN_TIMEOUT_S)
+        except trio.TooSlowError:
+            failures.append(LaneFailed(f"{hop} could not be reached", (hop.peer, 20.0)))
+        except Refused as error:
+            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0)))
+        except PeerError as error:
+            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+        else:
+            self.layer_arity = getattr(reply, "layer_arity", 0)
+            self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
+
+    def _opening(self, hop: Hop, before: PeerId, after: PeerId, call_id: int) -> OpenLane:
+        return OpenLane(
+            id=call_id,
+            session=self.key,
+            model=self._terms.model,
+            start=hop.span.start,
+            end=hop.span.end,
+            dtype=self._terms.dtype,
+            predecessor=before,
+            successor=after,
+            successor_addresses=self._swarm.addresses_of(after) if after else (),
+            codec=self.codec.action,
+            needs=("codec",) if self.codec.action != "raw" else (),
+        )
+
+    async def close(self) -> None:
+        """Tell the hops that are reachable to forget this lane."""
+        self.fail(LaneFailed("the lane was closed"))
+        for hop in self.hops:
+            channel = self._swarm.rpc.existing(hop.peer, "training")
+            if channel is not None:
+                try:
+                    with trio.move_on_after(1):
+                        await channel.send(CloseLane(session=self.key, start=hop.span.start))
+                except PeerError:
+                    continue
+
+    def fail(self, failure: LaneFailed) -> None:
+        """End the lane: whoever waits hears why."""
+        if self.failure is None:
+            self.failure = failure
+        for pending in self._pending.values():
+            self._settle(pending, failure)
+
+    # --- passes ----------------------------------------------------------------------------------------------
+
+    async def forward(self, batch: MicroBatch) -> tuple[int, torch.Tensor]:
+        """Send a micro-batch through; returns its number here, and what left the last block. Raises LaneFailed."""
+        await self._give_parameters(batch.own)
+        self._n_sent += 1
+        seq, first = self._n_sent, self.hops[0]
+        if batch.keep:
+            self.live.add(seq)
+        header = Forward(
+            session=self.key,
+            seq=seq,
+            keep=batch.keep,
+            tuned=batch.own.version,
+            settled=min(self.live, default=seq) - 1,
+        )
+        places = batch.positions, batch.mask
+        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action)
+        pending = _Pending(batch.hidden.shape)
+        await self._exchange((Forward, seq), pending, first, frames)
+        assert pending.values is not None
+        return seq, pending.values
+
+    async def backward(
+        self, seq: int, gradient: torch.Tensor, own: OwnParameters
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
+        last, first = self.hops[-1], self.hops[0]
+        frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
+        wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
+        pending = _Pending(gradient.shape, wanted)
+        await self._exchange((Backward, seq), pending, last, frames)
+        assert pending.values is not None, first
+        return pending.values, pending.gradients
+
+    async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if len(self._pending) == 0:
+            self._heard_at = trio.current_time()
+        self._pending[kind] = pending
+        try:
+            channel = await self._swarm.rpc.channel(hop.peer, "training")
+            for frame in frames:
+                await channel.send_raw(frame)
+            await pending.done.wait()
+        except PeerError as error:
+            raise LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)) from None
+        finally:
+            del self._pending[kind]
+        if pending.failure is not None:
+            raise pending.failure
+
+    async def _give_parameters(self, own: OwnParameters) -> None:
+        """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
+        if not own.version:
+            return
+        async with self._put_lock:
+            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version and own.names(h.span)]
+            failures: list[LaneFailed] = []
+            async with trio.open_nursery() as nursery:
+                for hop in lacking:
+                    nursery.start_soon(self._give_to, hop, own, failures)
+            if failures:
+                raise failures[0]
+
+    async def _give_to(self, hop: Hop, own: OwnParameters, failures: list[LaneFailed]) -> None:
+        try:
+            await give(self._swarm.rpc, hop, own)
+            self._put[hop.span.start] = own.version
+        except Refused as error:
+            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0)))
+        except PeerError as error:
+            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+
+    # --- what comes in ---------------------------------------------------------------------------------------
+
+    async def on_message(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
+        """Take what a hop sends. What no honest hop sends ends the lane."""
+        self._heard_at = trio.current_time()
+        try:
+            if isinstance(message, Forward | Backward):
+                await self._on_values(message, frame)
+            elif isinstance(message, Gradients):
+                self._on_gradients(message, frame)
+            elif isinstance(message, Refusal):
+                self._on_refusal(message)
+        except RemoteProtocolError as error:
+            self.fail(LaneFailed(f"{peer[-8:]}: {error}", (peer, 20.0)))
+
+    async def _on_values(self, message: Forward | Backward, frame: Frame) -> None:
+        is_forward = isinstance(message, Forward)
+        end = self.hops[-1].span.end if is_forward else self.hops[0].span.start
+        if message.start != end:
+            await self._pass_on(message, frame)
+            return
+        pending = self._pending.get((type(message), message.seq))
+        if pending is None:
+            return
+        number, n_parts = message.part
+        if number != len(pending.parts) or n_parts > MAX_PARTS:
+            raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
+        values = unpack_values_untrusted(message.tensor, frame.payload)
+        pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
+        if number + 1 < n_parts:
+            return
+        whole = torch.cat(pending.parts, 1)
+        if whole.shape != pending.shape:
+            raise RemoteProtocolError(f"expected {tuple(pending.shape)}, got {tuple(whole.shape)}")
+        if not torch.isfinite(whole).all():
+            giver = self.hops[-1] if is_forward else self.hops[0]
+            self._settle(pending, LaneFailed(f"{giver} gave values that are not finite", (giver.peer, 20.0)))
+            return
+        pending.values = whole
+        self._finish(pending)
+
+    async def _pass_on(self, message: Forward | Backward, frame: Frame) -> None:
+        """A hop that cannot reach its successor gives its output to the client, for the hop that it is meant for."""
+        hop = next((h for h in self.hops if h.span.start == message.start), None)
+        if not isinstance(message, Forward) or hop is None:
+            raise RemoteProtocolError(f"no hop of this lane starts at block {message.start}")
+        try:
+            channel = await self._swarm.rpc.channel(hop.peer, "training")
+            await channel.send_raw(frame.raw)
+        except PeerError as error:
+            self.fail(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+
+    def _on_gradients(self, message: Gradients, frame: Frame) -> None:
+        pending = self._pending.get((Backward, message.seq))
+        if pending is None or message.start not in pending.gradients_from:
+            return
+        known = pending.pieces.setdefault(message.start, [])
+        number, n = message.part
+        if number != len(known) or n > MAX_PARTS:
+            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}")
+        known.append(bytes(frame.payload))
+        if number + 1 < n:
+            return
+        try:
+            tensors = safetensors.torch.load(b"".join(known))
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise RemoteProtocolError(f"gradients do not parse: {error}") from None
+        names = pending.gradients_from.pop(message.start)
+        if set(tensors) != set(names) or not all(torch.isfinite(g).all() for g in tensors.values()):
+            raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
+        pending.gradients |= tensors
+        self._finish(pending)
+
+    @staticmethod
+    def _finish(pending: _Pending) -> None:
+        if pending.values is not None and not pending.gradients_from:
+            pending.done.set()
+
+    @staticmethod
+    def _settle(pending: _Pending, failure: LaneFailed) -> None:
+        pending.failure = pending.failure or failure
+        pending.done.set()
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        """A hop says no: to one micro-batch, or for good."""
+        code, text = Code(refusal.code), refusal.message
+        kinds = [k for k in ((Forward, refusal.seq), (Backward, refusal.seq)) if k in self._pending]
+        is_backward = bool(kinds) and kinds[0][0] is Backward
+        at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
+        hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
+        blame: tuple[PeerId, float] | None = None
+        is_over = True
+        if hop is not None and code is Code.NOT_FINITE:
+            blame = self._giver(hop, is_backward)
+        elif code is Code.NOT_HELD:
+            is_over = False
+            self._put.clear()
+        elif hop is not None:
+            is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
+            self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
+            wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
+            blame = hop.peer, wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else 20.0)
+        failure = LaneFailed(f"{hop}: {text}", blame, is_over)
+        if is_over:
+            self.fail(failure)
+        for kind in kinds:
+            self._settle(self._pending[kind], failure)
+
+    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, float] | None:
+        """Whoever gave a hop its input; None is the client itself."""
+        index = self.hops.index(hop) + (1 if is_backward else -1)
+        return (self.hops[index].peer, 20.0) if 0 <= index < len(self.hops) else None
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def on_gone(self, peer: PeerId) -> None:
+        """A connection ended."""
+        if any(hop.peer == peer for hop in self.hops):
+            self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", (peer, 20.0)))
+
+    async def look(self) -> None:
+        """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
+        silent_s = trio.current_time() - self._heard_at
+        if not self._pending or silent_s < QUIET_S:
+            return
+        if silent_s > SILENT_S:
+            self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s"))
+        async with trio.open_nursery() as nursery:
+            for hop in self.hops:
+                nursery.start_soon(self._ask, hop)
+
+    async def _ask(self, hop: Hop) -> None:
+        try:
+            await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
+        except PeerError as error:
+            self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", (hop.peer, 20.0)))

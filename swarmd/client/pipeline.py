@@ -1,0 +1,286 @@
+"""Micro-batches through the swarm: each goes through the chain that is free first, and again elsewhere when one fails.
+
+Several are under way at a time, so that no server of a chain idles; several chains work side by side. A micro-batch's
+backward goes where its forward went, or, when that is no more, after another forward elsewhere: the gradient is the
+same, and counted once, because only the last try is asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import trio
+
+from swarmd.client.lane import Lane, LaneFailed, MicroBatch
+from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
+from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
+from swarmd.plan.routing import Hop, least_loaded
+from swarmd.plan.training import IN_FLIGHT_PER_SERVER
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+LOOK_INTERVAL_S = 1.0
+RETRY_PAUSE_S = 0.3
+MIN_TRIES = 3
+T = TypeVar("T")
+WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A micro-batch that went forward: what left the last block, and where its backward should go."""
+
+    batch: MicroBatch
+    out: torch.Tensor
+    lane: Lane
+    seq: int
+
+    def __del__(self) -> None:
+        self.lane.live.discard(self.seq)  # its backward came, or will never come
+
+
+@dataclass(slots=True)
+class PipelineStatistics:
+    """What happened so far, for people and tests."""
+
+    forwards: int = 0
+    backwards: int = 0
+    retries: list[str] = field(default_factory=list)
+    by_peer: Counter[PeerId] = field(default_factory=Counter)
+
+
+class Pipeline:
+    """All lanes of one model. Methods run in the client's trio thread."""
+
+    def __init__(self, swarm: Swarm, listeners: Listeners, terms: Terms) -> None:
+        self.statistics = PipelineStatistics()
+        self.layer_arity = 0
+        self._swarm = swarm
+        self._listeners = listeners
+        self._terms = terms
+        self._lanes: dict[tuple[Hop, ...], Lane] = {}
+        self._opening = trio.Lock()
+        self._excluded = Exclusions()
+        self._in_flight: dict[bool, int] = {False: 0, True: 0}
+        self._of_peer: Counter[PeerId] = Counter()
+        self._freed = trio.Event()
+        self._is_looking = False
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return tuple(self._lanes.values())
+
+    async def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
+        """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
+        return await self._each([partial(self._forward, batch) for batch in batches])
+
+    async def backward(
+        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
+        pairs = zip(tickets, gradients, strict=True)
+        return await self._each([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
+
+    async def close(self) -> None:
+        for lane in self._lanes.values():
+            self._listeners.pop(lane.key, None)
+            await lane.close()
+        self._lanes.clear()
+
+    async def _each(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        results: list[Any] = [None] * len(work)
+        failure: list[SwarmError] = []
+
+        async def run(index: int) -> None:
+            try:
+                results[index] = await work[index]()
+            except SwarmError as error:
+                failure.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(work)):
+                nursery.start_soon(run, index)
+        if failure:
+            raise failure[0]
+        return results
+
+    # --- one micro-batch -------------------------------------------------------------------------------------
+
+    async def _forward(self, batch: MicroBatch) -> Ticket:
+        await self._take_slot(is_backward=False)
+        try:
+            return await self._with_retries(partial(self._try_forward, batch))
+        finally:
+            self._give_slot(is_backward=False)
+
+    async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        await self._take_slot(is_backward=True)
+        try:
+            return await self._with_retries(partial(self._try_backward, ticket, gradient))
+        finally:
+            self._give_slot(is_backward=True)
+
+    async def _try_forward(self, batch: MicroBatch) -> Ticket:
+        lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1])
+        with _Load(self._of_peer, lane):
+            seq, out = await self._in(lane, lane.forward(batch))
+        self.statistics.forwards += 1
+        return Ticket(batch, out, lane, seq)
+
+    async def _try_backward(
+        self, ticket: Ticket, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if not ticket.lane.is_open or not ticket.seq:
+            again = await self._try_forward(ticket.batch)
+            ticket.lane, ticket.seq = again.lane, again.seq
+        seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
+        with _Load(self._of_peer, ticket.lane):
+            found = await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
+        self.statistics.backwards += 1
+        return found
+
+    async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
+        """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
+        try:
+            return await work
+        except LaneFailed as error:
+            self._blame(error)
+            raise
+        finally:
+            if not lane.is_open:
+                await self._drop(lane)
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
+        failed_at, tries = None, 0
+        while True:
+            try:
+                return await attempt()
+            except (LaneFailed, NoRoute) as error:
+                tries += 1
+                failed_at = failed_at or trio.current_time()
+                self.statistics.retries.append(str(error))
+                logger.info("a micro-batch is sent again: %s", error)
+                if tries >= MIN_TRIES and trio.current_time() - failed_at > PATIENCE_S:
+                    if isinstance(error, NoRoute):
+                        raise
+                    raise SwarmUnavailable(f"no chain computes this micro-batch: {error}") from None
+                if isinstance(error, NoRoute) or tries > 1:
+                    await self._swarm_looks_again()
+                    await trio.sleep(RETRY_PAUSE_S)
+
+    async def _swarm_looks_again(self) -> None:
+        try:
+            await self._swarm.refresh()
+        except SwarmError as error:
+            logger.info("the view is getting old: %s", error)
+
+    # --- lanes -----------------------------------------------------------------------------------------------
+
+    async def _lane(self, n_tokens: int) -> Lane:
+        """The lane that is free first. Raises LaneFailed or NoRoute."""
+        hops = self._terms.route or self._route(n_tokens)
+        lane = self._lanes.get(hops)
+        if lane is not None and lane.is_open and not lane.is_leaving:
+            return lane
+        async with self._opening:
+            lane = self._lanes.get(hops)
+            if lane is not None and lane.is_open and not lane.is_leaving:
+                return lane
+            lane = Lane(self._swarm, self._terms, hops)
+            self._listeners[lane.key] = lane
+            try:
+                await lane.open()
+            except BaseException as error:
+                if isinstance(error, LaneFailed):
+                    self._blame(error)
+                with trio.CancelScope(shield=True):
+                    await self._drop(lane)
+                raise
+            self._lanes[hops] = lane
+            self.layer_arity = lane.layer_arity
+            logger.info("a lane through %s (codec %s: %s)", ", ".join(map(str, hops)), *_of(lane))
+            if not self._is_looking:
+                self._is_looking = True
+                self._swarm.start_soon(self._look)
+            return lane
+
+    def _route(self, n_tokens: int) -> tuple[Hop, ...]:
+        now, is_last_resort = trio.current_time(), False
+
+        def eligible(span: SpanRecord) -> bool:
+            is_able = span.training_bytes > 0 and span.quantize not in WITHOUT_GRADIENTS
+            return (
+                is_able
+                and suits(span, self._terms, "")
+                and self._excluded.allow(PeerId(span.peer), now, is_last_resort)
+            )
+
+        spans = self._swarm.view().serving(self._terms.model)
+        wanted, client = Span(0, self._terms.n_blocks), self._swarm.rpc.network.peer_id
+        find = partial(least_loaded, spans, wanted, client, self._swarm.trips(spans), eligible, n_tokens, self._of_peer)
+        try:
+            return find().hops
+        except NoRoute:
+            is_last_resort = True
+        return find().hops
+
+    async def _look(self) -> None:
+        while True:
+            await trio.sleep(LOOK_INTERVAL_S)
+            async with trio.open_nursery() as nursery:
+                for lane in self._lanes.values():
+                    nursery.start_soon(lane.look)
+
+    def _blame(self, failure: LaneFailed) -> None:
+        if failure.blame is not None:
+            peer, for_s = failure.blame
+            self._excluded.add(peer, trio.current_time(), for_s)
+
+    async def _drop(self, lane: Lane) -> None:
+        self._listeners.pop(lane.key, None)
+        if self._lanes.get(lane.hops) is lane:
+            del self._lanes[lane.hops]
+        await lane.close()
+
+    # --- how many at a time ----------------------------------------------------------------------------------
+
+    async def _take_slot(self, *, is_backward: bool) -> None:
+        while self._in_flight[is_backward] >= self._limit():
+            await self._freed.wait()
+        self._in_flight[is_backward] += 1
+
+    def _give_slot(self, *, is_backward: bool) -> None:
+        self._in_flight[is_backward] -= 1
+        self._freed.set()
+        self._freed = trio.Event()
+
+    def _limit(self) -> int:
+        return IN_FLIGHT_PER_SERVER * max(2, len(self._swarm.view().serving(self._terms.model)))
+
+
+class _Load:
+    """Counts a micro-batch against the peers of its lane while it is under way."""
+
+    def __init__(self, counter: Counter[PeerId], lane: Lane) -> None:
+        self._counter, self._peers = counter, [hop.peer for hop in lane.hops]
+
+    def __enter__(self) -> None:
+        self._counter.update(self._peers)
+
+    def __exit__(self, *_: object) -> None:
+        self._counter.subtract(self._peers)
+
+
+def _of(lane: Lane) -> tuple[str, str]:
+    return lane.codec.action, lane.codec.reason
