@@ -1,0 +1,121 @@
+"""Forward and backward through two servers, against one local process and against what these parts allow.
+
+    python benchmarks/tuning.py [--rounds 5] [--rows 8] [--tokens 128] [--hidden 512]
+
+The checkpoint is serving.py's (Llama, hidden 512, 8 layers, vocabulary 32,000, float32), each server holds half of the
+layers, every process has one thread. A step is ``model(inputs_embeds=..., labels=...).loss.backward()`` down to the
+gradient of the embeddings, as in prompt tuning. The ceiling is made of parts measured in the same round: what a client
+does itself (head and loss, both ways) and half of two forwards and a backward of the layers. *together* is the same
+batch in two halves by two threads, so that one half's layers are computed beside the other's head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import swarmd
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.serving import make_checkpoint
+from tests.real.harness import local_swarm
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def step(model: Any, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One forward and backward; returns the gradient of the embeddings."""
+    entering = embeddings.clone().requires_grad_()
+    model(inputs_embeds=entering, labels=labels, use_cache=False).loss.backward()
+    assert entering.grad is not None
+    return entering.grad
+
+
+def together(model: Any, embeddings: torch.Tensor, labels: torch.Tensor, n: int = 2) -> None:
+    pairs = zip(embeddings.chunk(n), labels.chunk(n), strict=True)
+    threads = [threading.Thread(target=step, args=(model, *pair)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def parts(model: Any, embeddings: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds of the client's own work, and of a forward and a backward of the layers."""
+    hidden = embeddings.clone().requires_grad_()
+
+    def own() -> None:
+        logits = model.lm_head(model.model.norm(hidden))
+        model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size).backward()
+
+    entering = embeddings.clone().requires_grad_()
+    outs: list[torch.Tensor] = []
+    forward_s = seconds(lambda: outs.append(model.model(inputs_embeds=entering, use_cache=False).last_hidden_state))
+    backward_s = seconds(lambda: outs[0].backward(torch.randn_like(outs[0])))
+    own()  # the first one pays for memory that the others find
+    return seconds(own), forward_s, backward_s
+
+
+def spread(values: list[float]) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=512)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {name: [] for name in ("local", "ceiling", "swarm", "together")}
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        checkpoint = make_checkpoint(Path(folder) / "llama", options.hidden)
+        first, second = swarm.serving((0, 4), (4, 8), model="bench", models={"bench": checkpoint})
+        local = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).requires_grad_(False)
+        embeddings = torch.randn(options.rows, options.tokens, options.hidden)
+        labels = torch.randint(3, 300, (options.rows, options.tokens))
+        n_tokens = options.rows * options.tokens
+        with swarmd.connect(home=first.home.folder) as client:
+            remote = client.model("bench", chain=swarm.hops((first, 0, 4), (second, 4, 8)))
+            expected, got = (step(model, embeddings, labels) for model in (local, remote))
+            print(f"gradients differ by {((got - expected).norm() / expected.norm()).item():.1g}")
+            for number in range(options.rounds):
+                own_s, forward_s, backward_s = parts(local, embeddings, labels)
+                local_s = seconds(lambda: step(local, embeddings, labels))
+                swarm_s = seconds(lambda: step(remote, embeddings, labels))
+                together_s = seconds(lambda: together(remote, embeddings, labels))
+                ceiling_s = own_s + (2 * forward_s + backward_s) / 2
+                for name, value in zip(found, (local_s, ceiling_s, swarm_s, together_s), strict=True):
+                    found[name].append(n_tokens / value)
+                print(
+                    f"  round {number + 1}: client's own {1000 * own_s:.0f} ms, layers forward {1000 * forward_s:.0f}, "
+                    f"backward {1000 * backward_s:.0f}; local {1000 * local_s:.0f}, swarm {1000 * swarm_s:.0f}, "
+                    f"together {1000 * together_s:.0f}"
+                )
+    for name, values in found.items():
+        print(f"{name:9} tokens/s {spread(values)}")
+    for name in ("swarm", "together"):
+        ratios = {of: [a / b for a, b in zip(found[name], found[of], strict=True)] for of in ("local", "ceiling")}
+        print(f"{name} / local {spread(ratios['local'])}, / ceiling {spread(ratios['ceiling'])}")
+    ceilings = [a / b for a, b in zip(found["ceiling"], found["local"], strict=True)]
+    print(f"ceiling / local {spread(ceilings)}")
+
+
+if __name__ == "__main__":
+    main()
