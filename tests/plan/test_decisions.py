@@ -24,7 +24,7 @@ from swarmd.plan.placement import (
     hazard_per_s,
     moves_left,
 )
-from swarmd.plan.routing import best_rejected, best_route, pass_s, least_loaded
+from swarmd.plan.routing import best_rejected, best_route, least_loaded, pass_s
 from swarmd.plan.view import RecordBook
 from swarmd.protocol.identity import Identity, Membership
 from swarmd.protocol.records import Catalog, SpanRecord, Verified

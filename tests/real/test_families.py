@@ -1,21 +1,25 @@
-"""Through a chain of three real processes, every family generates what plain local transformers generates."""
+"""Through a chain of three real processes, every family generates and learns as plain local transformers does."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import swarmd
 from swarmd.home import bundled_folder
 from tests import checkpoints
 from tests.real.faults import MODES, inputs_for
-from tests.real.harness import local_swarm
+from tests.real.harness import Volunteer, local_swarm
 
 pytestmark = pytest.mark.slow
 N_TOKENS = 24
@@ -39,23 +43,102 @@ def local_results(folder: Path, wanted: list[dict[str, Any]]) -> list[list[list[
     return list(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("family", ["bundled", "llama", "qwen3_moe", "gemma3_text", "gpt2", "bloom"])
-def test_chain_of_three_equals_local(family: str, tmp_path: Path) -> None:
+@dataclass
+class Stage:
+    """One family on a chain of three processes."""
+
+    family: str
+    folder: Path
+    volunteers: list[Volunteer]
+    client: Any
+
+
+@pytest.fixture(scope="module", params=["bundled", "llama", "qwen3_moe", "gemma3_text", "gpt2", "bloom"])
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     torch.set_num_threads(1)
+    family, tmp_path = request.param, tmp_path_factory.mktemp(request.param)
     folder = bundled_folder() if family == "bundled" else checkpoints.make(family, tmp_path / family)
-    wanted = cases(1024 if family == "bundled" else 320)
-    expected = local_results(folder, wanted)
     with local_swarm(tmp_path) as swarm:
-        a, b, c = swarm.serving((0, 2), (2, 4), (4, 6), model="model", models={"model": folder})
-        with swarmd.connect(home=a.home.folder) as client:
-            model = client.model("model")
-            for case, tokens in zip(wanted, expected, strict=True):
-                torch.manual_seed(case["seed"])
-                ids, mask = torch.tensor(case["input_ids"]), torch.tensor(case["attention_mask"])
-                out = model.generate(input_ids=ids, attention_mask=mask, **case["options"])
-                assert out.tolist() == tokens, f"{family}, {case['mode']}"
-                statistics = model.last_session.statistics
-                assert len(model.last_session.chain) == 3
-                assert statistics.frames_sent == statistics.frames_received == statistics.steps
-                assert not statistics.repairs
-        assert {v.ask("status")["memory_mib"] < 150 for v in (a, b, c)} == {True}
+        volunteers = swarm.serving((0, 2), (2, 4), (4, 6), model="model", models={"model": folder})
+        with swarmd.connect(home=volunteers[0].home.folder) as client:
+            yield Stage(family, folder, volunteers, client)
+
+
+def test_chain_of_three_equals_local(stage: Stage) -> None:
+    wanted = cases(1024 if stage.family == "bundled" else 320)
+    expected = local_results(stage.folder, wanted)
+    model = stage.client.model("model")
+    for case, tokens in zip(wanted, expected, strict=True):
+        torch.manual_seed(case["seed"])
+        ids, mask = torch.tensor(case["input_ids"]), torch.tensor(case["attention_mask"])
+        out = model.generate(input_ids=ids, attention_mask=mask, **case["options"])
+        assert out.tolist() == tokens, f"{stage.family}, {case['mode']}"
+        statistics = model.last_session.statistics
+        assert len(model.last_session.chain) == 3
+        assert statistics.frames_sent == statistics.frames_received == statistics.steps
+        assert not statistics.repairs
+    assert {v.ask("status")["memory_mib"] < 150 for v in stage.volunteers} == {True}
+
+
+TARGETS = {"gpt2": ["c_attn", "c_fc"], "bloom": ["query_key_value", "dense"], "qwen3_moe": ["q_proj", "o_proj"]}
+METHODS: dict[str, Any] = {
+    "lora": lambda family: LoraConfig(
+        r=4, lora_alpha=16, target_modules=TARGETS.get(family, ["q_proj", "v_proj", "down_proj"])
+    ),
+    "prompt": lambda _: PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=40),
+    "prefix": lambda _: PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=5),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, about names and targets
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_equal_local_ones(stage: Stage, method: str, tmp_path: Path) -> None:
+    """Of the input, and of what is tuned; then PEFT saves it, and it generates as it does locally."""
+    remote, local = stage.client.model("model"), AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 300, (8, 17))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    ours, theirs = (
+        get_peft_model(m.eval().requires_grad_(False), METHODS[method](stage.family)) for m in (remote, local)
+    )
+    for (name, parameter), (_, twin) in zip(trainable(theirs), trainable(ours), strict=True):
+        torch.nn.init.normal_(parameter, std=0.1)
+        twin.data.copy_(parameter.data)
+        assert parameter.shape == twin.shape, name
+    losses = [model(input_ids=ids, attention_mask=mask, labels=ids).loss for model in (ours.eval(), theirs.eval())]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for (name, parameter), (_, twin) in zip(trainable(theirs), trainable(ours), strict=True):
+        assert parameter.grad is not None
+        assert twin.grad is not None
+        assert relative(twin.grad, parameter.grad) <= 1e-5, name
+    if method == "lora":
+        embeddings = torch.randn(3, 9, remote.config.hidden_size)
+        assert relative(by_input(ours, embeddings), by_input(theirs, embeddings)) <= 1e-5
+    assert remote.lanes.statistics.backwards >= 8
+    assert not remote.lanes.statistics.retries
+
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    prompt = {"input_ids": ids[:2], "attention_mask": torch.ones_like(ids[:2])}
+    expected = theirs.generate(**prompt, **options)
+    assert torch.equal(ours.generate(**prompt, **options), expected)
+    ours.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32), tmp_path)
+    assert torch.equal(again.eval().generate(**prompt, **options), expected)
+
+
+def trainable(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def by_input(model: Any, embeddings: torch.Tensor) -> torch.Tensor:
+    entering = embeddings.clone().requires_grad_()
+    model(inputs_embeds=entering, labels=torch.full(embeddings.shape[:2], 7)).loss.backward()
+    assert entering.grad is not None
+    return entering.grad
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
