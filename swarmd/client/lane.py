@@ -8,7 +8,8 @@ that is over, finds nobody: no gradient is counted twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -43,15 +44,26 @@ PING_TIMEOUT_S = 3.0
 SILENT_S = 120.0
 RETRY_PAUSE_S = 1.0
 MAX_PARTS = 1_024
+FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
 
 
 class LaneFailed(SwarmError):
-    """A micro-batch did not get through. ``blame``: whom to leave out and for how long; ``is_over``: the whole lane."""
+    """A micro-batch did not get through.
 
-    def __init__(self, reason: str, blame: tuple[PeerId, float] | None = None, is_over: bool = True) -> None:
+    ``blame``: whom to leave out and for how long; ``is_over``: the whole lane; ``is_final``: others will say no too.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        blame: tuple[PeerId, float] | None = None,
+        is_over: bool = True,
+        is_final: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.blame = blame
         self.is_over = is_over
+        self.is_final = is_final
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,10 @@ class _Pending:
     done: trio.Event = field(default_factory=trio.Event)
 
 
+def _refused(hop: Hop, error: Refused) -> LaneFailed:
+    return LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0), is_final=error.code in FINAL)
+
+
 class Lane:
     """See the module. All methods run in the client's trio thread."""
 
@@ -94,6 +110,8 @@ class Lane:
         self._pending: dict[tuple[type, int], _Pending] = {}
         self._put: dict[int, bytes] = {}  # version that a hop was given, by its first block
         self._put_lock = trio.Lock()
+        self._over = trio.Event()
+        self._n_busy = 0
         self._n_sent = 0
         self._heard_at = 0.0
 
@@ -125,7 +143,7 @@ class Lane:
         except trio.TooSlowError:
             failures.append(LaneFailed(f"{hop} could not be reached", (hop.peer, 20.0)))
         except Refused as error:
-            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0)))
+            failures.append(_refused(hop, error))
         except PeerError as error:
             failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
         else:
@@ -163,6 +181,7 @@ class Lane:
         """End the lane: whoever waits hears why."""
         if self.failure is None:
             self.failure = failure
+            self._over.set()
         for pending in self._pending.values():
             self._settle(pending, failure)
 
@@ -202,22 +221,49 @@ class Lane:
         return pending.values, pending.gradients
 
     async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if len(self._pending) == 0:
-            self._heard_at = trio.current_time()
+        failures: list[LaneFailed] = []
         self._pending[kind] = pending
+        try:
+            async with self._while_open() as nursery:
+                nursery.start_soon(self._send, hop, frames, failures)
+                await pending.done.wait()
+        finally:
+            del self._pending[kind]
+        if pending.failure is not None or failures:
+            raise pending.failure or failures[0]
+
+    async def _send(self, hop: Hop, frames: Iterator[bytes], failures: list[LaneFailed]) -> None:
         try:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             for frame in frames:
                 await channel.send_raw(frame)
-            await pending.done.wait()
         except PeerError as error:
-            raise LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)) from None
+            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+            self.fail(failures[0])
+
+    @asynccontextmanager
+    async def _while_open(self) -> AsyncIterator[trio.Nursery]:
+        """Work that ends when the lane does: whoever does not read, or does not answer, holds up nobody.
+
+        Raises LaneFailed.
+        """
+        if self._n_busy == 0:
+            self._heard_at = trio.current_time()
+        self._n_busy += 1
+        try:
+            async with trio.open_nursery() as guard:
+                guard.start_soon(self._cancel_when_over, guard.cancel_scope)
+                async with trio.open_nursery() as nursery:
+                    yield nursery
+                guard.cancel_scope.cancel()
         finally:
-            del self._pending[kind]
-        if pending.failure is not None:
-            raise pending.failure
+            self._n_busy -= 1
+        if self.failure is not None:
+            raise self.failure
+
+    async def _cancel_when_over(self, scope: trio.CancelScope) -> None:
+        await self._over.wait()
+        scope.cancel()
 
     async def _give_parameters(self, own: OwnParameters) -> None:
         """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
@@ -226,7 +272,7 @@ class Lane:
         async with self._put_lock:
             lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version and own.names(h.span)]
             failures: list[LaneFailed] = []
-            async with trio.open_nursery() as nursery:
+            async with self._while_open() as nursery:
                 for hop in lacking:
                     nursery.start_soon(self._give_to, hop, own, failures)
             if failures:
@@ -237,7 +283,7 @@ class Lane:
             await give(self._swarm.rpc, hop, own)
             self._put[hop.span.start] = own.version
         except Refused as error:
-            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0)))
+            failures.append(_refused(hop, error))
         except PeerError as error:
             failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
 
@@ -343,7 +389,7 @@ class Lane:
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
             blame = hop.peer, wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else 20.0)
-        failure = LaneFailed(f"{hop}: {text}", blame, is_over)
+        failure = LaneFailed(f"{hop}: {text}", blame, is_over, code in FINAL)
         if is_over:
             self.fail(failure)
         for kind in kinds:
@@ -364,7 +410,7 @@ class Lane:
     async def look(self) -> None:
         """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
         silent_s = trio.current_time() - self._heard_at
-        if not self._pending or silent_s < QUIET_S:
+        if not self._n_busy or silent_s < QUIET_S:
             return
         if silent_s > SILENT_S:
             self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s"))

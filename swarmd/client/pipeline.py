@@ -19,9 +19,10 @@ import trio
 
 from swarmd.client.lane import Lane, LaneFailed, MicroBatch
 from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
-from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
+from swarmd.errors import NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import IN_FLIGHT_PER_SERVER
+from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 LOOK_INTERVAL_S = 1.0
 RETRY_PAUSE_S = 0.3
-MIN_TRIES = 3
+REFRESH_S = 1.0
+PROBE_TIMEOUT_S = 3.0
+AGAIN_AFTER_S = 20.0
+MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
 WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
 
@@ -70,6 +74,7 @@ class Pipeline:
         self._lanes: dict[tuple[Hop, ...], Lane] = {}
         self._opening = trio.Lock()
         self._excluded = Exclusions()
+        self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
@@ -162,28 +167,31 @@ class Pipeline:
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
-        failed_at, tries = None, 0
+        failed_at, n_final, said = None, 0, ""
         while True:
             try:
                 return await attempt()
             except (LaneFailed, NoRoute) as error:
-                tries += 1
                 failed_at = failed_at or trio.current_time()
+                n_final += isinstance(error, LaneFailed) and error.is_final
+                said = str(error) if isinstance(error, LaneFailed) else said
                 self.statistics.retries.append(str(error))
                 logger.info("a micro-batch is sent again: %s", error)
-                if tries >= MIN_TRIES and trio.current_time() - failed_at > PATIENCE_S:
-                    if isinstance(error, NoRoute):
-                        raise
-                    raise SwarmUnavailable(f"no chain computes this micro-batch: {error}") from None
-                if isinstance(error, NoRoute) or tries > 1:
+                if n_final >= MAX_FINAL or trio.current_time() - failed_at > PATIENCE_S:
+                    if said:
+                        raise SwarmUnavailable(f"no chain computes this micro-batch: {said}") from None
+                    raise
+                if isinstance(error, NoRoute) or trio.current_time() > failed_at:
                     await self._swarm_looks_again()
                     await trio.sleep(RETRY_PAUSE_S)
 
     async def _swarm_looks_again(self) -> None:
-        try:
-            await self._swarm.refresh()
-        except SwarmError as error:
-            logger.info("the view is getting old: %s", error)
+        """Bounded: the member that is asked may be the one that is gone."""
+        with trio.move_on_after(REFRESH_S):
+            try:
+                await self._swarm.refresh()
+            except SwarmError as error:
+                logger.info("the view is getting old: %s", error)
 
     # --- lanes -----------------------------------------------------------------------------------------------
 
@@ -219,12 +227,11 @@ class Pipeline:
         now, is_last_resort = trio.current_time(), False
 
         def eligible(span: SpanRecord) -> bool:
+            peer = PeerId(span.peer)
             is_able = span.training_bytes > 0 and span.quantize not in WITHOUT_GRADIENTS
-            return (
-                is_able
-                and suits(span, self._terms, "")
-                and self._excluded.allow(PeerId(span.peer), now, is_last_resort)
-            )
+            is_trusted = is_last_resort or peer not in self._suspects
+            allowed = is_trusted and self._excluded.allow(peer, now, is_last_resort)
+            return is_able and allowed and suits(span, self._terms, "")
 
         spans = self._swarm.view().serving(self._terms.model)
         wanted, client = Span(0, self._terms.n_blocks), self._swarm.rpc.network.peer_id
@@ -238,14 +245,26 @@ class Pipeline:
     async def _look(self) -> None:
         while True:
             await trio.sleep(LOOK_INTERVAL_S)
+            now = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for lane in self._lanes.values():
                     nursery.start_soon(lane.look)
+                for peer in [p for p in self._suspects if self._excluded.allow(p, now, False)]:
+                    nursery.start_soon(self._probe, peer)
+
+    async def _probe(self, peer: PeerId) -> None:
+        """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
+        try:
+            await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
+            self._suspects.discard(peer)
+        except PeerError:
+            self._excluded.add(peer, trio.current_time(), AGAIN_AFTER_S)
 
     def _blame(self, failure: LaneFailed) -> None:
         if failure.blame is not None:
             peer, for_s = failure.blame
             self._excluded.add(peer, trio.current_time(), for_s)
+            self._suspects.add(peer)
 
     async def _drop(self, lane: Lane) -> None:
         self._listeners.pop(lane.key, None)

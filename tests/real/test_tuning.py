@@ -1,0 +1,159 @@
+"""A LoRA is tuned through real servers that are killed and stopped; the loss goes as it goes locally."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import swarmd
+from swarmd.home import bundled_folder
+from tests.real.faults import revive
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+N_STEPS = 12
+DATA = Path(__file__).parents[2] / "examples" / "caesar.jsonl"
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of Latin, which the bundled model has never seen: (ids, labels) of four rows each."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
+    texts = [json.loads(line)["text"] for line in DATA.read_text().splitlines()]
+    found = []
+    for step in range(N_STEPS):
+        rows = [torch.tensor(tokenizer(texts[(4 * step + i) % len(texts)]).input_ids[:48]) for i in range(4)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+        found.append((ids, torch.where(torch.arange(ids.shape[1]) < lengths, ids, -100)))
+    return found
+
+
+def tuned(model: Any) -> Any:
+    torch.manual_seed(3)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    return get_peft_model(model.requires_grad_(False), config).eval()
+
+
+def train(model: Any, before: Any = lambda step: None) -> list[float]:
+    """AdamW with gradient accumulation left to autograd; returns the loss of each step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    losses = []
+    for step, (ids, labels) in enumerate(batches()):
+        before(step)
+        loss = model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(step, time.monotonic())
+    return losses
+
+
+@dataclass
+class Stage:
+    """Two chains of two servers, and the run that nothing disturbed, in one local process."""
+
+    swarm: LocalSwarm
+    volunteers: list[Volunteer]
+    client: Any
+    expected: list[float]
+    parameters: dict[str, torch.Tensor]
+
+    def model(self) -> Any:
+        return tuned(self.client.model("demo"))
+
+    def check(self, losses: list[float], model: Any) -> None:
+        assert losses == pytest.approx(self.expected, rel=1e-4)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                twin = self.parameters[name]
+                assert (parameter - twin).norm() / twin.norm() < 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def whole_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    torch.set_num_threads(1)
+    local = tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32))
+    expected = train(local)
+    parameters = {name: p.detach().clone() for name, p in local.named_parameters() if p.requires_grad}
+    with local_swarm(tmp_path_factory.mktemp("tuning")) as swarm:
+        volunteers = swarm.serving((0, 3), (3, 6), (0, 3), (3, 6))
+        with swarmd.connect(swarm.invite()) as client:
+            yield Stage(swarm, volunteers, client, expected, parameters)
+
+
+@pytest.fixture
+def stage(whole_stage: Stage) -> Iterator[Stage]:
+    yield whole_stage
+    revive(whole_stage.swarm, whole_stage.volunteers)
+
+
+def test_the_loss_goes_as_it_goes_locally(stage: Stage) -> None:
+    model = stage.model()
+    losses = train(model)
+    stage.check(losses, model)
+    assert losses[-1] < losses[0] - 1, "it learns"
+    statistics = model.lanes.statistics
+    assert statistics.backwards == 4 * N_STEPS
+    assert not statistics.retries
+
+
+def strike(victim: Volunteer, number: int, what: str) -> threading.Thread:
+    """Stop the victim's worker, so that micro-batches wait there unanswered, and then strike."""
+    victim.signal(signal.SIGSTOP, "worker")
+
+    def blow() -> None:
+        time.sleep(0.3)  # for a micro-batch to get there; a blow that comes too early is a weaker test, not a wrong one
+        if (number, what) != (signal.SIGSTOP, "worker"):
+            victim.signal(number, what)
+
+    thread = threading.Thread(target=blow)
+    thread.start()
+    return thread
+
+
+def test_killed_servers_change_nothing(stage: Stage) -> None:
+    model, threads = stage.model(), []
+
+    def before(step: int) -> None:
+        if step and step % 3 == 0:
+            for volunteer in stage.volunteers:  # whoever was killed before is back by now, or comes back
+                if volunteer.process is not None and volunteer.process.poll() is not None:
+                    volunteer.stop()
+                    volunteer.start()
+            stage.swarm.wait_online()
+            threads.append(strike(stage.volunteers[step // 3 % 4], signal.SIGKILL, "both"))
+
+    losses = train(model, before)
+    for thread in threads:
+        thread.join()
+    stage.check(losses, model)
+    assert len(threads) == 3
+    assert model.lanes.statistics.retries, "micro-batches were lost"
+
+
+@pytest.mark.parametrize(("what", "victim"), [("worker", 1), ("daemon", 2)])
+def test_stopped_servers_change_nothing(stage: Stage, what: str, victim: int) -> None:
+    model, threads = stage.model(), []
+
+    def before(step: int) -> None:
+        if step == 4:
+            threads.append(strike(stage.volunteers[victim], signal.SIGSTOP, what))
+        if step == 8 and what == "daemon":  # it wakes up, with answers for lanes that are no more
+            stage.volunteers[victim].signal(signal.SIGCONT, "daemon")
+
+    losses = train(model, before)
+    threads[0].join()
+    stage.check(losses, model)
+    assert model.lanes.statistics.retries, "micro-batches were lost"
