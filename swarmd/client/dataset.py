@@ -1,0 +1,123 @@
+"""Rows of text for fine-tuning, from a JSONL file: checked as a whole, with line numbers, before anything is trained.
+
+A row is ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` (the loss counts the completion only), or
+``{"input_ids": [...], "labels": [...]}`` (labels as in transformers: -100 does not count; left out, all count).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from swarmd.errors import ConfigError
+
+IGNORED = -100
+MAX_REPORTED = 20
+KINDS = ({"text"}, {"prompt", "completion"}, {"input_ids"}, {"input_ids", "labels"})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Token ids, and for each the label that the loss counts there (IGNORED: none)."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    rows: tuple[Row, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How text becomes ids: ``encode`` without special tokens, which ``begin`` and ``end`` are, and the limits."""
+
+    encode: Callable[[str], Sequence[int]]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    vocabulary: int
+    max_tokens: int
+
+
+class _BadRow(Exception):
+    """Why a line cannot be used."""
+
+
+def read_dataset(path: Path, encoding: Encoding) -> Dataset:
+    """Read and check every line. Raises ConfigError that names the lines that cannot be used, and why."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    lines = raw.split(b"\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    rows, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(_read_row(line, encoding))
+        except _BadRow as error:
+            bad.append(f"  line {number}: {error}")
+    if bad:
+        more = [f"  and {len(bad) - MAX_REPORTED} more"] if len(bad) > MAX_REPORTED else []
+        listed = "\n".join([*bad[:MAX_REPORTED], *more])
+        raise ConfigError(f"{path}: {len(bad)} of {len(lines)} lines cannot be used:\n{listed}")
+    if not rows:
+        raise ConfigError(f'{path} is empty: expected a line like {{"text": "..."}} for each row')
+    return Dataset(tuple(rows), sha256(raw).hexdigest())
+
+
+def _read_row(line: bytes, encoding: Encoding) -> Row:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise _BadRow(f"invalid UTF-8 at byte {error.start + 1}") from None
+    if not text.strip():
+        raise _BadRow("it is empty")
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _BadRow(f"no JSON: {error}") from None
+    if not isinstance(value, dict) or set(value) not in KINDS:
+        got = ", ".join(map(repr, value)) if isinstance(value, dict) else type(value).__name__
+        raise _BadRow(f'expected an object with "text", "prompt" and "completion", or "input_ids", got {got or "none"}')
+    row = _row_of_ids(value, encoding) if "input_ids" in value else _row_of_text(value, encoding)
+    if len(row.ids) > encoding.max_tokens:
+        raise _BadRow(f"{len(row.ids)} tokens, at most {encoding.max_tokens} fit: shorten it, or raise --max-length")
+    if all(label == IGNORED for label in row.labels[1:]):
+        raise _BadRow("it has no token to learn: it needs two tokens at least, and a label behind the first")
+    return row
+
+
+def _row_of_text(value: dict[str, Any], encoding: Encoding) -> Row:
+    for name, text in value.items():
+        if not isinstance(text, str):
+            raise _BadRow(f'"{name}" is {type(text).__name__}, expected text')
+        if not text.strip() and name != "prompt":
+            raise _BadRow(f'"{name}" is empty')
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise _BadRow(f'"{name}" holds half of a surrogate pair, which no UTF-8 can')
+    prompt = [*encoding.begin, *(encoding.encode(value["prompt"]) if "prompt" in value else ())]
+    learned = [*encoding.encode(value.get("completion", value.get("text", ""))), *encoding.end]
+    ignored = [IGNORED] * len(prompt) if "prompt" in value else prompt
+    return Row((*prompt, *learned), (*ignored, *learned))
+
+
+def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> Row:
+    ids, labels = value["input_ids"], value.get("labels", value["input_ids"])
+    for name, numbers, others in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
+        if not isinstance(numbers, list) or not numbers:
+            raise _BadRow(f'"{name}" is no list of numbers')
+        wrong = [n for n in numbers if type(n) is not int or not (0 <= n < encoding.vocabulary or n in others)]
+        if wrong:
+            allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if others else "")
+            raise _BadRow(f'"{name}" holds {wrong[0]!r}, expected {allowed}')
+    if len(ids) != len(labels):
+        raise _BadRow(f'{len(ids)} "input_ids" and {len(labels)} "labels": expected as many')
+    return Row(tuple(ids), tuple(labels))
