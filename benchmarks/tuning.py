@@ -1,6 +1,7 @@
 """Forward and backward through two servers, against one local process and against what these parts allow.
 
     python benchmarks/tuning.py [--rounds 5] [--rows 8] [--tokens 128] [--hidden 512]
+    python benchmarks/tuning.py --beside     # what a decoding stream and another user's fine-tuning feel of each other
 
 The checkpoint is serving.py's (Llama, hidden 512, 8 layers, vocabulary 32,000, float32), each server holds half of the
 layers, every process has one thread. A step is ``model(inputs_embeds=..., labels=...).loss.backward()`` down to the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -70,6 +72,64 @@ def parts(model: Any, embeddings: torch.Tensor, labels: torch.Tensor) -> tuple[f
     return seconds(own), forward_s, backward_s
 
 
+def load(home: str) -> None:
+    """Another user's process: fine-tuning without end; prints a line after each step."""
+    torch.set_num_threads(1)
+    with swarmd.connect(home=home) as client:
+        model = client.model("bench")
+        while True:
+            step(model, torch.randn(8, 128, 512), torch.randint(3, 300, (8, 128)))
+            print("step", flush=True)
+
+
+def decode(model: Any, n_tokens: int = 200) -> list[float]:
+    """Milliseconds of each token of one stream."""
+    times: list[float] = []
+    last = [time.perf_counter()]
+
+    def note(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> bool:
+        now = time.perf_counter()
+        times.append(1000 * (now - last[0]))
+        last[0] = now
+        return False
+
+    ids = torch.arange(3, 19).unsqueeze(0)
+    length = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[note], **length)
+    return sorted(times[1:])
+
+
+def beside(home: Path, model: Any, n_rounds: int) -> None:
+    """One stream decodes alone, and beside a process that fine-tunes; and how far that gets meanwhile."""
+    ratios: dict[str, list[float]] = {"median": [], "p95": []}
+    decode(model)
+    command = [sys.executable, __file__, "--load", str(home)]
+    for number in range(n_rounds):
+        alone = decode(model)
+        user = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert user.stdout is not None
+        try:
+            for _ in range(3):
+                user.stdout.readline()
+            free = [time.perf_counter()]
+            while len(free) < 4 and user.stdout.readline():
+                free.append(time.perf_counter())
+            busy = decode(model)
+        finally:
+            user.kill()
+            n_steps = sum(1 for _ in user.stdout)
+            user.wait()
+        for name, place in (("median", 0.5), ("p95", 0.95)):
+            ratios[name].append(busy[int(len(busy) * place)] / alone[int(len(alone) * place)])
+        step_s, p95 = (free[-1] - free[0]) / 3, int(0.95 * len(alone))
+        print(
+            f"  round {number + 1}: a token alone {alone[len(alone) // 2]:.1f} ms (p95 {alone[p95]:.1f}), beside "
+            f"{busy[len(busy) // 2]:.1f} ({busy[p95]:.1f}); fine-tuning did {n_steps} steps in the "
+            f"{sum(busy) / 1000:.1f} s, one takes {step_s:.2f} s by itself"
+        )
+    print(f"a token beside fine-tuning / alone: median {spread(ratios['median'])}, p95 {spread(ratios['p95'])}")
+
+
 def spread(values: list[float]) -> str:
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
@@ -81,8 +141,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.load:
+        load(options.load)
     found: dict[str, list[float]] = {name: [] for name in ("local", "ceiling", "swarm", "together")}
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         checkpoint = make_checkpoint(Path(folder) / "llama", options.hidden)
@@ -93,6 +157,9 @@ def main() -> None:
         n_tokens = options.rows * options.tokens
         with swarmd.connect(home=first.home.folder) as client:
             remote = client.model("bench", chain=swarm.hops((first, 0, 4), (second, 4, 8)))
+            if options.beside:
+                beside(first.home.folder, remote, options.rounds)
+                return
             expected, got = (step(model, embeddings, labels) for model in (local, remote))
             print(f"gradients differ by {((got - expected).norm() / expected.norm()).item():.1g}")
             for number in range(options.rounds):

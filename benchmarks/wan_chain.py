@@ -43,21 +43,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def start_swarm(swarm: LocalSwarm, wan: Wan, nursery: trio.Nursery, names: dict[int, str]) -> list[Volunteer]:
-    """Three volunteers, each behind its proxy."""
+async def start_swarm(
+    swarm: LocalSwarm,
+    wan: Wan,
+    nursery: trio.Nursery,
+    names: dict[int, str],
+    spans: tuple[tuple[int, int], ...] = SPANS,
+    bytes_per_s: float = 125e6,
+) -> list[Volunteer]:
+    """A volunteer for each span, each behind its proxy."""
     volunteers = []
-    for number, (start, end) in enumerate(SPANS):
+    for number, (start, end) in enumerate(spans):
         name, port = f"server{number}", free_port()
-        wan.add(name, 125e6, 125e6)
+        wan.add(name, bytes_per_s, bytes_per_s)
         proxy = await nursery.start(partial(wan.serve, name, port))
         arguments = (
             *("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--announce", f"/ip4/127.0.0.1/tcp/{proxy}"),
             *("--serve", "bench", "--blocks", f"{start}:{end}"),
         )
-        add = partial(swarm.add, *arguments, models={"bench": swarm.folder / "llama"}, SWARMD_DIRECT="0")
-        volunteer = await trio.to_thread.run_sync(add)
+        prepare = partial(swarm.prepare, *arguments, models={"bench": swarm.folder / "llama"}, SWARMD_DIRECT="0")
+        volunteer = await trio.to_thread.run_sync(prepare)
+        volunteer.start()
         assert volunteer.process is not None
-        names[volunteer.process.pid] = name
+        names[volunteer.process.pid] = name  # before it dials anybody
+        await trio.to_thread.run_sync(swarm.wait, volunteer.home.socket.exists, "its control socket", volunteer)
         volunteers.append(volunteer)
     await trio.to_thread.run_sync(swarm.wait_online)
     return volunteers

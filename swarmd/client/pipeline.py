@@ -21,7 +21,7 @@ from swarmd.client.lane import Lane, LaneFailed, MicroBatch
 from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
 from swarmd.errors import NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
-from swarmd.plan.training import IN_FLIGHT_PER_SERVER
+from swarmd.plan.training import max_in_flight
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import PeerId, Span
@@ -285,7 +285,8 @@ class Pipeline:
         self._freed = trio.Event()
 
     def _limit(self) -> int:
-        return IN_FLIGHT_PER_SERVER * max(2, len(self._swarm.view().serving(self._terms.model)))
+        spans = self._swarm.view().serving(self._terms.model)
+        return max_in_flight(len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0)))
 
 
 class _Load:

@@ -17,7 +17,8 @@ QUIET_S = 0.5  # without a decode step for so long, nobody decodes
 MAX_SAVED_S = 0.05
 MIN_MICRO_BATCHES = 8
 MAX_MICRO_TOKENS = 1_024
-IN_FLIGHT_PER_SERVER = 4
+IN_FLIGHT_PER_SERVER = 4  # micro-batches: one that is computed, some that wait or travel
+TYPICAL_S = 0.02  # of a micro-batch at a server, for how many more fit into a long way
 
 Key = tuple[bytes, int]
 
@@ -30,6 +31,11 @@ def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
     n = -(-b // rows) if rows else min(b, max(MIN_MICRO_BATCHES, -(-b * t // MAX_MICRO_TOKENS)))
     cuts = [b * i // n for i in range(n + 1)]
     return [slice(a, z) for a, z in itertools.pairwise(cuts)]
+
+
+def max_in_flight(n_servers: int, longest_trip_s: float) -> int:
+    """How many micro-batches a client has under way in each direction, so that no server waits for the next one."""
+    return max(2, n_servers) * (IN_FLIGHT_PER_SERVER + int(2 * longest_trip_s / TYPICAL_S))
 
 
 @dataclass(frozen=True, slots=True)
