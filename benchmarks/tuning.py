@@ -1,6 +1,7 @@
 """Forward and backward through two servers, against one local process and against what these parts allow.
 
     python benchmarks/tuning.py [--rounds 5] [--rows 8] [--tokens 128] [--hidden 512]
+    python benchmarks/tuning.py --curves     # what half precision and int8 on the wire do to the loss of a LoRA
     python benchmarks/tuning.py --beside     # what a decoding stream and another user's fine-tuning feel of each other
 
 The checkpoint is serving.py's (Llama, hidden 512, 8 layers, vocabulary 32,000, float32), each server holds half of the
@@ -70,6 +71,33 @@ def parts(model: Any, embeddings: torch.Tensor, labels: torch.Tensor) -> tuple[f
     backward_s = seconds(lambda: outs[0].backward(torch.randn_like(outs[0])))
     own()  # the first one pays for memory that the others find
     return seconds(own), forward_s, backward_s
+
+
+def curves(n_steps: int = 60) -> None:
+    """Tune a LoRA of the bundled model on examples/caesar.jsonl through two servers, codec by codec."""
+    from transformers import AutoTokenizer
+
+    from swarmd.client.dataset import Encoding, read_dataset
+    from swarmd.client.tuning import Recipe, Tuner, with_peft
+    from swarmd.home import bundled_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
+    encoding = Encoding(lambda text: tokenizer(text).input_ids, (), (), len(tokenizer), 256)
+    data = read_dataset(Path(__file__).parent.parent / "examples" / "caesar.jsonl", encoding)
+    recipe = Recipe("demo", steps=n_steps, learning_rate=5e-3)
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        swarm.serving((0, 3), (3, 6))
+        with swarmd.connect(home=swarm.volunteers[0].home.folder) as client:
+            local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+            models = {"local": local, **{c: client.model("demo", codec=c) for c in ("raw", "float16", "int8")}}
+            for name, model in models.items():
+                tuner = Tuner(with_peft(model, recipe), recipe, data, Path(folder) / name)
+                tuner.run(n_steps, lambda _: None)
+                found[name] = tuner.losses
+    for name, losses in found.items():
+        off = max(abs(a - b) / b for a, b in zip(losses, found["local"], strict=True))
+        print(f"{name:8} loss {losses[0]:.3f} -> {losses[-1]:.4f} in {n_steps} steps; at most {100 * off:.2g} % off")
 
 
 def load(home: str) -> None:
@@ -142,11 +170,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--curves", action="store_true")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.load:
         load(options.load)
+    if options.curves:
+        curves()
+        return
     found: dict[str, list[float]] = {name: [] for name in ("local", "ceiling", "swarm", "together")}
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         checkpoint = make_checkpoint(Path(folder) / "llama", options.hidden)

@@ -6,8 +6,9 @@ Every peer announces the address of its proxy (wan.py), direct channels are off.
 2 layers, one on each server, so that links and not this machine's two cores are the limit. A step is 64 x 128 tokens
 down to the gradient of the embeddings; ``steps`` takes one after the other, ``together`` four at a time, as gradient
 accumulation allows. The limit: the bytes of a step over the busiest link of a server, both directions at once,
-latency left out; or what the same takes here with links that limit nothing, if that is more. The error is that of the gradient, against the same step with raw tensors. With ``--chains 2`` there
-are four servers, and the client's own link is not the limit.
+latency left out; or what the same takes here with links that limit nothing, if that is more. The error is that of the
+gradient, against the same step with raw tensors. With ``--chains 2`` there are four servers, and the client's own link
+is not the limit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import statistics
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,20 @@ def make_checkpoint(folder: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**heads, **size)).save_pretrained(folder)
 
 
-async def measure(options: argparse.Namespace) -> None:
-    bytes_per_s = options.mbit * 125_000
+async def measure(options: argparse.Namespace, bytes_per_s: float, one_way_s: float) -> dict[str, dict[str, Any]]:
+    """Start a swarm behind such links, and a client; returns what that measured."""
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         make_checkpoint(swarm.folder / "llama")
         names: dict[int, str] = {}
-        wan = Wan(0.0, owner_of_port(names, "client"))
-        wan.add("client", FAST, FAST)
+        wan = Wan(one_way_s, owner_of_port(names, "client"))
+        wan.add("client", *[bytes_per_s if options.chains == 1 else FAST] * 2)
         async with trio.open_nursery() as nursery:
             spans = ((0, 1), (1, 2)) * options.chains
-            volunteers = await start_swarm(swarm, wan, nursery, names, spans, FAST)
+            volunteers = await start_swarm(swarm, wan, nursery, names, spans, bytes_per_s)
             settings = json.dumps([str(volunteers[0].home.folder), options.rounds])
-            command = [sys.executable, __file__, "--client", settings]
-            floor = await trio.run_process(command, capture_stdout=True)
-            wan.one_way_s = options.one_way_ms / 1000
-            for name, peer in wan.peers.items():
-                is_wide = name == "client" and options.chains > 1
-                peer.up.bytes_per_s = peer.down.bytes_per_s = FAST if is_wide else bytes_per_s
-            done = await trio.run_process(command, capture_stdout=True)
+            done = await trio.run_process([sys.executable, __file__, "--client", settings], capture_stdout=True)
             nursery.cancel_scope.cancel()
-    report(*(json.loads(p.stdout.decode().splitlines()[-1]) for p in (floor, done)), options)
+    return dict(json.loads(done.stdout.decode().splitlines()[-1]))
 
 
 def client(home: str, n_rounds: int) -> None:
@@ -101,12 +95,12 @@ def report(floor: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]], o
     for codec, row in found.items():
         n_bytes = 2 * ROWS * TOKENS * token_bytes(HIDDEN, "float32", codec)  # forward and backward, each way
         link_s = n_bytes / (options.mbit * 125_000) / options.chains
-        limit_s = max(link_s, floor[codec]["together_s"])
+        here_s, step_s, together_s = floor[codec]["together_s"], row["step_s"], row["together_s"]
         print(
-            f"  {codec:8} {n_bytes / 1e6:5.1f} MB each way: {link_s:.2f} s by the link, {floor[codec]['together_s']:.2f} by "
-            f"this machine; steps {row['step_s']:.2f} s, together {row['together_s']:.2f} s "
-            f"({link_s / row['together_s']:.2f} of the link, {limit_s / row['together_s']:.2f} of the lower limit); "
-            f"gradient off by {row['error']:.1g}; {row['retries']} retries"
+            f"  {codec:8} {n_bytes / 1e6:5.1f} MB each way: {link_s:.2f} s by the link, {here_s:.2f} by this machine; "
+            f"steps {step_s:.2f} s, together {together_s:.2f} s ({link_s / together_s:.2f} of the link, "
+            f"{max(link_s, here_s) / together_s:.2f} of the lower limit); gradient off by {row['error']:.1g}; "
+            f"{row['retries']} retries"
         )
 
 
@@ -121,7 +115,9 @@ def main() -> None:
     if options.client:
         client(*options.client)
     else:
-        trio.run(partial(measure, options))
+        floor = trio.run(measure, options, FAST, 0.0)
+        found = trio.run(measure, options, options.mbit * 125_000, options.one_way_ms / 1000)
+        report(floor, found, options)
 
 
 if __name__ == "__main__":
