@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 FIRST_LOOK_S = 4.0
 ROUND_TRIPS_IN_RECORD = 8
 DRAIN_S = 15.0
+LANES_DRAIN_S = 2.0
 GOODBYE_S = 1.0
 RETRY_S = 5.0
 
@@ -220,6 +221,8 @@ class Daemon:
             return
         self.directory.announce_soon()  # as draining: the server says so from here on
         left = await self.server.drain(DRAIN_S)
+        if self.lanes is not None:
+            await self.lanes.drain(LANES_DRAIN_S)
         logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
 
     async def _move(self, placement: Decision[Span]) -> bool:

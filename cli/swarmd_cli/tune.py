@@ -51,14 +51,14 @@ def tune(
 
     chosen = tuple(name.strip() for name in targets.split(",") if name.strip())
     recipe = Recipe(
-        model, method, steps, batch, rate, warmup, seed, rank, alpha, chosen, virtual_tokens, max_length
+        model, method, steps, batch, rate, warmup, seed, rank, alpha, chosen, virtual_tokens, max_length, codec
     ).check()
     if checkpoints(out) and not resume:
         raise ConfigError(f"{out} holds a run already: --resume to go on with it, or another --out")
     if not data.is_file():
         raise ConfigError(f"{data} is no file: give rows of text as JSONL with --data")
     _require_extra()
-    _tune(recipe, data, out, every, codec, resume, as_json)
+    _tune(recipe, data, out, every, resume, as_json)
 
 
 def _require_extra() -> None:
@@ -71,14 +71,14 @@ def _require_extra() -> None:
         raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pip install 'swarmd[tune]'")
 
 
-def _tune(recipe: Recipe, data: Path, out: Path, every: int, codec: str, resume: bool, as_json: bool) -> None:
+def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:
     import swarmd
     from swarmd.client.dataset import read_dataset
     from swarmd.client.tuning import Tuner, with_peft
     from swarmd_cli.curve import save_png, terminal_curve
 
     with swarmd.connect(home=home().folder) as swarm:
-        remote = swarm.model(recipe.model, codec=codec)
+        remote = swarm.model(recipe.model, codec=recipe.codec)
         rows = read_dataset(data, _encoding(swarm.tokenizer(recipe.model), remote, recipe))
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0

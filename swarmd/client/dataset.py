@@ -82,7 +82,7 @@ def _read_row(line: bytes, encoding: Encoding) -> Row:
         raise _BadRow("it is empty")
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _BadRow(f"no JSON: {error}") from None
     if not isinstance(value, dict) or set(value) not in KINDS:
         got = ", ".join(map(repr, value)) if isinstance(value, dict) else type(value).__name__

@@ -41,27 +41,26 @@ from swarmd.values import PeerId
 OPEN_TIMEOUT_S = 8.0
 QUIET_S = 2.0
 PING_TIMEOUT_S = 3.0
-SILENT_S = 120.0
+BLAMED_S = 20.0
+SILENT_S = 10.0
+FRAME_S = 3.0
+GRADIENT_SLACK_BYTES = 65_536
 RETRY_PAUSE_S = 1.0
-MAX_PARTS = 1_024
 FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
 
 
 class LaneFailed(SwarmError):
     """A micro-batch did not get through.
 
-    ``blame``: whom to leave out and for how long; ``is_over``: the whole lane; ``is_final``: others will say no too.
+    ``blame``: whom to leave out, and for how long; ``is_over``: the whole lane; ``is_final``: others will say no too.
     """
 
     def __init__(
-        self,
-        reason: str,
-        blame: tuple[PeerId, float] | None = None,
-        is_over: bool = True,
-        is_final: bool = False,
+        self, reason: str, *blame: PeerId, for_s: float = BLAMED_S, is_over: bool = True, is_final: bool = False
     ) -> None:
         super().__init__(reason)
         self.blame = blame
+        self.for_s = for_s
         self.is_over = is_over
         self.is_final = is_final
 
@@ -79,8 +78,9 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Pending:
-    shape: torch.Size
+    like: torch.Tensor  # what is waited for has its shape and dtype
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
+    own: OwnParameters | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     pieces: dict[int, list[bytes]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Pending:
 
 
 def _refused(hop: Hop, error: Refused) -> LaneFailed:
-    return LaneFailed(f"{hop}: {error}", (hop.peer, error.retry_after_s or 20.0), is_final=error.code in FINAL)
+    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=error.retry_after_s or BLAMED_S, is_final=error.code in FINAL)
 
 
 class Lane:
@@ -141,11 +141,11 @@ class Lane:
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
                 reply, _ = await channel.call(request, timeout_s=OPEN_TIMEOUT_S)
         except trio.TooSlowError:
-            failures.append(LaneFailed(f"{hop} could not be reached", (hop.peer, 20.0)))
+            failures.append(LaneFailed(f"{hop} could not be reached", hop.peer))
         except Refused as error:
             failures.append(_refused(hop, error))
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
         else:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
@@ -203,8 +203,12 @@ class Lane:
         )
         places = batch.positions, batch.mask
         frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action)
-        pending = _Pending(batch.hidden.shape)
-        await self._exchange((Forward, seq), pending, first, frames)
+        pending = _Pending(batch.hidden)
+        try:
+            await self._exchange((Forward, seq), pending, first, frames)
+        except BaseException:
+            self.live.discard(seq)
+            raise
         assert pending.values is not None
         return seq, pending.values
 
@@ -215,8 +219,11 @@ class Lane:
         last, first = self.hops[-1], self.hops[0]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
         wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
-        pending = _Pending(gradient.shape, wanted)
-        await self._exchange((Backward, seq), pending, last, frames)
+        pending = _Pending(gradient, wanted, own)
+        try:
+            await self._exchange((Backward, seq), pending, last, frames)
+        finally:
+            self.live.discard(seq)
         assert pending.values is not None, first
         return pending.values, pending.gradients
 
@@ -236,9 +243,10 @@ class Lane:
         try:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             for frame in frames:
-                await channel.send_raw(frame)
+                with trio.CancelScope(deadline=trio.current_time() + FRAME_S, shield=True):  # half a frame would end
+                    await channel.send_raw(frame)  # the channel, and all lanes that use it
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
             self.fail(failures[0])
 
     @asynccontextmanager
@@ -270,7 +278,7 @@ class Lane:
         if not own.version:
             return
         async with self._put_lock:
-            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version and own.names(h.span)]
+            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version]
             failures: list[LaneFailed] = []
             async with self._while_open() as nursery:
                 for hop in lacking:
@@ -285,7 +293,7 @@ class Lane:
         except Refused as error:
             failures.append(_refused(hop, error))
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class Lane:
             elif isinstance(message, Refusal):
                 self._on_refusal(message)
         except RemoteProtocolError as error:
-            self.fail(LaneFailed(f"{peer[-8:]}: {error}", (peer, 20.0)))
+            self.fail(LaneFailed(f"{peer[-8:]}: {error}", peer))
 
     async def _on_values(self, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
@@ -312,18 +320,25 @@ class Lane:
         if pending is None:
             return
         number, n_parts = message.part
-        if number != len(pending.parts) or n_parts > MAX_PARTS:
+        b, t, d = pending.like.shape
+        t_before = sum(part.shape[1] for part in pending.parts)
+        if number != len(pending.parts):
             raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
+        if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
+            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
         values = unpack_values_untrusted(message.tensor, frame.payload)
         pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
         if number + 1 < n_parts:
             return
         whole = torch.cat(pending.parts, 1)
-        if whole.shape != pending.shape:
-            raise RemoteProtocolError(f"expected {tuple(pending.shape)}, got {tuple(whole.shape)}")
+        if whole.shape != pending.like.shape or whole.dtype != pending.like.dtype:
+            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)}, got {tuple(whole.shape)} {whole.dtype}")
         if not torch.isfinite(whole).all():
             giver = self.hops[-1] if is_forward else self.hops[0]
-            self._settle(pending, LaneFailed(f"{giver} gave values that are not finite", (giver.peer, 20.0)))
+            text = (
+                f"{giver} gave values that are not finite (if all do, the training diverges: lower the learning rate)"
+            )
+            self._settle(pending, LaneFailed(text, giver.peer, is_final=True))
             return
         pending.values = whole
         self._finish(pending)
@@ -337,7 +352,7 @@ class Lane:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             await channel.send_raw(frame.raw)
         except PeerError as error:
-            self.fail(LaneFailed(f"{hop}: {error}", (hop.peer, 20.0)))
+            self.fail(LaneFailed(f"{hop}: {error}", hop.peer))
 
     def _on_gradients(self, message: Gradients, frame: Frame) -> None:
         pending = self._pending.get((Backward, message.seq))
@@ -345,8 +360,11 @@ class Lane:
             return
         known = pending.pieces.setdefault(message.start, [])
         number, n = message.part
-        if number != len(known) or n > MAX_PARTS:
-            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}")
+        assert pending.own is not None
+        names = pending.gradients_from[message.start]
+        most = GRADIENT_SLACK_BYTES + sum(8 * pending.own.tensors[name].numel() + 1_024 for name in names)
+        if number != len(known) or sum(map(len, known)) + len(frame.payload) > most:
+            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}, or more than there can be")
         known.append(bytes(frame.payload))
         if number + 1 < n:
             return
@@ -354,10 +372,12 @@ class Lane:
             tensors = safetensors.torch.load(b"".join(known))
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
-        names = pending.gradients_from.pop(message.start)
-        if set(tensors) != set(names) or not all(torch.isfinite(g).all() for g in tensors.values()):
+        del pending.gradients_from[message.start]
+        own = pending.own.tensors
+        fits = set(tensors) == set(names) and all(tensors[n].shape == own[n].shape for n in names)
+        if not fits or not all(g.is_floating_point() and torch.isfinite(g).all() for g in tensors.values()):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
-        pending.gradients |= tensors
+        pending.gradients |= {name: tensors[name].to(own[name].dtype) for name in names}
         self._finish(pending)
 
     @staticmethod
@@ -377,43 +397,45 @@ class Lane:
         is_backward = bool(kinds) and kinds[0][0] is Backward
         at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
         hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
-        blame: tuple[PeerId, float] | None = None
-        is_over = True
+        blame: tuple[PeerId, ...] = ()
+        for_s, is_over = BLAMED_S, True
         if hop is not None and code is Code.NOT_FINITE:
             blame = self._giver(hop, is_backward)
         elif code is Code.NOT_HELD:
             is_over = False
-            self._put.clear()
+            if not is_backward:  # it lacks parameters, not a micro-batch
+                self._put.clear()
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
-            blame = hop.peer, wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else 20.0)
-        failure = LaneFailed(f"{hop}: {text}", blame, is_over, code in FINAL)
+            blame = (hop.peer,)
+            for_s = wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else BLAMED_S)
+        failure = LaneFailed(f"{hop}: {text}", *blame, for_s=for_s, is_over=is_over, is_final=code in FINAL)
         if is_over:
             self.fail(failure)
         for kind in kinds:
             self._settle(self._pending[kind], failure)
 
-    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, float] | None:
-        """Whoever gave a hop its input; None is the client itself."""
+    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
+        """Whoever gave a hop its input; nobody is the client itself."""
         index = self.hops.index(hop) + (1 if is_backward else -1)
-        return (self.hops[index].peer, 20.0) if 0 <= index < len(self.hops) else None
+        return (self.hops[index].peer,) if 0 <= index < len(self.hops) else ()
 
     # --- time ------------------------------------------------------------------------------------------------
 
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended."""
         if any(hop.peer == peer for hop in self.hops):
-            self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", (peer, 20.0)))
+            self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", peer))
 
     async def look(self) -> None:
         """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
         silent_s = trio.current_time() - self._heard_at
         if not self._n_busy or silent_s < QUIET_S:
             return
-        if silent_s > SILENT_S:
-            self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s"))
+        if silent_s > SILENT_S:  # no answer, and nobody says that work goes on
+            self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s", *(hop.peer for hop in self.hops)))
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
                 nursery.start_soon(self._ask, hop)
@@ -422,4 +444,4 @@ class Lane:
         try:
             await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
         except PeerError as error:
-            self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", (hop.peer, 20.0)))
+            self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", hop.peer))

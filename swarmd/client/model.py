@@ -159,7 +159,8 @@ class _Call(threading.local):
     want: int | None = None
     own: Mapping[str, tuple[int, torch.Tensor]] = MappingProxyType({})
     n_prefix: int = 0
-    may_train: bool = False
+    is_step: bool = False  # of a session that goes on
+    wants_cache: bool = False
     generating: RemoteCache | None = None
 
 
@@ -180,7 +181,9 @@ def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: t
         trains = torch.is_grad_enabled() and (
             hidden.requires_grad or any(t.requires_grad for _, t in call.own.values())
         )
-        if call.may_train and (trains or call.own):
+        if trains and call.is_step:
+            raise ConfigError("no gradients flow through a session: call the model without a cache, or under no_grad()")
+        if trains or (call.own and not call.is_step and not call.wants_cache):
             call.cache = None
             places = Places(call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1]))
             out = through_lanes(lanes, hidden, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
@@ -220,7 +223,8 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
         given = kwargs.get("input_ids")
         n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
-        cache, call.own, call.n_prefix = kwargs.get(cache_name), lora(), 0
+        cache, call.n_prefix = kwargs.get(cache_name), 0
+        call.own = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
         if isinstance(cache, DynamicCache) and cache.get_seq_length():
             call.n_prefix = int(cache.get_seq_length())
             call.own |= own.prefix_of(cache)
@@ -228,7 +232,8 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
             cache.own = cache.own or own.gather(call.own, 0)
         elif cache is not None and not isinstance(cache, DynamicCache):
             raise ConfigError(f"expected a RemoteCache of this model as {cache_name}, got {type(cache).__name__}")
-        call.may_train = not isinstance(cache, RemoteCache) and not call.generating and not kwargs.get("use_cache")
+        call.is_step = isinstance(cache, RemoteCache) or call.generating is not None
+        call.wants_cache = bool(kwargs.get("use_cache"))
         if not isinstance(cache, RemoteCache):
             size = model.max_session_tokens if wants_cache else n_new + call.n_prefix
             cache = call.generating or model.new_cache(size)
@@ -248,7 +253,7 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
         call.want = kept if isinstance(kept, int) and kept > 0 and not wants_hidden else None
         try:
             output = forward(*args, **kwargs)
-            if call.cache is None or not wants_cache:
+            if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
                 output[cache_name] = None
             return output
         finally:

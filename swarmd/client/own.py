@@ -100,21 +100,36 @@ def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Ten
     computed by servers.
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
+    known = set[int]()
     names = {id(layer): i for i, layer in enumerate(layers)}
     prefix = next(name for name, module in model.named_modules() if id(module) in names).rpartition(".")[0]
     for block, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if not hasattr(module, "lora_A") or not hasattr(module, "active_adapters"):
+            if not _is_tuner(module):
                 continue
-            pairs = _pairs(f"{prefix}.{block}.{name}", module)
+            place = f"{prefix}.{block}.{name}"
+            pairs = _pairs(place, module, known)
             if pairs:  # several adapters at once are one of all their ranks
-                module_name = f"{prefix}.{block}.{name}"
-                found[f"{module_name}.lora_A"] = block, torch.cat([a for a, _ in pairs])
-                found[f"{module_name}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+                found[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
+                found[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
     return found
 
 
-def _pairs(name: str, module: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _is_tuner(module: nn.Module) -> bool:
+    """Is this one of the modules that PEFT puts in the place of others? Raises ConfigError for a kind not computed."""
+    if not (hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")):
+        return False
+    if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+        return True
+    raise ConfigError(f"servers compute plain LoRA in remote blocks, not PEFT's {type(module).__name__}")
+
+
+def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and scaled B of each active adapter; ``known`` collects all parameters that are some adapter's."""
+    known.update(id(p) for part in (module.lora_A, module.lora_B) for p in part.parameters())
     if module.merged:
         raise ConfigError(f"the adapter of {name} is merged, which a remote layer cannot be: call unmerge_adapter()")
     pairs = []
@@ -122,6 +137,8 @@ def _pairs(name: str, module: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if adapter not in module.lora_A:
             continue
         special = [k for k in ("use_dora", "lora_bias") if getattr(module, k, {}).get(adapter)]
+        if adapter in getattr(module, "lora_variant", {}):
+            special.append(type(module.lora_variant[adapter]).__name__)
         dropout = module.lora_dropout[adapter]
         if module.training and getattr(dropout, "p", 0.0):
             special.append("lora_dropout")

@@ -19,7 +19,7 @@ import trio
 
 from swarmd.client.lane import Lane, LaneFailed, MicroBatch
 from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
-from swarmd.errors import NoRoute, PeerError, SwarmError, SwarmUnavailable
+from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import max_in_flight
 from swarmd.protocol.messages import Ping
@@ -34,6 +34,7 @@ RETRY_PAUSE_S = 0.3
 REFRESH_S = 1.0
 PROBE_TIMEOUT_S = 3.0
 AGAIN_AFTER_S = 20.0
+MAX_BLAMED_S = 600.0
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
 WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
@@ -49,7 +50,7 @@ class Ticket:
     seq: int
 
     def __del__(self) -> None:
-        self.lane.live.discard(self.seq)  # its backward came, or will never come
+        self.lane.live.discard(self.seq)  # its backward will never come
 
 
 @dataclass(slots=True)
@@ -59,7 +60,6 @@ class PipelineStatistics:
     forwards: int = 0
     backwards: int = 0
     retries: list[str] = field(default_factory=list)
-    by_peer: Counter[PeerId] = field(default_factory=Counter)
 
 
 class Pipeline:
@@ -74,6 +74,7 @@ class Pipeline:
         self._lanes: dict[tuple[Hop, ...], Lane] = {}
         self._opening = trio.Lock()
         self._excluded = Exclusions()
+        self._strikes: Counter[PeerId] = Counter()
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._of_peer: Counter[PeerId] = Counter()
@@ -86,6 +87,8 @@ class Pipeline:
 
     async def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
         """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
+        if self._terms.adapter:
+            raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
         return await self._each([partial(self._forward, batch) for batch in batches])
 
     async def backward(
@@ -96,10 +99,9 @@ class Pipeline:
         return await self._each([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
 
     async def close(self) -> None:
-        for lane in self._lanes.values():
-            self._listeners.pop(lane.key, None)
-            await lane.close()
-        self._lanes.clear()
+        """End all lanes; the next micro-batch opens new ones."""
+        for lane in list(self._lanes.values()):
+            await self._drop(lane)
 
     async def _each(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         results: list[Any] = [None] * len(work)
@@ -157,7 +159,10 @@ class Pipeline:
     async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
         """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
         try:
-            return await work
+            result = await work
+            for hop in lane.hops:
+                self._strikes.pop(hop.peer, None)
+            return result
         except LaneFailed as error:
             self._blame(error)
             raise
@@ -197,11 +202,11 @@ class Pipeline:
 
     async def _lane(self, n_tokens: int) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
-        hops = self._terms.route or self._route(n_tokens)
-        lane = self._lanes.get(hops)
+        lane = self._lanes.get(self._terms.route or self._route(n_tokens))
         if lane is not None and lane.is_open and not lane.is_leaving:
             return lane
         async with self._opening:
+            hops = self._terms.route or self._route(n_tokens)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
             if lane is not None and lane.is_open and not lane.is_leaving:
                 return lane
@@ -243,7 +248,7 @@ class Pipeline:
         return find().hops
 
     async def _look(self) -> None:
-        while True:
+        while self._lanes or self._suspects:
             await trio.sleep(LOOK_INTERVAL_S)
             now = trio.current_time()
             async with trio.open_nursery() as nursery:
@@ -251,6 +256,7 @@ class Pipeline:
                     nursery.start_soon(lane.look)
                 for peer in [p for p in self._suspects if self._excluded.allow(p, now, False)]:
                     nursery.start_soon(self._probe, peer)
+        self._is_looking = False
 
     async def _probe(self, peer: PeerId) -> None:
         """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
@@ -261,8 +267,10 @@ class Pipeline:
             self._excluded.add(peer, trio.current_time(), AGAIN_AFTER_S)
 
     def _blame(self, failure: LaneFailed) -> None:
-        if failure.blame is not None:
-            peer, for_s = failure.blame
+        """Leave out whoever is to blame, longer each time until it has done something right."""
+        for peer in failure.blame:
+            self._strikes[peer] += 1
+            for_s = min(MAX_BLAMED_S, failure.for_s * 2 ** (self._strikes[peer] - 1))
             self._excluded.add(peer, trio.current_time(), for_s)
             self._suspects.add(peer)
 

@@ -369,6 +369,14 @@ class BlockingLanes:
         """See Pipeline.backward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.backward, tickets, gradients)
 
+    def close(self) -> None:
+        """Have the servers forget what they keep for this model; more can follow."""
+        with contextlib.suppress(trio.RunFinishedError):
+            self._thread.spawn(self._pipeline.close)
+
+    def __del__(self) -> None:
+        self.close()
+
 
 class TrioThread:
     """A trio loop in a daemon thread, with one nursery to start things in."""

@@ -1,7 +1,8 @@
 """Fine-tune a remote model: PEFT's parameters here, its frozen blocks on servers. What can be resumed is exact.
 
 A step's samples, learning rate and sums depend on the recipe, the data and the step alone, and everything that a step
-changes is in a checkpoint: a run that is killed and resumed ends with the same weights as one that was not.
+changes is in a checkpoint: a run that is killed and resumed ends with the same weights as one that was not, on
+servers of the same numerics and with the same codec.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Recipe:
     targets: tuple[str, ...] = ()
     virtual_tokens: int = 16
     max_length: int = 256
+    codec: str = "auto"
 
     def check(self) -> Recipe:
         """Return the recipe if it can be right. Raises ConfigError."""
@@ -176,7 +178,7 @@ class Tuner:
         """
         while len(self.losses) < self.recipe.steps:
             on_step(self.step())
-            if len(self.losses) % every == 0:
+            if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:
                 self.save_checkpoint()
         _replace_folder(self._folder / "adapter", self._write_adapter)
 
@@ -259,7 +261,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Fill a folder beside, and put it in place when it is on disk: a crash leaves the old one or the new one."""
+    """Fill a folder beside, and put it in place when it is on disk; a crash leaves no half of it there."""
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -268,6 +270,9 @@ def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)
     new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -91,10 +91,13 @@ class Engine:
                 return
             try:
                 own = tuned(message.client, message.tuned, Span(message.start, message.end))
-            except Refused as error:
-                yield self._refuse(message, Refused(Code.SESSION_LOST, str(error)))
+                if own.n_prefix >= message.max_tokens:
+                    raise Refused(Code.TOO_LONG, f"a prefix of {own.n_prefix} in a session of {message.max_tokens}")
+                session = HopSession(self.span, message, self._budget, own)
+            except (Refused, *PASS_ERRORS, LookupError) as error:
+                yield self._refuse(message, Refused(Code.SESSION_LOST, str(error)[:500]))
                 return
-            self._sessions[message.session, message.start] = HopSession(self.span, message, self._budget, own)
+            self._sessions[message.session, message.start] = session
             self._served.setdefault(message.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseSession):
             self._drop((message.session, message.start))

@@ -58,8 +58,9 @@ class HopSession:
         adapter = span.adapters.get(opened.adapter) if opened.adapter else None
         self._lora = tuned.lora if tuned.lora.updates else adapter
         self._cache = span.new_cache(self.hop, opened.max_tokens)
-        with torch.inference_mode():
-            tuned.fill(self._cache, self.hop.blocks(), opened.batch)
+        if not opened.inherit:  # else it comes with the caches
+            with torch.inference_mode():
+                tuned.fill(self._cache, self.hop.blocks(), opened.batch)
         self._mask: torch.Tensor | None = None
         self._n_tokens = tuned.n_prefix
         self._begun: _Begun | None = None

@@ -18,9 +18,9 @@ import torch
 
 from swarmd.compute.engine import PASS_ERRORS
 from swarmd.compute.span import LoadedSpan
-from swarmd.compute.tuned import NOTHING, Tuned, read_tuned_untrusted
+from swarmd.compute.tuned import Tuned, TunedStore
 from swarmd.compute.wire import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
-from swarmd.errors import Code, ConfigError, Refused, RemoteProtocolError
+from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.training import Held, Key, Work, choose_work, make_room
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
@@ -40,10 +40,11 @@ from swarmd.values import Span
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.02
-PART_BYTES = 8 * 2**20
-MAX_PARTS = 1_024
+PART_BYTES = 1 << 20
+MAX_PARTS = 4_096
 MAX_POSITION = 1 << 24
-MAX_TUNED = 64  # versions of parameters
+MAX_MICRO_BATCH_TOKENS = 65_536
+WORK_ERRORS = (*PASS_ERRORS, LookupError, AttributeError)
 Steps = Generator[list[bytes], None, None]
 
 
@@ -57,6 +58,7 @@ class _Batch:
     tuned: Tuned
     graphs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     graph_bytes: int = 0
+    is_whole: bool = False  # the graphs of all blocks are here
     order: int = 0
 
     @property
@@ -68,7 +70,7 @@ class _Batch:
         return self.hidden.numel() * self.hidden.element_size() + self.graph_bytes
 
     def drop_graphs(self) -> None:
-        self.graphs, self.graph_bytes = [], 0
+        self.graphs, self.graph_bytes, self.is_whole = [], 0, False
 
 
 @dataclass(slots=True)
@@ -92,7 +94,13 @@ class _Waiting:
 class Training:
     """All lanes of one worker. ``handled`` counts the frames whose work is done."""
 
-    def __init__(self, span: LoadedSpan, limit_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        span: LoadedSpan,
+        limit_bytes: int,
+        max_tokens: int = MAX_MICRO_BATCH_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.handled = 0
         self._span = span
         self._limit_bytes = limit_bytes
@@ -100,9 +108,9 @@ class Training:
         self._lanes: dict[Key, _Lane] = {}
         self._waiting: list[_Waiting] = []
         self._served: dict[bytes, float] = {}
-        self._tuned: dict[tuple[bytes, bytes, Span], Tuned] = {}
-        self._coming: dict[tuple[bytes, bytes, Span], list[bytes]] = {}
-        self._graph_bytes_per_token = 0.0  # of one block
+        self._max_tokens = max_tokens
+        self._current: _Waiting | None = None
+        self._tuned = TunedStore(span, limit_bytes)
         self._n_taken = 0
         self._parameters = {p.untyped_storage().data_ptr() for p in span.model.parameters()}
 
@@ -130,27 +138,22 @@ class Training:
 
     def tuned(self, client: bytes, version: bytes, hop: Span) -> Tuned:
         """A client's own parameters for a hop. Raises Refused where they are not held."""
-        if not version:
-            return NOTHING
-        found = self._tuned.pop((client, version, hop), None)
-        if found is None:
-            raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
-        self._tuned[client, version, hop] = found  # the last used is dropped last
-        return found
+        return self._tuned.find(client, version, hop)
 
     def run_slice(self) -> Iterator[bytes]:
-        """Compute for about SLICE_S, and one block at least."""
+        """Compute for about SLICE_S, and one block at least. A pass that was begun is finished before another one."""
         begun = self._clock()
         while self._waiting and self._clock() - begun < SLICE_S:
-            chosen = self._waiting[choose_work([w.work for w in self._waiting], self._served).action]
-            started = self._clock()
+            if self._current not in self._waiting:
+                self._current = self._waiting[choose_work([w.work for w in self._waiting], self._served).action]
+            chosen, started = self._current, self._clock()
             try:
                 frames = next(chosen.steps, None)
-            except (Refused, *PASS_ERRORS) as error:
+            except (Refused, *WORK_ERRORS) as error:
+                frames = None
                 if not isinstance(error, Refused):
                     logger.exception("a pass of fine-tuning failed")
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
-                frames = None
                 yield messages.framed(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
             self._served[client] = self._served.get(client, 0.0) + self._clock() - started
@@ -214,41 +217,12 @@ class Training:
     def _take_tuned(self, message: PutTuned, payload: memoryview) -> Iterator[bytes]:
         self.handled += 1
         key = (message.client, message.version, Span(message.start, message.end))
-        number, n_parts = message.part
-        pieces = self._coming.pop(key, []) if number else []
-        if number != len(pieces):
-            yield messages.framed(
-                messages.refusal_for(message, Refused(Code.OP_GAP, "a piece of parameters is missing"))
-            )
-            return
-        pieces.append(bytes(payload))
-        held = sum(t.n_bytes for t in self._tuned.values()) + sum(
-            map(len, (p for c in self._coming.values() for p in c))
-        )
-        if held + sum(map(len, pieces)) > self._limit_bytes and not self._forget_tuned(sum(map(len, pieces))):
-            text = f"parameters of more than {self._limit_bytes >> 20} MiB"
-            yield messages.framed(messages.refusal_for(message, Refused(Code.NO_CAPACITY, text)))
-            return
-        if number + 1 < n_parts:
-            self._coming[key] = pieces
-            while len(self._coming) > MAX_TUNED:
-                del self._coming[next(iter(self._coming))]
-            return
         try:
-            self._tuned[key] = read_tuned_untrusted(self._span, key[2], b"".join(pieces))
-        except ConfigError as error:
-            yield messages.framed(messages.refusal_for(message, Refused(Code.UNSUPPORTED, str(error))))
-            return
-        while len(self._tuned) > MAX_TUNED:
-            del self._tuned[next(iter(self._tuned))]
-        yield messages.framed(TunedHeld(re=message.id))
-
-    def _forget_tuned(self, n_bytes: int) -> bool:
-        """Drop what was used longest ago until ``n_bytes`` fit."""
-        while self._tuned and sum(t.n_bytes for t in self._tuned.values()) + n_bytes > self._limit_bytes:
-            del self._tuned[next(iter(self._tuned))]
-        coming = sum(map(len, (p for c in self._coming.values() for p in c)))
-        return sum(t.n_bytes for t in self._tuned.values()) + coming + n_bytes <= self._limit_bytes
+            if self._tuned.put(key, message.part, bytes(payload)):
+                yield messages.framed(TunedHeld(re=message.id))
+        except Refused as error:
+            if message.id:
+                yield messages.framed(messages.refusal_for(message, error))
 
     # --- passes ----------------------------------------------------------------------------------------------
 
@@ -258,41 +232,49 @@ class Training:
         batch = self._read_batch(lane, message, parts, payloads)
         for seq in [seq for seq in lane.batches if seq <= message.settled]:
             del lane.batches[seq]
-        keeps = message.keep and self._keep(key, message.seq, lane, batch)
-        wants_graph = keeps and self._has_room_for(self._graph_bytes(batch, lane.hop))
+        wants_graph = keeps = message.keep and self._keep(key, message.seq, lane, batch)
         hidden = batch.hidden
         for block in lane.hop.blocks():
             entering, leaving = self._run_block(batch, block, hidden, wants_graph)
             if wants_graph:
                 batch.graphs.append((entering, leaving))
+            left = lane.hop.end - block - 1
+            if wants_graph and not self._has_room_for(left * batch.graph_bytes // len(batch.graphs)):
+                batch.drop_graphs()
+                wants_graph = False
             hidden = leaving.detach()
             yield []
-        if keeps and not self._has_room_for(0):  # the first one is how one learns what graphs need
-            batch.drop_graphs()
+        if keeps:
+            batch.is_whole = wants_graph
         yield list(self._forward_frames(message, lane, batch, hidden))
 
     def _backward(self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
         message = parts[0]
         assert isinstance(message, Backward)
-        batch = lane.batches.pop(message.seq, None)
+        batch = lane.batches.get(message.seq)
         if batch is None:
             raise Refused(Code.NOT_HELD, f"the input of micro-batch {message.seq} is not held any more")
         gradient = self._read_gradient(message, parts, payloads, batch)
-        if not batch.graphs:
-            hidden = batch.hidden
-            for block in lane.hop.blocks():
-                batch.graphs.append(self._run_block(batch, block, hidden, True))
-                hidden = batch.graphs[-1][1].detach()
+        try:
+            if not batch.is_whole:
+                batch.drop_graphs()
+                hidden = batch.hidden
+                for block in lane.hop.blocks():
+                    batch.graphs.append(self._run_block(batch, block, hidden, True))
+                    hidden = batch.graphs[-1][1].detach()
+                    yield []
+            gradients: dict[str, torch.Tensor] = {}
+            for block in reversed(lane.hop.blocks()):
+                entering, leaving = batch.graphs.pop()
+                leaves = batch.tuned.of_block(block)
+                wanted = [entering, *leaves.values()]
+                gradient, *others = torch.autograd.grad(leaving, wanted, gradient, allow_unused=True)
+                for (name, leaf), value in zip(leaves.items(), others, strict=True):
+                    gradients[name] = torch.zeros_like(leaf) if value is None else value
+                self._span.on_block()
                 yield []
-        gradients: dict[str, torch.Tensor] = {}
-        for block in reversed(lane.hop.blocks()):
-            entering, leaving = batch.graphs.pop()
-            leaves = batch.tuned.of_block(block)
-            gradient, *others = torch.autograd.grad(leaving, [entering, *leaves.values()], gradient, allow_unused=True)
-            for (name, leaf), value in zip(leaves.items(), others, strict=True):
-                gradients[name] = torch.zeros_like(leaf) if value is None else value
-            self._span.on_block()
-            yield []
+        finally:
+            lane.batches.pop(message.seq, None)  # counted until here
         yield list(_gradient_frames(message, lane, gradient, gradients))
 
     def _read_batch(
@@ -314,6 +296,10 @@ class Training:
             raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
         if position.min() < 0 or position.max() > MAX_POSITION:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {MAX_POSITION}")
+        n_tokens = hidden.shape[0] * hidden.shape[1]
+        if n_tokens > self._max_tokens:
+            text = f"a micro-batch of {n_tokens} tokens, at most {self._max_tokens} are taken by a server of this speed"
+            raise Refused(Code.TOO_LONG, f"{text}: use shorter rows, or fewer rows in a micro-batch")
         tuned, device = self.tuned(lane.client, message.tuned, lane.hop), self._span.device
         mask = None
         given = [m for m in masks if m is not None]
@@ -322,12 +308,6 @@ class Training:
                 raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
             mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
         batch = _Batch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
-        needed = self._graph_bytes(batch, lane.hop)
-        if message.keep and needed > self._limit_bytes:
-            text = f"a micro-batch of {batch.n_tokens} tokens needs {needed >> 20} MiB for its backward"
-            raise Refused(
-                Code.TOO_LONG, f"{text}, this server gives {self._limit_bytes >> 20}: use smaller micro-batches"
-            )
         return batch
 
     def _read_gradient(
@@ -377,6 +357,7 @@ class Training:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal n_bytes
+            self._span.on_block()
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
@@ -390,12 +371,8 @@ class Training:
         with torch.autograd.graph.saved_tensors_hooks(keep, use):
             yield
         batch.graph_bytes += n_bytes
-        self._graph_bytes_per_token = max(self._graph_bytes_per_token, n_bytes / batch.n_tokens)
 
     # --- memory ----------------------------------------------------------------------------------------------
-
-    def _graph_bytes(self, batch: _Batch, hop: Span) -> int:
-        return int(self._graph_bytes_per_token * batch.n_tokens * len(hop))
 
     def _held(self) -> list[Held]:
         return [

@@ -9,6 +9,7 @@ and ``{module}.lora_B`` [out, r] update a matrix (Hu et al. 2021; the client put
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,11 +20,13 @@ from safetensors import SafetensorError
 from swarmd.compute.adapters import DTYPES, Lora
 from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.span import LoadedSpan
-from swarmd.errors import ConfigError
+from swarmd.errors import Code, ConfigError, Refused
 from swarmd.values import Span
 
 MAX_PREFIX_TOKENS = 4_096
-_PREFIX = re.compile(r"(\d+)\.(keys|values)")
+MAX_VERSIONS = 64  # of one client, each for one hop
+MAX_UPLOADS = 256
+_PREFIX = re.compile(r"(0|[1-9][0-9]{0,3})\.(keys|values)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,88 @@ class Tuned:
 NOTHING = Tuned(Lora(), {})
 
 
+Key = tuple[bytes, bytes, Span]  # client, version, hop
+READ_ERRORS = (ConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+
+
+@dataclass(slots=True)
+class _Upload:
+    version: bytes
+    pieces: list[bytes] = field(default_factory=list)
+    refusal: Refused | None = None
+
+
+class TunedStore:
+    """What clients gave, within ``limit_bytes``: a client may hold half of it, and who holds most gives way first."""
+
+    def __init__(self, span: LoadedSpan, limit_bytes: int) -> None:
+        self._span = span
+        self._limit_bytes = limit_bytes
+        self._held: dict[Key, Tuned] = {}
+        self._coming: dict[tuple[bytes, Span], _Upload] = {}
+
+    def find(self, client: bytes, version: bytes, hop: Span) -> Tuned:
+        """A client's own parameters for a hop. Raises Refused where they are not held."""
+        if not version:
+            return NOTHING
+        found = self._held.pop((client, version, hop), None)
+        if found is None:
+            raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
+        self._held[client, version, hop] = found  # the last used is dropped last
+        return found
+
+    def put(self, key: Key, part: tuple[int, int], piece: bytes) -> bool:
+        """Take one piece; True once all are there. Raises Refused, at the latest for the last piece."""
+        client, version, hop = key
+        number, n_parts = part
+        upload = self._coming.get((client, hop))
+        if number == 0:
+            upload = self._coming[client, hop] = _Upload(version)
+        if upload is None or upload.version != version or (upload.refusal is None and number != len(upload.pieces)):
+            raise Refused(Code.OP_GAP, f"piece {number} of {n_parts} of parameters has no predecessor")
+        if upload.refusal is None:
+            upload.pieces.append(piece)
+            upload.refusal = self._refusal(client)
+        if upload.refusal is not None:
+            upload.pieces.clear()
+        if number + 1 < n_parts:
+            return False
+        del self._coming[client, hop]
+        if upload.refusal is not None:
+            raise upload.refusal
+        try:
+            self._held[key] = read_tuned_untrusted(self._span, hop, b"".join(upload.pieces))
+        except READ_ERRORS as error:
+            raise Refused(Code.UNSUPPORTED, str(error)[:500]) from None
+        self._make_room(client)
+        return True
+
+    def _refusal(self, client: bytes) -> Refused | None:
+        coming = sum(len(p) for (owner, _), u in self._coming.items() if owner == client for p in u.pieces)
+        if coming <= self._limit_bytes // 2 and len(self._coming) <= MAX_UPLOADS:
+            return None
+        text = f"parameters of more than {self._limit_bytes >> 21} MiB of one client, or too many at a time"
+        return Refused(Code.TOO_LONG, text)
+
+    def _make_room(self, client: bytes) -> None:
+        """Drop what was used longest ago: of this client beyond its half, then of whoever holds most."""
+        while True:
+            of_client: Counter[bytes] = Counter()
+            count: Counter[bytes] = Counter()
+            for (owner, _, _), tuned in self._held.items():
+                of_client[owner] += tuned.n_bytes
+                count[owner] += 1
+            if of_client[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
+                owner = client
+            elif of_client.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
+                owner = max(of_client, key=lambda c: (of_client[c], count[c]))
+            else:
+                return
+            if count[owner] == 1 and owner == client:
+                return  # what has just come stays
+            del self._held[next(key for key in self._held if key[0] == owner)]
+
+
 @dataclass(slots=True)
 class _Reading:
     leaves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -70,7 +155,10 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> Tuned:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, or holds values that are not finite")
-        leaf = tensor.to(span.device).requires_grad_()
+        is_prefix = _PREFIX.fullmatch(name) is not None
+        if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
+            raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")
+        leaf = tensor.to(span.device, span.dtype if is_prefix else None).requires_grad_()
         block = _sort(span, reading, name, leaf)
         if block is None or not hop.start <= block < hop.end:
             raise ConfigError(f"{name[:100]} is no parameter of blocks {hop} of this model")
@@ -94,8 +182,8 @@ def _sort(span: LoadedSpan, reading: _Reading, name: str, leaf: torch.Tensor) ->
 
 
 def _matrices(span: LoadedSpan, module: str, pair: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    if "lora_A" not in pair:
-        raise ConfigError(f"{module}.lora_A is missing")
+    if len({matrix.dtype for matrix in pair.values()}) > 1 or "lora_A" not in pair:
+        raise ConfigError(f"{module} needs lora_A and lora_B of the same dtype")
     return span.adapters.checked(module, pair["lora_A"], pair.get("lora_B"))
 
 

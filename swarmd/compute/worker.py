@@ -39,6 +39,8 @@ IDLE_S = 0.3
 QUICK_S = 0.05
 BUDGET_S = 0.15
 MEASURE_INTERVAL_S = 600.0
+BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
+MIN_MICRO_BATCH_TOKENS = 64
 STREAMS = (1, 4, 16)
 _RECEIVE_BYTES = 4 * 2**20
 
@@ -180,7 +182,8 @@ class Worker:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
         self._engine = Engine(span, budget)
-        self._training = Training(span, request.training_bytes)
+        per_block = len(blocks) * self._speed.prefill_tokens_per_s  # tokens/s
+        self._training = Training(span, request.training_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.training_share)
         name, memory_bytes = device_description(device)
         return Loaded(

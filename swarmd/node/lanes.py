@@ -31,6 +31,7 @@ from swarmd.protocol.messages import (
     Gradients,
     Opened,
     OpenLane,
+    Progress,
     PutTuned,
     Refusal,
     TunedHeld,
@@ -44,6 +45,7 @@ MAX_LANES = 512
 MAX_LANES_PER_CLIENT = 64
 LEASE_S = 600.0
 LOOK_INTERVAL_S = 1.0
+DRAIN_LOOK_S = 0.05
 RETRY_AFTER_S = 1.0
 FIRST_ID = 1 << 41  # apart from the ids of replays and hand-overs
 
@@ -75,7 +77,10 @@ class LanesStatus:
 
 
 class Lanes:
-    """All lanes through one server. ``limit_bytes`` is what may wait for its worker; 0 takes no training work."""
+    """All lanes through one server. ``limit_bytes`` is what may wait for its worker; 0 takes no training work.
+
+    A client may have so much waiting, all together twice that.
+    """
 
     def __init__(self, rpc: Rpc, exchange: Exchange, server: Server, worker: WorkerLink, limit_bytes: int) -> None:
         self._rpc = rpc
@@ -96,7 +101,7 @@ class Lanes:
         return LanesStatus(len(self._lanes), len({lane.client for lane in self._lanes.values()}), self._tokens_trained)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Pass frames on until cancelled, and end lanes that nobody uses."""
+        """Pass frames on until cancelled, tell clients that work goes on, and end lanes that nobody uses."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._outbox = Outbox(self._rpc, nursery, self._lost, self._to_self, "training")
@@ -107,7 +112,9 @@ class Lanes:
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
                     for key, lane in list(self._lanes.items()):
-                        if now - lane.used_at > LEASE_S:
+                        if lane.waiting:
+                            self._tell(lane.client, framed(Progress(session=key[0], start=key[1])))
+                        elif now - lane.used_at > LEASE_S:
                             await self._end(key)
             finally:
                 self._is_running = False
@@ -151,6 +158,7 @@ class Lanes:
             raise Refused(Code.STRANGER, "another client has a lane of this name")
         span = Span(opening.start, opening.end)
         before, after = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
+        self._forget(key)
         self._lanes[key] = lane = Lane(channel.peer, principal, span, before, after, used_at=trio.current_time())
         self._by_end[opening.session, opening.end] = key
         await self._worker.send(framed(msgspec.structs.replace(opening, client=principal)))
@@ -185,9 +193,11 @@ class Lanes:
             raise Refused(Code.STRANGER, f"{peer} is no neighbour in this lane")
         if is_forward and self._server.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
-        held = sum(sum(other.waiting.values()) for other in self._lanes.values() if other.principal == lane.principal)
-        if held + len(frame.raw) > self._limit_bytes:
-            raise Refused(Code.NO_CAPACITY, f"{held} B of this client wait to be computed here", RETRY_AFTER_S)
+        waiting = {k: sum(other.waiting.values()) for k, other in self._lanes.items()}
+        own = sum(n for k, n in waiting.items() if self._lanes[k].principal == lane.principal)
+        if max(2 * own, sum(waiting.values())) + len(frame.raw) > 2 * self._limit_bytes:
+            text = f"{own} B of this client, and {sum(waiting.values())} B in all, wait to be computed here"
+            raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         kind = (type(message), message.seq)
         lane.waiting[kind] = lane.waiting.get(kind, 0) + len(frame.raw)
         lane.used_at = trio.current_time()
@@ -201,7 +211,7 @@ class Lanes:
         if not message.start < message.end or not self._server.span.covers(Span(message.start, message.end)):
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {self._server.span}")
         call_id = 0
-        if message.id:
+        if message.id and message.part[0] + 1 == message.part[1]:
             self._next_id += 1
             call_id = self._next_id
             self._puts[call_id] = peer, message.id
@@ -228,8 +238,8 @@ class Lanes:
             await self._outbox.send(lane.predecessor, frame.raw)
         else:
             if isinstance(message, Refusal):
-                lane.waiting.pop((Forward, message.seq), None)
-                lane.waiting.pop((Backward, message.seq), None)
+                refused = Forward if message.start == lane.span.start else Backward
+                lane.waiting.pop((refused, message.seq), None)
             self._tell(lane.client, frame.raw)
         return True
 
@@ -264,15 +274,31 @@ class Lanes:
 
     def peer_gone(self, peer: PeerId) -> None:
         """A connection for fine-tuning ended: frames on their way may be lost, and who is gone holds nothing here."""
+        if not self._is_running:
+            return
         for key, lane in list(self._lanes.items()):
             if lane.client == peer:
                 self._nursery.start_soon(self._end, key)
         self._lost(peer, "its connection ended")
 
     def _lost(self, peer: PeerId, reason: str) -> None:
+        """Lanes with a neighbour that cannot be reached are over."""
+        if not self._is_running:
+            return
         for key, lane in list(self._lanes.items()):
-            if peer in (lane.predecessor, lane.successor) and peer != lane.client:
+            if peer in (lane.predecessor, lane.successor) and peer != lane.client and key in self._lanes:
+                self._forget(key)  # before anybody is told, which may fail too
+                self._nursery.start_soon(self._close_in_worker, key)
                 self._refuse(key, lane, Code.SESSION_LOST, f"the link to {peer[-8:]} failed: {reason}")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let what was begun come to its end for a while; then tell clients to go elsewhere."""
+        with trio.move_on_after(timeout_s):
+            while any(lane.waiting for lane in self._lanes.values()):
+                await trio.sleep(DRAIN_LOOK_S)
+        for key, lane in list(self._lanes.items()):
+            self._forget(key)
+            self._refuse(key, lane, Code.SESSION_LOST, "this server stops serving these blocks")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""
@@ -302,10 +328,13 @@ class Lanes:
 
     async def _end(self, key: Key) -> None:
         if self._forget(key):
-            try:
-                await self._worker.send(framed(CloseLane(session=key[0], start=key[1])))
-            except WorkerLost:
-                return
+            await self._close_in_worker(key)
+
+    async def _close_in_worker(self, key: Key) -> None:
+        try:
+            await self._worker.send(framed(CloseLane(session=key[0], start=key[1])))
+        except WorkerLost:
+            return
 
     def _forget(self, key: Key) -> bool:
         lane = self._lanes.pop(key, None)

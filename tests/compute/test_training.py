@@ -115,28 +115,18 @@ def by_autograd(
     return out.detach(), torch.autograd.grad(out, entering, gradient)[0]
 
 
-@pytest.mark.parametrize("room", [ROOM, 70_000])  # with graphs kept, and computed again
-def test_gradients_equal_autograd_with_and_without_graphs(span: LoadedSpan, room: int) -> None:
+@pytest.mark.parametrize("has_room", [True, False])  # for graphs, or they are computed again
+def test_gradients_equal_autograd_with_and_without_graphs(span: LoadedSpan, has_room: bool) -> None:
     hidden, gradient = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
-    bench = Bench(span, hop=Span(1, 3))
-    bench.forward(0, hidden)  # learns what a graph needs
-    bench.run()
-    bench.training._limit_bytes = room if room == ROOM else bench.training._graph_bytes(_batch(hidden), bench.hop)
+    bench = Bench(span, hop=Span(1, 3), limit_bytes=ROOM if has_room else 30_000)
     bench.forward(1, hidden)
     out = values(bench.run(), Forward)
-    has_graph = bool(bench.training._lanes[LANE, 1].batches[1].graphs)
-    assert has_graph == (room == ROOM)
+    assert bench.training._lanes[LANE, 1].batches[1].is_whole == has_room
     bench.backward(1, gradient)
     expected = by_autograd(span, hidden, gradient, bench.hop)
     torch.testing.assert_close(out, expected[0])
     torch.testing.assert_close(values(bench.run(), Backward), expected[1], rtol=1e-5, atol=1e-6)
-
-
-def _batch(hidden: torch.Tensor) -> object:
-    from swarmd.compute.training import _Batch
-    from swarmd.compute.tuned import NOTHING
-
-    return _Batch(hidden, torch.zeros(1), None, NOTHING)
+    assert not bench.training._lanes[LANE, 1].batches
 
 
 def test_padding_counts(span: LoadedSpan) -> None:
@@ -223,22 +213,21 @@ def test_lora_and_prefix_get_the_gradients_of_autograd(span: LoadedSpan) -> None
 
 
 def test_what_gave_way_is_said_to_be_gone(span: LoadedSpan) -> None:
-    hidden = torch.randn(1, 8, 64)
-    bench = Bench(span)
-    bench.forward(0, hidden)
-    bench.run()
-    bench.training._limit_bytes = limit = bench.training._graph_bytes(_batch(hidden), bench.hop)
-    n_fit = limit // (hidden.numel() * 4)
+    hidden, n_fit = torch.randn(1, 8, 64), 5
+    bench = Bench(span, limit_bytes=n_fit * hidden.numel() * 4)
     for seq in range(1, n_fit + 5):
         bench.forward(seq, hidden)
     bench.run()
-    assert sorted(bench.training._lanes[LANE, 0].batches) == list(range(n_fit)), "the first come back first"
+    assert sorted(bench.training._lanes[LANE, 0].batches) == [1, 2, 3, 4, 5], "the first come back first"
     bench.backward(n_fit + 2, hidden)
     assert refused(bench.run()) is Code.NOT_HELD
-    bench.backward(0, hidden)
+    bench.backward(1, hidden)
     assert not isinstance(bench.run()[0][0], Refusal)
-    bench.backward(0, hidden)
+    bench.backward(1, hidden)
     assert refused(bench.run()) is Code.NOT_HELD, "a gradient is given once"
+    bench.forward(20, hidden, settled=4)
+    bench.run()
+    assert sorted(bench.training._lanes[LANE, 0].batches) == [5, 20], "nothing of what is settled is kept"
 
 
 def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> None:
@@ -262,7 +251,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> Non
     bench.run()
     bench.backward(2, torch.randn(1, 3, 64))
     assert refused(bench.run()) is Code.BAD_SHAPE
-    bench.training._graph_bytes_per_token = 1e9
+    bench.training._max_tokens = 3
     bench.forward(3, hidden)
     assert refused(bench.run()) is Code.TOO_LONG
 
@@ -277,6 +266,12 @@ def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> Non
         {f"{b}.{n}": torch.zeros(1, 3, 4, 16) for b in range(4) for n in ("keys", "values")},
         {f"{b}.{n}": torch.zeros(1, 2, 4 + b, 16) for b in range(4) for n in ("keys", "values")},
         {"nonsense": torch.zeros(1)},
+        {"9" * 5_000 + ".keys": torch.zeros(1)},
+        {f"0{b}.{n}": torch.zeros(1, 2, 4, 16) for b in range(4) for n in ("keys", "values")},
+        {
+            "model.layers.0.self_attn.q_proj.lora_A": torch.zeros(3, 64),
+            "model.layers.0.self_attn.q_proj.lora_B": torch.zeros(64, 3, dtype=torch.float16),
+        },
         {
             "model.layers.0.self_attn.q_proj.lora_A": torch.full((3, 64), float("nan")),
             "model.layers.0.self_attn.q_proj.lora_B": torch.zeros(64, 3),
@@ -298,6 +293,47 @@ def test_parameters_are_each_clients_own(span: LoadedSpan) -> None:
     message = Forward(session=b"m" * 16, tuned=b"v" * 32)
     bench.feed(*forward_frames(message, 0, torch.randn(1, 4, 64), places, "raw"))
     assert refused(bench.run()) is Code.NOT_HELD
+
+
+def test_what_clients_give_is_bounded_for_each_and_nobody_drives_another_out(span: LoadedSpan) -> None:
+    bench = Bench(span, limit_bytes=200_000)
+    pair = {
+        f"model.layers.0.self_attn.q_proj.lora_{x}": torch.ones(*shape) for x, *shape in (("A", 9, 64), ("B", 64, 9))
+    }
+    bench.client = b"honest"
+    bench.put(pair, b"h" * 32)
+    bench.client = b"greedy"
+    for number in range(100):
+        bench.put(pair, bytes([number]) * 32)
+    store = bench.training._tuned
+    assert (b"honest", b"h" * 32, span.span) in store._held
+    assert sum(t.n_bytes for (client, *_), t in store._held.items() if client == b"greedy") <= 100_000
+    large = {f"model.layers.0.self_attn.q_proj.lora_{x}": torch.ones(*s) for x, *s in (("A", 300, 64), ("B", 64, 300))}
+    assert refused(bench.put(large, b"l" * 32)) is Code.TOO_LONG
+    bench.feed(messages.framed(PutTuned(0, b"x" * 32, 0, 4, (0, 2), b"gone"), bytes(90_000)))
+    bench.client = b"late"
+    assert isinstance(bench.put(pair, b"z" * 32)[0][0], TunedHeld), "what was never finished is in nobody's way"
+
+
+def test_three_clients_with_little_room_get_the_gradients_of_autograd(span: LoadedSpan) -> None:
+    hidden, gradient = torch.randn(1, 6, 64), torch.randn(1, 6, 64)
+    expected = by_autograd(span, hidden, gradient)[1]
+    bench = Bench(span, limit_bytes=200_000)
+    lanes = [bytes([n]) * 16 for n in range(3)]
+    for lane in lanes:
+        bench.open(lane, client=lane)
+    places = (torch.arange(6, dtype=torch.int32).expand(1, 6), None)
+    for seq in range(1, 5):
+        for lane in lanes:
+            bench.feed(*forward_frames(Forward(session=lane, seq=seq, keep=True), 0, hidden, places, "raw"))
+    bench.run()
+    for seq in range(1, 5):
+        for lane in lanes:
+            bench.feed(*backward_frames(lane, 4, seq, gradient, "raw"))
+    for message, payload in bench.run():
+        assert isinstance(message, Backward), message
+        got = unpack_values_untrusted(message.tensor, payload)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_clients_take_turns(span: LoadedSpan) -> None:
