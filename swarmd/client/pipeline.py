@@ -268,7 +268,8 @@ class Pipeline:
 
     def _blame(self, failure: LaneFailed) -> None:
         """Leave out whoever is to blame, longer each time until it has done something right."""
-        for peer in failure.blame:
+        blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
+        for peer in blame:
             self._strikes[peer] += 1
             for_s = min(MAX_BLAMED_S, failure.for_s * 2 ** (self._strikes[peer] - 1))
             self._excluded.add(peer, trio.current_time(), for_s)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -19,7 +20,7 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, Ticket
 from swarmd.compute.training import backward_frames, forward_frames
 from swarmd.compute.wire import unpack_untrusted, unpack_values_untrusted
-from swarmd.errors import Code, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
+from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
@@ -70,6 +71,22 @@ def wrong_shape(world: World, peer: PeerId, message: messages.AnyMessage, payloa
     return list(forward_frames(message, 2, torch.zeros(1, 1, 4), None, "raw"))
 
 
+def endless(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
+    """Part after part of one answer."""
+    assert isinstance(message, Forward)
+    (whole,) = forward_frames(message, 2, torch.zeros(1, 3, 4), None, "raw")
+    (frame,) = FrameDecoder().feed_untrusted(whole)
+    head = messages.decode_untrusted(frame.header)
+    return [messages.framed(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
+
+
+def other_gradients(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
+    if not isinstance(message, Backward):
+        return doubling(world, peer, message, payload)
+    wrong = safetensors.torch.save({"w": torch.zeros(5, 3, dtype=torch.float64)})
+    return [messages.framed(Gradients(message.session, 0, message.seq), wrong)]
+
+
 def forgets_once(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     if isinstance(message, Backward) and not world.backwards:
         world.backwards.append((peer, -1))
@@ -86,6 +103,7 @@ class World:
     opened: list[PeerId] = field(default_factory=list)
     backwards: list[tuple[PeerId, int]] = field(default_factory=list)
     deaf: set[PeerId] = field(default_factory=set)
+    away: set[PeerId] = field(default_factory=set)
     listeners: dict[bytes, Any] = field(default_factory=dict)
     nursery: trio.Nursery | None = None
 
@@ -142,6 +160,8 @@ class Channel:
 
     async def call(self, request: Any, payload: bytes = b"", timeout_s: float = 0) -> tuple[Any, None]:
         message = request(1)
+        if self.peer in self.world.away:
+            await trio.sleep_forever()
         if isinstance(message, PutTuned):
             return TunedHeld(), None
         self.world.opened.append(self.peer)
@@ -212,6 +232,54 @@ async def test_a_peer_that_falls_silent_is_noticed_and_left_out(virtual_time: Mo
         begun = trio.current_time()
         await both_ways(lanes, batches(4))
         assert trio.current_time() - begun < 8
+
+
+async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_each_time(virtual_time: MockClock) -> None:
+    world = World({"mute": silent, "good": doubling})
+    async with pipeline(world) as lanes:
+        for _ in range(4):
+            begun = trio.current_time()
+            await both_ways(lanes, batches(4))
+            assert trio.current_time() - begun < 14
+            await trio.sleep(30)
+        assert lanes._strikes == {"mute": 2}, "it was tried again once, and then left alone for longer"
+
+
+async def test_an_unreachable_peer_costs_one_wait_not_one_for_each_micro_batch(virtual_time: MockClock) -> None:
+    world = World({"away": doubling, "good": doubling}, away={PeerId("away")})
+    async with pipeline(world) as lanes:
+        begun = trio.current_time()
+        await both_ways(lanes, batches(8))
+        assert trio.current_time() - begun < 9
+
+
+async def test_servers_that_send_too_much_or_the_wrong_gradients_are_left(virtual_time: MockClock) -> None:
+    own = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
+    for bad in (endless, other_gradients):
+        world = World({"bad": bad, "good": doubling}, has_own=True)
+        async with pipeline(world) as lanes:
+            tickets = await lanes.forward(batches(4, own))
+            results = await lanes.backward(tickets, [torch.ones(1, 3, 4)] * 4)
+            assert [float(g["w"]) for _, g in results] == [12.0] * 4
+            assert {ticket.lane.hops[0].peer for ticket in tickets} == {"good"}
+
+
+async def test_what_was_settled_is_told(virtual_time: MockClock) -> None:
+    world = World({"a": doubling})
+    async with pipeline(world) as lanes:
+        tickets = await both_ways(lanes, batches(3))
+        lane = tickets[0].lane
+        assert not lane.live
+        kept = await lanes.forward(batches(2))
+        assert lane.live == {t.seq for t in kept}
+        del kept
+        assert not lane.live
+
+
+async def test_an_adapter_of_the_catalog_is_not_tuned_upon(virtual_time: MockClock) -> None:
+    lanes = Pipeline(World({}), {}, Terms(MODEL, 2, 1, 1, adapter="x"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="adapter of the catalog"):
+        await lanes.forward(batches(1))
 
 
 async def test_a_forward_that_was_forgotten_is_done_again(virtual_time: MockClock) -> None:

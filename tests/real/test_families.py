@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import swarmd
+from swarmd.errors import ConfigError
 from swarmd.home import bundled_folder
 from tests import checkpoints
 from tests.real.faults import MODES, inputs_for
@@ -82,6 +83,9 @@ def test_chain_of_three_equals_local(stage: Stage) -> None:
 
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "bloom": ["query_key_value", "dense"], "qwen3_moe": ["q_proj", "o_proj"]}
 METHODS: dict[str, Any] = {
+    "one block": lambda family: LoraConfig(
+        r=4, target_modules=TARGETS.get(family, ["q_proj"])[:1], layers_to_transform=[3]
+    ),
     "lora": lambda family: LoraConfig(
         r=4, lora_alpha=16, target_modules=TARGETS.get(family, ["q_proj", "v_proj", "down_proj"])
     ),
@@ -127,6 +131,31 @@ def test_gradients_equal_local_ones(stage: Stage, method: str, tmp_path: Path) -
     ours.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32), tmp_path)
     assert torch.equal(again.eval().generate(**prompt, **options), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_servers_cannot_train_is_refused_and_what_is_local_is_trained(stage: Stage) -> None:
+    if stage.family != "llama":
+        pytest.skip("one family is enough")
+    model, ids = stage.client.model("model").requires_grad_(False), torch.randint(3, 300, (2, 9))
+    model.lm_head.weight.requires_grad_()  # a head trains here
+    local = AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32).requires_grad_(False)
+    local.lm_head.weight.requires_grad_()
+    for one in (model, local):
+        one(input_ids=ids, labels=ids).loss.backward()
+    assert relative(model.lm_head.weight.grad, local.lm_head.weight.grad) <= 1e-5
+    for config in (
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
+        LoraConfig(target_modules=["q_proj"], use_dora=True),
+        LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    ):
+        tuned = get_peft_model(stage.client.model("model"), config)
+        with pytest.raises(ConfigError):
+            tuned.train()(input_ids=ids, labels=ids)
+    cached = get_peft_model(stage.client.model("model"), LoraConfig(target_modules=["q_proj"])).eval()
+    with pytest.raises(ConfigError, match="no gradients flow through a session"):
+        cached(input_ids=ids, past_key_values=cached.new_cache(20), use_cache=True)
 
 
 def trainable(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
