@@ -157,3 +157,16 @@ def test_stopped_servers_change_nothing(stage: Stage, what: str, victim: int) ->
     threads[0].join()
     stage.check(losses, model)
     assert model.lanes.statistics.retries, "micro-batches were lost"
+
+
+def test_a_server_that_stops_serving_hands_its_work_to_the_other_chain(stage: Stage) -> None:
+    model, volunteer = stage.model(), stage.volunteers[1]
+
+    def before(step: int) -> None:
+        if step == 4:
+            volunteer.ask("drain", "POST")
+
+    losses = train(model, before)
+    volunteer.ask("resume", "POST")
+    stage.check(losses, model)
+    assert len(model.lanes.statistics.retries) <= 4, "micro-batches that were under way may go again, no more"
