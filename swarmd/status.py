@@ -52,6 +52,8 @@ def peers(view: SwarmView, me: PeerId, round_trip_s: Mapping[PeerId, float]) -> 
                         "decode_tokens_per_s": s.decode_tokens_per_s,
                         "prefill_tokens_per_s": s.prefill_tokens_per_s,
                         "free_cache_tokens": s.free_cache_tokens,
+                        "training_bytes": s.training_bytes,
+                        "training_share": s.training_share,
                     }
                     for s in spans
                 ],
