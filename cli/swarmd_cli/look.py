@@ -41,6 +41,11 @@ def status(as_json: Json = False) -> None:
     if server:
         free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
         rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
+    if training := now["training"]:
+        users = f"{training['clients']} client{'' if training['clients'] == 1 else 's'}"
+        rows.append(
+            ["fine-tuning", f"{training['lanes']} lanes of {users}, {training['tokens_trained']} tokens trained"]
+        )
     for model in now["models"]:
         missing = ", ".join(span_text(s) for s in model["missing"])
         rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else _safety(model)])
@@ -87,7 +92,8 @@ def _peer_lines(peer: dict[str, Any]) -> str:
     for span in peer["spans"]:
         speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
         free = f"{span['free_cache_tokens']} cache tokens free"
-        lines.append(f"  serves {span['model']} {span_text(span['blocks'])}: {span['state']}, {speed}, {free}")
+        tunes = f", fine-tuning in {size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
+        lines.append(f"  serves {span['model']} {span_text(span['blocks'])}: {span['state']}, {speed}, {free}{tunes}")
     if not peer["spans"]:
         lines.append("  serves nothing")
     own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""

@@ -42,7 +42,7 @@ OPEN_TIMEOUT_S = 8.0
 QUIET_S = 2.0
 PING_TIMEOUT_S = 3.0
 BLAMED_S = 20.0
-SILENT_S = 10.0
+SILENT_S = 20.0
 FRAME_S = 3.0
 GRADIENT_SLACK_BYTES = 65_536
 RETRY_PAUSE_S = 1.0
@@ -245,6 +245,7 @@ class Lane:
             for frame in frames:
                 with trio.CancelScope(deadline=trio.current_time() + FRAME_S, shield=True):  # half a frame would end
                     await channel.send_raw(frame)  # the channel, and all lanes that use it
+                self._heard_at = trio.current_time()  # somebody reads
         except PeerError as error:
             failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
             self.fail(failures[0])

@@ -112,7 +112,7 @@ class Lanes:
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
                     for key, lane in list(self._lanes.items()):
-                        if lane.waiting:
+                        if lane.waiting or any(map(self._outbox.is_waiting, (lane.predecessor, lane.successor))):
                             self._tell(lane.client, framed(Progress(session=key[0], start=key[1])))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)

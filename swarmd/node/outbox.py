@@ -54,6 +54,10 @@ class Outbox:
         waiting.append(frame)
         self._waiting_bytes += len(frame)
 
+    def is_waiting(self, peer: PeerId) -> bool:
+        """Are frames for ``peer`` on their way?"""
+        return peer in self._waiting
+
     async def send(self, peer: PeerId, frame: bytes) -> None:
         """Send at once what need not wait for anybody, which saves a task switch on the way of every token."""
         channel = self._rpc.existing(peer, self._purpose)

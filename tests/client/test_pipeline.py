@@ -240,7 +240,7 @@ async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_eac
         for _ in range(6):
             begun = trio.current_time()
             await both_ways(lanes, batches(4))
-            assert trio.current_time() - begun < 14
+            assert trio.current_time() - begun < 24
             await trio.sleep(30)
         assert lanes._strikes == {"mute": 3}, "it was tried in the first, the second and the fourth round"
 
