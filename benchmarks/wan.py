@@ -105,8 +105,9 @@ class Wan:
                 arrives = receiver.down.pass_through(len(data), left + self.one_way_s)
                 waiting.append((arrives, data))
                 changed.set()
-                if left - now > QUEUE_S:
-                    await trio.sleep(left - now - QUEUE_S)
+                queued_s = max(left, arrives - self.one_way_s) - now  # routers do not hold more than so much
+                if queued_s > QUEUE_S:
+                    await trio.sleep(queued_s - QUEUE_S)
             while waiting:
                 await trio.sleep(self.one_way_s / 4)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
