@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from swarmd.client.lane import Lane, LaneFailed, MicroBatch
 from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
-from swarmd.plan.training import max_in_flight
+from swarmd.plan.training import Window
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import PeerId, Span
@@ -77,6 +78,7 @@ class Pipeline:
         self._strikes: Counter[PeerId] = Counter()
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
+        self._windows = {False: Window(), True: Window()}
         self._of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
         self._is_looking = False
@@ -124,18 +126,12 @@ class Pipeline:
     # --- one micro-batch -------------------------------------------------------------------------------------
 
     async def _forward(self, batch: MicroBatch) -> Ticket:
-        await self._take_slot(is_backward=False)
-        try:
+        async with self._slot(is_backward=False):
             return await self._with_retries(partial(self._try_forward, batch))
-        finally:
-            self._give_slot(is_backward=False)
 
     async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        await self._take_slot(is_backward=True)
-        try:
+        async with self._slot(is_backward=True):
             return await self._with_retries(partial(self._try_backward, ticket, gradient))
-        finally:
-            self._give_slot(is_backward=True)
 
     async def _try_forward(self, batch: MicroBatch) -> Ticket:
         lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1])
@@ -283,19 +279,26 @@ class Pipeline:
 
     # --- how many at a time ----------------------------------------------------------------------------------
 
-    async def _take_slot(self, *, is_backward: bool) -> None:
-        while self._in_flight[is_backward] >= self._limit():
+    @asynccontextmanager
+    async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
+        """Wait for a place among those under way, and hold it."""
+        window = self._windows[is_backward]
+        while self._in_flight[is_backward] >= window.room(*self._around()):
             await self._freed.wait()
         self._in_flight[is_backward] += 1
+        began_at = trio.current_time()
+        try:
+            yield
+        finally:
+            window.on_done(trio.current_time(), began_at)
+            self._in_flight[is_backward] -= 1
+            self._freed.set()
+            self._freed = trio.Event()
 
-    def _give_slot(self, *, is_backward: bool) -> None:
-        self._in_flight[is_backward] -= 1
-        self._freed.set()
-        self._freed = trio.Event()
-
-    def _limit(self) -> int:
+    def _around(self) -> tuple[int, float]:
+        """How many servers there are, and how far the farthest is."""
         spans = self._swarm.view().serving(self._terms.model)
-        return max_in_flight(len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0)))
+        return len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0))
 
 
 class _Load:

@@ -18,6 +18,8 @@ MAX_SAVED_S = 0.05
 MIN_MICRO_BATCHES = 8
 MAX_MICRO_TOKENS = 1_024
 IN_FLIGHT_PER_SERVER = 4  # micro-batches: one that is computed, some that wait or travel
+LEAST_PER_SERVER = 2
+LONG_S = 2.0
 TYPICAL_S = 0.02  # of a micro-batch at a server, for how many more fit into a long way
 
 Key = tuple[bytes, int]
@@ -36,6 +38,32 @@ def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
 def max_in_flight(n_servers: int, longest_trip_s: float) -> int:
     """How many micro-batches a client has under way in each direction, so that no server waits for the next one."""
     return max(2, n_servers) * (IN_FLIGHT_PER_SERVER + int(2 * longest_trip_s / TYPICAL_S))
+
+
+@dataclass(slots=True)
+class Window:
+    """How many micro-batches are under way in one direction: fewer where each takes long, as they only queue then.
+
+    It grows by one with each that came back soon, until one has not; then it is halved, once for each that began after
+    the last time, and grows by one a window. What queues in links holds up the signs of life behind it (RFC 6817).
+    """
+
+    size: float = 0.0
+    lowered_at: float = float("-inf")
+
+    def room(self, n_servers: int, longest_trip_s: float) -> int:
+        """How many may be under way now."""
+        least = LEAST_PER_SERVER * max(2, n_servers)
+        self.size = min(max(self.size, least), max_in_flight(n_servers, longest_trip_s))
+        return int(self.size)
+
+    def on_done(self, now: float, began_at: float) -> None:
+        """One came back, or failed."""
+        took_s = now - began_at
+        if took_s > LONG_S and began_at > self.lowered_at:
+            self.size, self.lowered_at = self.size / 2, now
+        elif took_s < LONG_S / 2:
+            self.size += 1.0 if self.lowered_at < 0 else 1.0 / max(1.0, self.size)
 
 
 @dataclass(frozen=True, slots=True)

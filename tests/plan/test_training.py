@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.training import QUIET_S, Allowance, Held, Work, choose_work, make_room, micro_batches
+from swarmd.plan.training import QUIET_S, Allowance, Held, Window, Work, choose_work, make_room, micro_batches
 
 
 @given(st.integers(1, 300), st.integers(1, 4_096), st.integers(0, 40))
@@ -25,6 +25,27 @@ def test_micro_batches_fill_a_pipeline_and_do_not_grow_without_bound() -> None:
     assert len(micro_batches(64, 128)) == 8
     assert len(micro_batches(64, 1_024)) == 64
     assert len(micro_batches(8, 128, rows=4)) == 2
+
+
+def test_a_window_opens_fast_halves_when_things_take_long_and_opens_again_slowly() -> None:
+    window = Window()
+    assert window.room(2, 0.0) == 4
+    for n in range(10):
+        window.on_done(0.1 * n, 0.1 * n - 0.05)
+    assert window.room(2, 0.0) == 8, "four for each server are enough nearby"
+    assert window.room(2, 0.05) == 8
+    for n in range(20):
+        window.on_done(2 + 0.1 * n, 1.9 + 0.1 * n)
+    assert window.room(2, 0.05) == 18, "and more over a long way"
+    for began in (5.0, 5.1, 5.2):  # those of one window count once
+        window.on_done(10.0, began)
+    assert window.room(2, 0.05) == 9
+    for n in range(9):
+        window.on_done(11 + 0.1 * n, 10.9 + 0.1 * n)
+    assert 9 <= window.room(2, 0.05) <= 10
+    for n in range(10):
+        window.on_done(30.0 + 10 * n, 25.0 + 10 * n)
+    assert window.room(2, 0.05) == 4, "two for each server keep a chain busy"
 
 
 def test_clients_take_turns_and_backwards_go_first() -> None:
