@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -84,7 +85,8 @@ def main() -> None:
         for dtype, kind in KINDS:
             span = LoadedSpan(folder, Span(0, options.layers), getattr(torch, dtype), quantize=kind)
             span.self_test()
-            model = remote_model(folder, lambda b, n, s=span: LocalSession([s], n), span.dtype)  # type: ignore[misc]
+            lanes: Any = None
+            model = remote_model(folder, lambda b, n, own, s=span: LocalSession([s], n), lanes, span.dtype)  # type: ignore[misc]
             with torch.no_grad():
                 logits = model(ids, use_cache=False).logits.float()
             expected = logits if expected is None else expected

@@ -169,7 +169,8 @@ def prove(folder: Path) -> Proof:
     spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
     for span in spans:
         span.self_test()
-    model = remote_model(folder, lambda batch, tokens: LocalSession(spans, tokens), torch.float32)
+    lanes: Any = None  # nothing is trained through this client
+    model = remote_model(folder, lambda batch, tokens, own: LocalSession(spans, tokens), lanes, torch.float32)
     ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         full = _error(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
@@ -218,7 +219,8 @@ def _gradient_error(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> f
     positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
     out = entered
     for span in spans:
-        out = span.forward_with_grad(out, positions)
+        for block in span.span.blocks():  # as fine-tuning computes them
+            out = span.forward_with_grad(out, positions, None, Span(block, block + 1))
     (got,) = torch.autograd.grad((out * weights).sum(), entered)
     return _error(got, expected)
 
