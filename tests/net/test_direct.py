@@ -47,13 +47,13 @@ class Pair:
     async def ticket(self) -> Ticket:
         return await self.alice._ask_ticket(self.bob.peer_id)
 
-    async def knock(self, ticket: Ticket, token: bytes) -> bytes:
+    async def knock(self, ticket: Ticket, token: bytes, purpose: int = 0) -> bytes:
         """What a stranger gets who comes with ``token``: b"" when the door stays shut."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         tls = trio.SSLStream(await trio.open_tcp_stream("127.0.0.1", ticket.port), context)
         try:
-            await tls.send_all(token + b"hello")
+            await tls.send_all(token + bytes([purpose]) + b"hello")
             return bytes(await tls.receive_some(100))
         except (trio.BrokenResourceError, ssl.SSLError):
             return b""
@@ -90,6 +90,13 @@ async def test_a_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await pair.knock(ticket, ticket.token) == b""
 
 
+async def test_a_token_opens_nothing_for_a_purpose_that_is_none() -> None:
+    async with Pair().running() as pair:
+        ticket = await pair.ticket()
+        assert await pair.knock(ticket, ticket.token, purpose=9) == b""
+        assert not pair.streams
+
+
 async def test_a_guessed_token_opens_nothing() -> None:
     async with Pair().running() as pair:
         assert await pair.knock(await pair.ticket(), b"\0" * direct.TOKEN_BYTES) == b""
@@ -116,7 +123,7 @@ async def test_another_certificate_at_the_port_is_not_trusted() -> None:
 
         pair.libp2p_of_bob.set_handler("ticket", lie)
         with pytest.raises(Unreachable, match="no direct channel"):
-            await pair.alice._dial(pair.bob.peer_id)
+            await pair.alice._dial(pair.bob.peer_id, "interactive")
         assert await talks_over(pair) is Libp2pStream
 
 
