@@ -89,7 +89,10 @@ class _Pending:
     done: trio.Event = field(default_factory=trio.Event)
 
 
-def _refused(hop: Hop, error: Refused) -> LaneFailed:
+def _failed(hop: Hop, error: PeerError) -> LaneFailed:
+    """What a hop's error means for its lane; a refusal says how long to wait, and whether others would refuse too."""
+    if not isinstance(error, Refused):
+        return LaneFailed(f"{hop}: {error}", hop.peer)
     return LaneFailed(f"{hop}: {error}", hop.peer, for_s=error.retry_after_s or BLAMED_S, is_final=error.code in FINAL)
 
 
@@ -119,6 +122,11 @@ class Lane:
     def is_open(self) -> bool:
         return self.failure is None
 
+    @property
+    def takes_more(self) -> bool:
+        """May another micro-batch go forward here?"""
+        return self.is_open and not self.is_leaving
+
     # --- life ------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -142,10 +150,8 @@ class Lane:
                 reply, _ = await channel.call(request, timeout_s=OPEN_TIMEOUT_S)
         except trio.TooSlowError:
             failures.append(LaneFailed(f"{hop} could not be reached", hop.peer))
-        except Refused as error:
-            failures.append(_refused(hop, error))
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
+            failures.append(_failed(hop, error))
         else:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
@@ -216,7 +222,7 @@ class Lane:
         self, seq: int, gradient: torch.Tensor, own: OwnParameters
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
-        last, first = self.hops[-1], self.hops[0]
+        last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
         wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
         pending = _Pending(gradient, wanted, own)
@@ -224,22 +230,21 @@ class Lane:
             await self._exchange((Backward, seq), pending, last, frames)
         finally:
             self.live.discard(seq)
-        assert pending.values is not None, first
+        assert pending.values is not None
         return pending.values, pending.gradients
 
     async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
-        failures: list[LaneFailed] = []
         self._pending[kind] = pending
         try:
             async with self._while_open() as nursery:
-                nursery.start_soon(self._send, hop, frames, failures)
+                nursery.start_soon(self._send, hop, frames)
                 await pending.done.wait()
         finally:
             del self._pending[kind]
-        if pending.failure is not None or failures:
-            raise pending.failure or failures[0]
+        if pending.failure is not None:
+            raise pending.failure
 
-    async def _send(self, hop: Hop, frames: Iterator[bytes], failures: list[LaneFailed]) -> None:
+    async def _send(self, hop: Hop, frames: Iterator[bytes]) -> None:
         try:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             for frame in frames:
@@ -247,8 +252,7 @@ class Lane:
                     await channel.send_raw(frame)  # the channel, and all lanes that use it
                 self._heard_at = trio.current_time()  # somebody reads
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
-            self.fail(failures[0])
+            self.fail(_failed(hop, error))
 
     @asynccontextmanager
     async def _while_open(self) -> AsyncIterator[trio.Nursery]:
@@ -291,10 +295,8 @@ class Lane:
         try:
             await give(self._swarm.rpc, hop, own)
             self._put[hop.span.start] = own.version
-        except Refused as error:
-            failures.append(_refused(hop, error))
         except PeerError as error:
-            failures.append(LaneFailed(f"{hop}: {error}", hop.peer))
+            failures.append(_failed(hop, error))
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
@@ -353,7 +355,7 @@ class Lane:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             await channel.send_raw(frame.raw)
         except PeerError as error:
-            self.fail(LaneFailed(f"{hop}: {error}", hop.peer))
+            self.fail(_failed(hop, error))
 
     def _on_gradients(self, message: Gradients, frame: Frame) -> None:
         pending = self._pending.get((Backward, message.seq))

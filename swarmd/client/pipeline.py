@@ -199,12 +199,12 @@ class Pipeline:
     async def _lane(self, n_tokens: int) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
         lane = self._lanes.get(self._terms.route or self._route(n_tokens))
-        if lane is not None and lane.is_open and not lane.is_leaving:
+        if lane is not None and lane.takes_more:
             return lane
         async with self._opening:
             hops = self._terms.route or self._route(n_tokens)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
-            if lane is not None and lane.is_open and not lane.is_leaving:
+            if lane is not None and lane.takes_more:
                 return lane
             lane = Lane(self._swarm, self._terms, hops)
             self._listeners[lane.key] = lane
@@ -218,7 +218,8 @@ class Pipeline:
                 raise
             self._lanes[hops] = lane
             self.layer_arity = lane.layer_arity
-            logger.info("a lane through %s (codec %s: %s)", ", ".join(map(str, hops)), *_of(lane))
+            names, codec = ", ".join(map(str, hops)), lane.codec
+            logger.info("a lane through %s (codec %s: %s)", names, codec.action, codec.reason)
             if not self._is_looking:
                 self._is_looking = True
                 self._swarm.start_soon(self._look)
@@ -312,7 +313,3 @@ class _Load:
 
     def __exit__(self, *_: object) -> None:
         self._counter.subtract(self._peers)
-
-
-def _of(lane: Lane) -> tuple[str, str]:
-    return lane.codec.action, lane.codec.reason

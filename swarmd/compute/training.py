@@ -62,10 +62,6 @@ class _Batch:
     order: int = 0
 
     @property
-    def n_tokens(self) -> int:
-        return self.hidden.shape[0] * self.hidden.shape[1]
-
-    @property
     def n_bytes(self) -> int:
         return self.hidden.numel() * self.hidden.element_size() + self.graph_bytes
 
@@ -182,7 +178,7 @@ class Training:
             others = [self._served.get(w.work.client, 0.0) for w in self._waiting]
             self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
         is_backward = isinstance(message, Backward)
-        steps = self._backward(key, lane, *whole) if is_backward else self._forward(key, lane, *whole)
+        steps = self._backward(lane, *whole) if is_backward else self._forward(key, lane, *whole)
         self._waiting.append(_Waiting(key, message, Work(lane.client, is_backward, self._n_taken), steps))
 
     def _lane_of(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
@@ -248,7 +244,7 @@ class Training:
             batch.is_whole = wants_graph
         yield list(self._forward_frames(message, lane, batch, hidden))
 
-    def _backward(self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
+    def _backward(self, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
         message = parts[0]
         assert isinstance(message, Backward)
         batch = lane.batches.get(message.seq)
@@ -307,8 +303,7 @@ class Training:
             if len(given) < len(masks):
                 raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
             mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
-        batch = _Batch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
-        return batch
+        return _Batch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
 
     def _read_gradient(
         self, message: Backward, parts: list[Forward | Backward], payloads: list[memoryview], batch: _Batch

@@ -153,9 +153,9 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> Tuned:
         raise ConfigError(f"the parameters do not parse: {error}") from None
     reading = _Reading()
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
-            raise ConfigError(f"{name[:100]} is {tensor.dtype}, or holds values that are not finite")
         is_prefix = _PREFIX.fullmatch(name) is not None
+        if is_prefix and (tensor.dtype not in DTYPES or not torch.isfinite(tensor).all()):  # matrices: Adapters.checked
+            raise ConfigError(f"{name[:100]} is {tensor.dtype}, or holds values that are not finite")
         if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")
         leaf = tensor.to(span.device, span.dtype if is_prefix else None).requires_grad_()

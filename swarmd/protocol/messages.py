@@ -294,7 +294,7 @@ class CachePart(Message, tag="cache_part", frozen=True):
     part: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     n_parts: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
     seq: Count = 0
-    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    digest: Digest = b""
 
 
 class Inherited(Message, tag="inherited", frozen=True):
