@@ -16,6 +16,9 @@ PeerId = NewType("PeerId", str)
 ModelId = NewType("ModelId", str)
 """The sha256 of a model's manifest, in hex."""
 
+RunId = NewType("RunId", str)
+"""The sha256 of a training run's signed recipe, in hex."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:

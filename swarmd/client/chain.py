@@ -36,6 +36,7 @@ from swarmd.errors import (
 )
 from swarmd.plan.routing import Hop, Route, best_route
 from swarmd.plan.session import Watch
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -43,7 +44,6 @@ from swarmd.protocol.messages import (
     Edit,
     Inherited,
     Leaving,
-    Message,
     Op,
     Opened,
     Progress,

@@ -26,16 +26,7 @@ from swarmd.compute.wire import unpack_values_untrusted
 from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmError
 from swarmd.plan.routing import Hop
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import (
-    AnyMessage,
-    Backward,
-    CloseLane,
-    Forward,
-    Gradients,
-    OpenLane,
-    Ping,
-    Refusal,
-)
+from swarmd.protocol.messages import AnyMessage, Backward, CloseLane, Forward, Gradients, OpenLane, Ping, Refusal
 from swarmd.values import PeerId
 
 OPEN_TIMEOUT_S = 8.0

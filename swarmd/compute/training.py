@@ -24,16 +24,7 @@ from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.training import Held, Key, Work, choose_work, make_room
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import (
-    AnyMessage,
-    Backward,
-    CloseLane,
-    Forward,
-    Gradients,
-    OpenLane,
-    PutTuned,
-    TunedHeld,
-)
+from swarmd.protocol.messages import AnyMessage, Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.values import Span
 

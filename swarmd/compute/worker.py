@@ -28,8 +28,9 @@ from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
 from swarmd.plan.training import Allowance
 from swarmd.protocol import messages
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Message, Tick, WorkerFailed
+from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, WorkerFailed
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)

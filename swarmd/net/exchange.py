@@ -15,10 +15,11 @@ from swarmd.errors import Code, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.view import RecordBook, SwarmView
 from swarmd.protocol import records
+from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Membership, verify_certificate_untrusted
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Count, ExchangeDigest, ExchangeReply, Hello, Records, Text
+from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId

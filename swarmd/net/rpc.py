@@ -19,8 +19,9 @@ from swarmd.errors import Code, IntegrityError, PeerError, PeerTimeout, Refused,
 from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
 from swarmd.net.write_lock import WriteLock
 from swarmd.protocol import frames, messages
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Hello, Message, Ping, Refusal
+from swarmd.protocol.messages import AnyMessage, Hello, Ping, Refusal
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Ping, Records
-from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord
+from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -186,7 +186,7 @@ class Directory:
             "expires_at": now + RECORD_LIFETIME_S,
             "certificate": self._certificate,
         }
-        kinds: dict[str, type[PeerRecord] | type[SpanRecord]] = {"peer": PeerRecord, "span": SpanRecord}
+        kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
         own: list[AnyRecord] = []
         for fields in self._describe():
             rest = {k: v for k, v in fields.items() if k != "kind"}

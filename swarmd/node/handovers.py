@@ -11,7 +11,8 @@ import trio
 
 from swarmd.errors import Code, PeerError
 from swarmd.net.rpc import Rpc
-from swarmd.protocol.messages import HandedOver, HandOver, Message, Refusal
+from swarmd.protocol.fields import Message
+from swarmd.protocol.messages import HandedOver, HandOver, Refusal
 from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 60.0

@@ -34,6 +34,7 @@ from swarmd.plan.session import (
     judge_op,
 )
 from swarmd.protocol import messages
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.identity import require_peer_ids
 from swarmd.protocol.messages import (
@@ -47,7 +48,6 @@ from swarmd.protocol.messages import (
     Inherited,
     Leaving,
     Loaded,
-    Message,
     Op,
     Opened,
     OpenSession,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, SpanRecord, Verified
-from swarmd.values import Decision, ModelId, PeerId, Span, ranges
+from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
+from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
 
 MAX_RECORDS = 20_000
 MAX_RECORDS_OF_A_PEER = 8
@@ -23,6 +23,11 @@ class SwarmView:
     peers: Mapping[PeerId, PeerRecord]
     spans: tuple[SpanRecord, ...]
     catalog: Catalog
+    runs: tuple[RunRecord, ...] = ()
+
+    def in_run(self, run: RunId) -> list[RunRecord]:
+        """Who takes part in a training run."""
+        return [r for r in self.runs if r.run == run]
 
     def serving(self, model: ModelId) -> list[SpanRecord]:
         """Spans of a model that take new sessions."""
@@ -126,4 +131,5 @@ class RecordBook:
         records: list[AnyRecord] = [v.record for v in self.entries.values()]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
         spans = tuple(sorted((r for r in records if isinstance(r, SpanRecord)), key=lambda r: (r.start, r.peer)))
-        return SwarmView(MappingProxyType(peers), spans, self.catalog)
+        runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
+        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs)

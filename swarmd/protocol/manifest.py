@@ -23,6 +23,8 @@ from swarmd.values import ModelId
 
 VERSION = 2
 ADAPTER = "swarmd-adapter"  # the model_type of what protocol.adapter makes: no blocks, all in the head
+STATE = "swarmd-state"  # of a snapshot of a training run, or an average: no blocks either (train.state)
+DATA = "swarmd-data"  # of a training run's data, one block for each shard (train.data)
 CHUNK_BYTES = 4 * 2**20
 MAX_MANIFEST_BYTES = 15 * 2**20
 MAX_ENTRIES = 200_000
@@ -215,6 +217,10 @@ def check_config(config: Any) -> dict[str, Any]:
     if config["model_type"] == ADAPTER:
         if config.get("num_hidden_layers") != 0 or not isinstance(config.get("adapter"), dict):
             raise IntegrityError("an adapter has no blocks, and PEFT's configuration as adapter")
+        return config
+    if config["model_type"] == STATE:
+        if config.get("num_hidden_layers") != 0:
+            raise IntegrityError("the state of a run has no blocks")
         return config
     sections = [s for s in (config, config.get("text_config")) if isinstance(s, dict)]
     for section in sections:

@@ -11,26 +11,24 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.protocol import frames
-
-Text = Annotated[str, msgspec.Meta(max_length=512)]
-Name = Annotated[str, msgspec.Meta(max_length=128)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Block = Annotated[int, msgspec.Meta(ge=0, le=4096)]
-SessionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Blob = Annotated[bytes, msgspec.Meta(max_length=16_384)]
-Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
-Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
-Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
-Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
-Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
-Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
+from swarmd.protocol import frames, rounds
+from swarmd.protocol.fields import (
+    Addresses,
+    Blob,
+    Block,
+    Certificate,
+    Count,
+    Digest,
+    Message,
+    Name,
+    Needs,
+    Part,
+    Rows,
+    SessionKey,
+    Text,
+)
 
 KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned"})
-
-
-class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
-    """What every header has in common: a tag."""
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -430,7 +428,7 @@ class Measured(Message, tag="measured", frozen=True):
 
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    batch_tokens_per_s: dict[int, float] = {}
+    batch_tokens_per_s: dict[int, float] = msgspec.field(default_factory=dict)
 
 
 class Loaded(Message, tag="loaded", frozen=True):
@@ -509,6 +507,23 @@ AnyMessage = (
     | Measured
     | Tick
     | WorkerFailed
+    | rounds.WantRun
+    | rounds.RunIs
+    | rounds.WantCommits
+    | rounds.Commits
+    | rounds.WantState
+    | rounds.StateIs
+    | rounds.Prepare
+    | rounds.Promised
+    | rounds.Propose
+    | rounds.Accepted
+    | rounds.JoinRound
+    | rounds.Joined
+    | rounds.Group
+    | rounds.Contribution
+    | rounds.Reduced
+    | rounds.Beat
+    | rounds.Pulse
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,11 +7,12 @@ A record is ``Envelope(body, signature)``; the signature is checked over the byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Text
 from swarmd.protocol.identity import (
     Identity,
     Membership,
@@ -21,7 +22,6 @@ from swarmd.protocol.identity import (
     verify,
     verify_certificate_untrusted,
 )
-from swarmd.protocol.messages import Addresses, Block, Certificate, Count, Name, Text
 from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId, is_model_hash
 
@@ -95,7 +95,30 @@ class SpanRecord(Record, tag="span", frozen=True):
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
 
 
-AnyRecord = PeerRecord | SpanRecord
+class RunRecord(Record, tag="run", frozen=True):
+    """A peer's part in a training run: which commit it knows, how far it is towards the next, what it can give.
+
+    ``role`` is train, reduce or anchor. ``head`` is the digest of commit ``epoch``; its state is that of
+    ``state_epoch`` (None: it has none), with the hash ``state``, and ``n_averages`` earlier ones are kept.
+    ``order`` is the owner's latest, signed by it.
+    """
+
+    run: Name = ""
+    name: Name = ""
+    role: Literal["train", "reduce", "anchor"] = "train"
+    status: Text = ""
+    epoch: Count = 0
+    head: Digest = b""
+    state_epoch: Count | None = None
+    state: Digest = b""
+    n_averages: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    n_samples: Count = 0
+    samples_per_s: Rate = 0.0
+    can_be_dialled: bool = True
+    order: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
+
+
+AnyRecord = PeerRecord | SpanRecord | RunRecord
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +148,8 @@ class Verified:
 
 
 def key_of(record: AnyRecord) -> str:
+    if isinstance(record, RunRecord):
+        return f"{record.peer}/run/{record.run}"
     return f"{record.peer}/span/{record.model}" if isinstance(record, SpanRecord) else f"{record.peer}/peer"
 
 
@@ -153,8 +178,8 @@ def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozense
     if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
         raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
     membership = verify_certificate_untrusted(record.certificate, founder_key, record.peer, now, revoked)
-    if membership.role == "client":
-        raise Refused(Code.NOT_A_MEMBER, "clients do not announce records")
+    if membership.role == "client" and not isinstance(record, RunRecord):
+        raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
     return Verified(record, membership, raw)
 
 

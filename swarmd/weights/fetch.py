@@ -28,8 +28,9 @@ from swarmd.errors import (
 from swarmd.net.rpc import Rpc
 from swarmd.plan.download import Download, Piece, cut
 from swarmd.protocol import manifest as manifests
+from swarmd.protocol.fields import Message
 from swarmd.protocol.manifest import Manifest
-from swarmd.protocol.messages import ChunksAre, ManifestIs, Message, WantChunks, WantManifest
+from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
 from swarmd.values import ModelId, PeerId, Span, ranges
 from swarmd.weights.folder import ModelFolder, Part
 from swarmd.weights.hub import HUB, Hub

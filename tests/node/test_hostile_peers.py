@@ -19,20 +19,10 @@ from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
 from swarmd.node.server import UNUSED_LEASE_S
 from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.messages import (
-    AnyMessage,
-    CachePart,
-    Edit,
-    HandOver,
-    Hello,
-    Message,
-    Op,
-    OpenSession,
-    Refusal,
-    TensorMeta,
-)
+from swarmd.protocol.messages import AnyMessage, CachePart, Edit, HandOver, Hello, Op, OpenSession, Refusal, TensorMeta
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, HIDDEN, Reference, SimSwarm, toy_checkpoint

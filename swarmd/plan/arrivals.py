@@ -1,0 +1,31 @@
+"""Deadlines from what was seen: how long things of one kind took, and when one more of them is overdue."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+N_REMEMBERED = 64
+N_DEVIATIONS = 6.0
+TO_SIGMA = 1.4826  # the deviation of a normal distribution, from the median of absolute deviations
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Durations of one kind. Median and deviation of the latest ones, so that one that took for ever moves neither."""
+
+    least_s: float
+    first_s: float
+    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=N_REMEMBERED))
+
+    def add(self, seconds: float) -> None:
+        self._seen.append(seconds)
+
+    def limit_s(self) -> float:
+        """How long to wait before calling one late; ``first_s`` while too little was seen."""
+        if len(self._seen) < 4:
+            return self.first_s
+        middle = statistics.median(self._seen)
+        deviation = TO_SIGMA * statistics.median(abs(s - middle) for s in self._seen)
+        return max(self.least_s, middle + N_DEVIATIONS * deviation)

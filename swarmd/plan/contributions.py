@@ -1,0 +1,43 @@
+"""Which contributions a round counts: finite ones, whose size is not far outside that of the others.
+
+The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
+they are three or more, else of the latest ones that the ledger counted. A mean of few samples is noisier: where a
+member has fewer than the median one, its limit grows with the square root of the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmd.values import PeerId
+
+FACTOR = 8.0
+N_HISTORY = 16
+LEAST_MEMBERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A member's samples, and the norm of their mean gradient as the reducers measured it."""
+
+    n_samples: int
+    norm: float
+
+
+def outliers(members: Mapping[PeerId, Weighed], history: Sequence[float]) -> dict[PeerId, str]:
+    """Who must be left out, each with the reason."""
+    known = [m.norm for m in members.values() if math.isfinite(m.norm)]
+    usual = known if len(known) >= LEAST_MEMBERS else list(history[:N_HISTORY])
+    found: dict[PeerId, str] = {}
+    median = statistics.median(usual) if usual else math.inf
+    n_median = statistics.median(m.n_samples for m in members.values()) if members else 1
+    for peer, member in members.items():
+        limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
+        if not math.isfinite(member.norm):
+            found[peer] = "its gradient is not finite"
+        elif member.norm > limit > 0:
+            found[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
+    return found

@@ -1,0 +1,110 @@
+"""The chain of a run's commits: what has been counted, what may follow, how the loss went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swarmd.errors import IntegrityError
+from swarmd.protocol.commit import Commit, Sealed
+from swarmd.protocol.recipe import Run
+
+LOSS_WINDOW = 10
+RATE_TOLERANCE = 1e-6
+
+
+@dataclass(slots=True)
+class Ledger:
+    """See the module. ``steps`` counts updates as the optimizer does: a restored state brings back its own count."""
+
+    run: Run
+    sealed: list[Sealed] = field(default_factory=list)
+    next_draw: dict[str, int] = field(default_factory=dict)
+    _steps: list[int] = field(default_factory=lambda: [0])
+    _epochs: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        return len(self.sealed)
+
+    @property
+    def head(self) -> bytes:
+        """The digest that the next commit names as its parent."""
+        return self.sealed[-1].digest if self.sealed else self.run.genesis
+
+    @property
+    def steps(self) -> int:
+        return self._steps[-1]
+
+    def digest_at(self, epoch: int) -> bytes:
+        return self.sealed[epoch - 1].digest if epoch else self.run.genesis
+
+    def steps_at(self, epoch: int) -> int:
+        return self._steps[epoch]
+
+    def add(self, sealed: Sealed) -> bool:
+        """Append what follows the head; False when it is known already. Raises IntegrityError."""
+        commit = sealed.commit
+        if commit.epoch <= self.epoch and self.digest_at(commit.epoch) == sealed.digest:
+            return False
+        self.check_next(commit)
+        for counted in commit.contributors:
+            self.next_draw[counted.peer] = counted.first + counted.n
+        self.sealed.append(sealed)
+        self._epochs[sealed.digest] = self.epoch
+        restored = self.restored_epoch(commit)
+        self._steps.append(self._steps[restored] if restored is not None else self.steps + 1)
+        return True
+
+    def check_next(self, commit: Commit) -> None:
+        """Refuse what cannot follow the head: another parent, samples counted twice, a wrong rate. IntegrityError."""
+        if commit.run != self.run.genesis:
+            raise IntegrityError("a commit of another run")
+        if commit.epoch != self.epoch + 1 or commit.parent != self.head:
+            parent = commit.parent.hex()[:12]
+            raise IntegrityError(
+                f"commit {commit.epoch} with parent {parent}; expected {self.epoch + 1} after {self.head.hex()[:12]}"
+            )
+        if self.sealed and commit.generation < self.sealed[-1].commit.generation:
+            raise IntegrityError("a commit by anchors that its owner has replaced")
+        for counted in commit.contributors:
+            if counted.first < self.next_draw.get(counted.peer, 0):
+                raise IntegrityError(f"samples of {counted.peer[-8:]} would be counted twice")
+        if commit.restores:
+            self.restored_epoch(commit)
+            return
+        rate = self.run.recipe.learning_rate(self.steps + 1)
+        if not math.isclose(commit.learning_rate, rate, rel_tol=RATE_TOLERANCE):
+            raise IntegrityError(f"a learning rate of {commit.learning_rate}; the recipe says {rate}")
+
+    def restored_epoch(self, commit: Commit) -> int | None:
+        """The epoch whose state a commit brings back. Raises IntegrityError when it names none."""
+        if not commit.restores:
+            return None
+        found = 0 if commit.restores == self.run.genesis else self._epochs.get(commit.restores)
+        if found is None:
+            raise IntegrityError("a commit restores a state that no commit of this run made")
+        return found
+
+    def losses(self) -> list[float]:
+        """Mean loss of each update, nats a token."""
+        return [s.commit.loss for s in self.sealed if s.commit.contributors]
+
+    def finished(self) -> str:
+        """Why the run has come to its end; "" while it has not."""
+        stop = self.run.recipe.stop
+        if self.steps >= stop.steps:
+            return f"{stop.steps} updates are done"
+        recent = self.losses()[-LOSS_WINDOW:]
+        if stop.loss and len(recent) == LOSS_WINDOW and sum(recent) / LOSS_WINDOW <= stop.loss:
+            return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
+        return ""
+
+    def norms(self, n: int) -> list[float]:
+        """Norms of the latest contributions, as the outlier rule wants them."""
+        found: list[float] = []
+        for sealed in reversed(self.sealed):
+            found += [c.norm for c in sealed.commit.contributors]
+            if len(found) >= n:
+                break
+        return found[:n]

@@ -1,0 +1,110 @@
+"""Who reduces which part of the vector: DeDLOC's linear program (Diskin et al. 2021, section 3.2) with HiGHS.
+
+With parts streamed, sending contributions and sending results share a peer's uplink, and receiving both its downlink.
+A peer that reduces the fraction f of a vector of B bytes, among c contributors and r receivers, sends B (1 - f) of its
+own contribution and B f (r - 1) of results, and receives B f (c - 1) of contributions and B (1 - f) of results; who
+does not contribute or receive leaves out its terms. The program minimises the time of the slowest direction of the
+slowest peer. Who cannot be dialled reduces nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from swarmd.values import Decision, PeerId
+
+UNKNOWN_BYTES_PER_S = 12.5e6
+UNKNOWN_REDUCE_BYTES_PER_S = 1e9
+LEAST_SHARE = 0.01  # of the vector: less is not worth a connection
+COST_OF_A_SHARE = 1e-6  # among equal plans, the one with equal shares
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer of a group as the program sees it; None: not measured."""
+
+    peer: PeerId
+    contributes: bool = True
+    receives: bool = True
+    can_reduce: bool = True
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    reduce_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shares of the vector in the order of the members, and what the slowest peer is expected to take."""
+
+    shares: tuple[float, ...]
+    expected_s: float
+
+
+def divide(members: Sequence[Member], n_bytes: int) -> Decision[Plan]:
+    """Choose shares. Raises ValueError when nobody can reduce."""
+    from scipy.optimize import linprog  # slow to import, and only leaders need it
+
+    able = [i for i, m in enumerate(members) if m.can_reduce]
+    if not able:
+        raise ValueError("nobody in the group can be dialled: no one can reduce")
+    rows, limits = [], []
+    for i, member in enumerate(members):
+        for fixed, slope, rate in _loads(member, members):
+            row = np.zeros(len(members) + 1)
+            row[i], row[-1] = n_bytes * slope / rate, -1.0
+            rows.append(row)
+            limits.append(-n_bytes * fixed / rate)
+    bounds = [(0.0, 1.0 if m.can_reduce else 0.0) for m in members] + [(0.0, None)]
+    total = np.array([[1.0] * len(members) + [0.0]])
+    cost = np.array([0.0] * len(members) + [1.0])
+    solved = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), A_eq=total, b_eq=[1.0], bounds=bounds)
+    equal = np.array([1.0 / len(able) if m.can_reduce else 0.0 for m in members])
+    shares = np.clip(solved.x[:-1], 0.0, 1.0) if solved.success else equal
+    if expected_s(members, equal, n_bytes) <= expected_s(members, shares, n_bytes) * (1 + COST_OF_A_SHARE):
+        shares = equal  # the program stops at a corner; where links are alike, all should work
+    shares = np.where(shares < LEAST_SHARE, 0.0, shares)
+    shares = shares / shares.sum()
+    plan = Plan(tuple(float(s) for s in shares), expected_s(members, shares, n_bytes))
+    n = sum(s > 0 for s in plan.shares)
+    return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
+
+
+def equal_parts(members: Sequence[Member], n_bytes: int) -> Plan:
+    """What the program is compared with: the same share for all who can reduce."""
+    n = sum(m.can_reduce for m in members)
+    shares = tuple(1.0 / n if m.can_reduce else 0.0 for m in members)
+    return Plan(shares, expected_s(members, shares, n_bytes))
+
+
+def expected_s(members: Sequence[Member], shares: Sequence[float] | np.ndarray, n_bytes: int) -> float:
+    """The time that the slowest direction of the slowest peer takes."""
+    times = [
+        n_bytes * (fixed + slope * share) / rate
+        for member, share in zip(members, shares, strict=True)
+        for fixed, slope, rate in _loads(member, members)
+    ]
+    return float(max(times, default=0.0))
+
+
+def cut(shares: Sequence[float], n_elements: int, multiple: int = 1_024) -> list[tuple[int, int]]:
+    """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
+    edges = [0]
+    for total in np.cumsum(shares):
+        edges.append(min(n_elements, multiple * round(n_elements * float(total) / multiple)))
+    last = max(i for i, share in enumerate(shares) if share > 0)
+    edges[last + 1 :] = [n_elements] * (len(edges) - last - 1)
+    return list(pairwise(edges))
+
+
+def _loads(member: Member, members: Sequence[Member]) -> list[tuple[float, float, float]]:
+    """What a peer's links and processor carry for each byte of the vector: (fixed, by its share, bytes/s)."""
+    c, r = sum(m.contributes for m in members), sum(m.receives for m in members)
+    sends, takes = float(member.contributes), float(member.receives)
+    up = member.up_bytes_per_s or UNKNOWN_BYTES_PER_S
+    down = member.down_bytes_per_s or UNKNOWN_BYTES_PER_S
+    reduce = member.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S
+    return [(sends, r - takes - sends, up), (takes, c - sends - takes, down), (0.0, float(c), reduce)]

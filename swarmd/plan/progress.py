@@ -1,0 +1,79 @@
+"""What a member of a run should do now: compute on, join a round, or catch up. No peer decides for another.
+
+DeDLOC (Diskin et al. 2021, section 3.1): all look at the same records and come to the same view of how many samples
+the swarm has gathered since the last commit; between two records, the speeds that they name fill the gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from swarmd.values import Decision, PeerId
+
+MAX_AGE_S = 30.0  # beyond this a peer's speed says nothing any more
+
+
+class Action(Enum):
+    CONTINUE = "continue"
+    JOIN_ROUND = "join_round"
+    CATCH_UP = "catch_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One member as its record shows it; ``age_s`` is how old that is. ``head``: the commit that it builds on."""
+
+    peer: PeerId
+    epoch: int
+    head: bytes
+    n_samples: int
+    samples_per_s: float
+    age_s: float = 0.0
+
+    def n_expected(self) -> float:
+        """Samples that it has by now if it went on at its speed."""
+        return self.n_samples + self.samples_per_s * min(self.age_s, MAX_AGE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the swarm has gathered towards the next round, and when it will be enough (None: never)."""
+
+    n_samples: float
+    samples_per_s: float
+    left_s: float | None
+
+
+def forecast(members: Iterable[Progress], head: bytes, target: int) -> Forecast:
+    """Add up those that build on the same commit."""
+    same = [m for m in members if m.head == head]
+    n, rate = sum(m.n_expected() for m in same), sum(m.samples_per_s for m in same)
+    lacking = max(0.0, target - n)
+    return Forecast(n, rate, 0.0 if not lacking else lacking / rate if rate else None)
+
+
+def decide(me: Progress, others: Sequence[Progress], target: int) -> Decision[Action]:
+    """Choose what to do. ``others`` are the fresh records of the run's other members."""
+    ahead = [o for o in others if o.epoch > me.epoch]
+    if ahead:
+        newest = max(o.epoch for o in ahead)
+        return Decision(Action.CATCH_UP, f"{len(ahead)} peers are past update {me.epoch}, the newest at {newest}")
+    elsewhere = [o for o in others if o.epoch == me.epoch and o.head != me.head]
+    if elsewhere:  # no two commits share a parent: somebody lies, or its anchors were replaced
+        return Decision(Action.CATCH_UP, f"{len(elsewhere)} peers name another commit {me.epoch}")
+    total = forecast([me, *others], me.head, target)
+    if total.n_samples >= target:
+        return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")
+    when = "nobody computes" if total.left_s is None else f"the rest takes about {total.left_s:.1f} s"
+    return Decision(Action.CONTINUE, f"{total.n_samples:.0f} of {target} samples are gathered, {when}")
+
+
+def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:
+    """Who leads the round after a commit, and who if that one fails: the same list for all who know the same peers.
+
+    Rendezvous hashing (Thaler & Ravishankar 1998): a newcomer or a leaver moves nobody else.
+    """
+    return sorted(candidates, key=lambda peer: hashlib.sha256(head + peer.encode()).digest())

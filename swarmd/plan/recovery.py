@@ -1,0 +1,54 @@
+"""How a peer that lags behind gets up to date: by the averages that it missed, or by a snapshot of the state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmd.values import Decision, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a donor's record says: its update, the digest of its state there, and how many averages it still has."""
+
+    epoch: int
+    state: bytes
+    n_averages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """``averages``: fetch those of updates (from, to]. ``state``: fetch this snapshot, of update ``epoch``."""
+
+    epoch: int
+    donors: tuple[PeerId, ...]
+    state: bytes = b""
+
+
+def choose_way(
+    mine: int | None, newest: int, offers: Mapping[PeerId, Offer], average_bytes: int, state_bytes: int
+) -> Decision[Way | None]:
+    """Choose what costs fewer bytes. ``mine`` is the update of the state held here, None without any.
+
+    A snapshot counts if most donors of the newest update that is offered name the same digest; a liar is outvoted.
+    """
+    missed = None if mine is None else newest - mine
+    if missed is not None and missed * average_bytes <= state_bytes:
+        able = tuple(sorted(p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed))
+        if able:
+            return Decision(Way(newest, able), f"{missed} updates behind: {len(able)} peers have their averages")
+    known = [o for o in offers.values() if o.state and o.epoch <= newest and (mine is None or o.epoch > mine)]
+    if not known:
+        return Decision(None, "nobody who is up to date offers its state yet")
+    best = max(o.epoch for o in known)
+    state, votes = Counter(o.state for o in known if o.epoch == best).most_common(1)[0]
+    donors = tuple(sorted(p for p, o in offers.items() if o.epoch == best and o.state == state))
+    return Decision(Way(best, donors, state), f"the state of update {best} from {votes} peers that agree on it")
+
+
+def restorable(newest: int, states: Sequence[int]) -> int | None:
+    """The newest update of which anybody has the state, if that is not the newest commit's; None if it is."""
+    best = max(states, default=None)
+    return best if best is not None and best < newest else None

@@ -1,0 +1,63 @@
+"""Which row of the data a peer's k-th draw is: the same for everybody who asks, without any coordination.
+
+Each peer goes through all rows once before it sees one again, in an order of its own: shards in a seeded order, and
+the rows of a shard in a seeded order, so that who lacks disk needs one shard at a time. A draw (peer, k) is what the
+ledger counts, each at most once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+
+def row_of(seed: int, peer: str, draw: int, shard_rows: tuple[int, ...]) -> int:
+    """The row that a draw takes; ``shard_rows`` counts the rows of each shard."""
+    n_rows = sum(shard_rows)
+    shard, place = _locate(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
+    inside = permuted(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
+    return sum(shard_rows[:shard]) + inside
+
+
+def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
+    """The shard of a row, and its place in there."""
+    for shard, n in enumerate(shard_rows):
+        if row < n:
+            return shard, row
+        row -= n
+    raise ValueError("no such row")
+
+
+def seed_of(seed: int, peer: str, draw: int) -> int:
+    """The seed of whatever is random in computing a draw (dropout), below 2**63."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()[:8], "big") >> 1
+
+
+def permuted(key: str, index: int, n: int) -> int:
+    """Where a keyed permutation of range(n) takes ``index``: a Feistel network with cycle walking.
+
+    Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 4 and 5.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            word = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(word, "big") & mask)
+        index = left << half | right
+        if index < n:
+            return index
+
+
+def _locate(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place: int) -> tuple[int, int]:
+    for shard in _shard_order(f"{seed}/{peer}/{turn}", len(shard_rows)):
+        if place < shard_rows[shard]:
+            return shard, place
+        place -= shard_rows[shard]
+    raise ValueError("no such draw")
+
+
+@lru_cache(maxsize=256)
+def _shard_order(key: str, n: int) -> tuple[int, ...]:
+    return tuple(permuted(key, i, n) for i in range(n))

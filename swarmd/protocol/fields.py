@@ -1,0 +1,24 @@
+"""The bounded types that headers and records are made of, and what all headers have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+SessionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=16_384)]
+Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
+Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
+Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
+Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
+Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
+
+
+class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
+    """What every header has in common: a tag."""

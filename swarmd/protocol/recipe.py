@@ -1,0 +1,214 @@
+"""A training run as data: the recipe, signed by who starts the run. Nothing in it is ever executed.
+
+A recipe names the model and the data by their hashes (manifests, as for weights), what is trained, optimizer and
+schedule, how many samples one update takes, the anchors that sign commits, and when to stop. The sha256 of the signed
+bytes is the run's identity. ``RunOrder`` is what its owner says later: stop, go on, other anchors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.fields import Count, Name, Text
+from swarmd.protocol.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
+from swarmd.protocol.untrusted import decode
+from swarmd.values import PeerId, RunId, is_model_hash
+
+MAX_RECIPE_BYTES = 65_536
+MAX_ANCHORS = 31
+_RUN_DOMAIN = b"swarmd run 1\0"
+_ORDER_DOMAIN = b"swarmd run order 1\0"
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A table of the recipe: what it does not know is refused."""
+
+
+class Optimizer(Part, frozen=True):
+    """SGD with momentum, or AdamW (Loshchilov & Hutter 2019); weight decay on matrices only, decoupled for both."""
+
+    kind: Literal["sgd", "adamw"] = "adamw"
+    learning_rate: Positive = 1e-3
+    momentum: Share = 0.0
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip_norm: NotNegative = 0.0
+
+
+class Schedule(Part, frozen=True):
+    """The learning rate's factor: up over ``warmup`` updates, then constant, or down to ``floor`` at ``steps``."""
+
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
+    floor: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class Batch(Part, frozen=True):
+    """Samples (rows of ``tokens`` tokens) of one update; a peer computes ``micro`` of them at a time."""
+
+    target: Annotated[int, msgspec.Meta(ge=1, le=10**8)] = 256
+    micro: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 4
+    tokens: Annotated[int, msgspec.Meta(ge=2, le=65_536)] = 256
+
+
+class Lora(Part, frozen=True):
+    """Which low-rank updates are trained, in PEFT's words."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 8
+    alpha: Positive = 16.0
+    targets: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
+
+
+class Stop(Part, frozen=True):
+    """The run ends after ``steps`` updates, or when the mean loss of the last ten is at most ``loss``."""
+
+    steps: Steps = 1_000
+    loss: NotNegative = 0.0
+
+
+class Checkpoints(Part, frozen=True):
+    """How often each peer writes the state to its disk, in updates, and how many of them it keeps."""
+
+    every: Steps = 50
+    keep: Annotated[int, msgspec.Meta(ge=1, le=100)] = 2
+
+
+class Recipe(Part, frozen=True):
+    """What a run is. In a file, ``model`` and ``data`` may be paths; in a signed run they are hashes."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    model: Text
+    data: Text
+    train: Literal["all", "lora"] = "all"
+    lora: Lora = Lora()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    batch: Batch = Batch()
+    precision: Literal["float32", "float64"] = "float32"
+    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    stop: Stop = Stop()
+    checkpoints: Checkpoints = Checkpoints()
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of update ``step``, counted from 1."""
+        schedule, last = self.schedule, self.stop.steps
+        factor = min(1.0, step / schedule.warmup) if schedule.warmup else 1.0
+        if schedule.decay != "constant" and step > schedule.warmup:
+            done = min(1.0, (step - schedule.warmup) / max(1, last - schedule.warmup))
+            left = 1 - done if schedule.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+            factor = schedule.floor + (1 - schedule.floor) * left
+        return self.optimizer.learning_rate * factor
+
+
+class _Signed(msgspec.Struct, frozen=True, array_like=True):
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_RECIPE_BYTES)]
+    owner: PublicKey
+    signature: Signature
+
+
+class _RunBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    recipe: Recipe
+    started_at: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A signed recipe that was checked, with the bytes to pass on."""
+
+    id: RunId
+    recipe: Recipe
+    owner: bytes
+    started_at: int
+    raw: bytes
+
+    @property
+    def genesis(self) -> bytes:
+        """What the first commit names as its parent."""
+        return bytes.fromhex(self.id)
+
+
+def read_toml(path: Path) -> Recipe:
+    """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text()), Recipe)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def start_run(recipe: Recipe, owner: Identity, started_at: int) -> Run:
+    """Sign a recipe whose model and data are hashes. Raises IntegrityError when it cannot be a run."""
+    body = msgspec.msgpack.encode(_RunBody(recipe, started_at))
+    raw = msgspec.msgpack.encode(_Signed(body, owner.public_key, owner.sign(_RUN_DOMAIN, body)))
+    return read_run_untrusted(raw)
+
+
+def read_run_untrusted(raw: bytes) -> Run:
+    """Check a run from anywhere. Raises IntegrityError."""
+    envelope = decode(raw, _Signed, "a run", IntegrityError)
+    verify(envelope.owner, _RUN_DOMAIN, envelope.body, envelope.signature, "a run")
+    body = decode(envelope.body, _RunBody, "a run", IntegrityError)
+    recipe = body.recipe
+    for what, named in (("model", recipe.model), ("data", recipe.data)):
+        if not is_model_hash(named):
+            raise IntegrityError(f"a run names its {what} by hash, not {named[:64]!r}")
+    if not recipe.anchors or len(set(recipe.anchors)) != len(recipe.anchors):
+        raise IntegrityError("a run names its anchors, each once")
+    for anchor in recipe.anchors:
+        public_key_of_untrusted(anchor)
+    if recipe.train == "lora" and not recipe.lora.targets:
+        raise IntegrityError("a run that trains LoRA names the modules (lora.targets)")
+    return Run(RunId(hashlib.sha256(raw).hexdigest()), recipe, envelope.owner, body.started_at, raw)
+
+
+class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a run's owner says after its start. The highest ``sequence`` counts.
+
+    ``anchors`` replaces the recipe's; ``generation`` counts those replacements, and commits carry it.
+    """
+
+    run: Name
+    sequence: Count
+    state: Literal["running", "stopped"] = "running"
+    generation: Count = 0
+    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+
+    def anchors_of(self, recipe: Recipe) -> tuple[PeerId, ...]:
+        return tuple(PeerId(a) for a in self.anchors or recipe.anchors)
+
+
+def sign_order(order: RunOrder, owner: Identity) -> bytes:
+    body = msgspec.msgpack.encode(order)
+    return msgspec.msgpack.encode(_Signed(body, owner.public_key, owner.sign(_ORDER_DOMAIN, body)))
+
+
+def read_order_untrusted(raw: bytes, run: Run) -> RunOrder:
+    """Check what claims to be an order of a run's owner. Raises IntegrityError."""
+    envelope = decode(raw, _Signed, "a run's order", IntegrityError)
+    if envelope.owner != run.owner:
+        raise IntegrityError("an order that is not signed by the run's owner")
+    verify(envelope.owner, _ORDER_DOMAIN, envelope.body, envelope.signature, "a run's order")
+    order = decode(envelope.body, RunOrder, "a run's order", IntegrityError)
+    if order.run != run.id or len(set(order.anchors)) != len(order.anchors):
+        raise IntegrityError("an order of another run, or one that names an anchor twice")
+    for anchor in order.anchors:
+        public_key_of_untrusted(anchor)
+    return order

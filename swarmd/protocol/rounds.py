@@ -1,0 +1,195 @@
+"""Headers of training together: runs and commits, how a round forms, its parts, its anchors. docs/protocol.md."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarmd.protocol.commit import MAX_CONTRIBUTORS, Ballot, Finite, Size
+from swarmd.protocol.fields import Count, Digest, Message, Name, SessionKey, Text
+
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Element = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)]
+
+
+class WantRun(Message, tag="want_run", frozen=True):
+    """What is this run? The answer's payload is (signed recipe, its owner's latest order or b"")."""
+
+    id: Count = 0
+    run: Name = ""
+
+
+class RunIs(Message, tag="run", frozen=True):
+    re: Count = 0
+
+
+class WantCommits(Message, tag="want_commits", frozen=True):
+    """Give me the commits after update ``after``; the answer's payload is a list of them, in order."""
+
+    id: Count = 0
+    run: Name = ""
+    after: Count = 0
+
+
+class Commits(Message, tag="commits", frozen=True):
+    """Signed commits, asked for (``re``) or news: the payload is a list of them, in order."""
+
+    re: Count = 0
+    run: Name = ""
+
+
+class WantState(Message, tag="want_state", frozen=True):
+    """Keep the present state as it is for a while, so that I can fetch it: answered by ``StateIs``."""
+
+    id: Count = 0
+    run: Name = ""
+
+
+class StateIs(Message, tag="state", frozen=True):
+    """The update of the state that is kept, and the hash of its manifest: chunks are asked for by that."""
+
+    re: Count = 0
+    epoch: Count = 0
+    state: Digest = b""
+
+
+class Prepare(Message, tag="prepare", frozen=True):
+    """Proposer to anchor: promise to take nothing under a lower ballot after this parent."""
+
+    id: Count = 0
+    run: Name = ""
+    parent: Digest = b""
+    ballot: Ballot = (0, "")
+
+
+class Promised(Message, tag="promised", frozen=True):
+    """Yes; under ``accepted`` the commit in the payload was taken before."""
+
+    re: Count = 0
+    accepted: Ballot = (0, "")
+
+
+class Propose(Message, tag="propose", frozen=True):
+    """Proposer to anchor: sign the commit in the payload under this ballot."""
+
+    id: Count = 0
+    run: Name = ""
+    ballot: Ballot = (0, "")
+
+
+class Accepted(Message, tag="accepted", frozen=True):
+    re: Count = 0
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class JoinRound(Message, tag="join_round", frozen=True):
+    """Member to leader: take me into the round after this commit, with what I have gathered.
+
+    ``n`` samples from draw ``first``; ``loss`` is their sum, ``norm`` that of their mean gradient; 0 samples: I only
+    reduce. ``state`` is the hash of the state that they were computed on.
+    """
+
+    id: Count = 0
+    run: Name = ""
+    parent: Digest = b""
+    state: Digest = b""
+    first: Count = 0
+    n: Count = 0
+    loss: Finite = 0.0
+    n_elements: Element = 0
+    dtype: Name = "float32"
+    can_reduce: bool = True
+    up_bytes_per_s: Rate | None = None
+    down_bytes_per_s: Rate | None = None
+
+
+class Joined(Message, tag="joined", frozen=True):
+    """The leader has noted it; a ``Group`` will follow, and a ``Pulse`` now and then until then."""
+
+    re: Count = 0
+
+
+class GroupMember(msgspec.Struct, frozen=True, array_like=True):
+    """One peer of a group: its draws, whether it gets results, and whether its contribution is summed."""
+
+    peer: Name
+    first: Count
+    n: Count
+    receives: bool
+    is_counted: bool = True
+
+
+class GroupPart(msgspec.Struct, frozen=True, array_like=True):
+    """Elements [start, end) of the vector, reduced by the member at ``reducer``."""
+
+    reducer: Place
+    start: Element
+    end: Element
+
+
+class Group(Message, tag="group", frozen=True):
+    """Leader to all: who is in the round, who reduces what. A higher version replaces a lower one.
+
+    Contributions stay valid from version to version, results do not. Order of ``members`` is the order of the sums.
+    """
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    version: Version = 0
+    parent: Digest = b""
+    n_elements: Element = 0
+    dtype: Name = "float32"
+    members: Annotated[tuple[GroupMember, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    parts: Annotated[tuple[GroupPart, ...], msgspec.Meta(max_length=1_024)] = ()
+    expected_s: Rate = 0.0
+
+
+class Contribution(Message, tag="contribution", frozen=True):
+    """Member to reducer: its sum of gradients from element ``start`` on; the payload is raw little-endian numbers."""
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    start: Element = 0
+
+
+class Reduced(Message, tag="reduced", frozen=True):
+    """Reducer to members: the average from element ``start`` on, in one version of the group."""
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    version: Version = 0
+    start: Element = 0
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True):
+    """What a reducer has of one member: bytes; once they are all there, the sum of their squares, or what is wrong."""
+
+    member: Place
+    n_bytes: Count
+    squares: Size | None = None
+    fault: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class Beat(Message, tag="beat", frozen=True):
+    """Member to leader, twice a second: I am at it. ``result``: the hash of the average, once it is all there."""
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    version: Version = 0
+    n_results_bytes: Count = 0
+    received: Annotated[tuple[Received, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    result: Digest = b""
+
+
+class Pulse(Message, tag="pulse", frozen=True):
+    """Leader to members, twice a second: I am at it, and what is waited for."""
+
+    run: Name = ""
+    parent: Digest = b""
+    waits_for: Text = ""
+
+
+ROUND_MESSAGES = JoinRound | Group | Contribution | Reduced | Beat | Pulse
