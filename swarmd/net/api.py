@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from swarmd.values import PeerId
 
-Purpose = Literal["interactive", "bulk", "weights", "training", "ticket"]
+Purpose = Literal["interactive", "bulk", "weights", "training", "averaging", "ticket"]
 PURPOSES: tuple[Purpose, ...] = (
     "interactive",
     "bulk",
     "weights",
     "training",
+    "averaging",
 )  # of channels; tickets are below (net.direct)
 
 

@@ -46,7 +46,7 @@ AGAIN_AFTER_S = 300.0
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
 SEND_BUFFER_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 18
-DIRECT: tuple[Purpose, ...] = ("interactive", "training")  # by the byte that follows a token
+DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 

@@ -88,8 +88,8 @@ class Accepted(Message, tag="accepted", frozen=True):
 class JoinRound(Message, tag="join_round", frozen=True):
     """Member to leader: take me into the round after this commit, with what I have gathered.
 
-    ``n`` samples from draw ``first``; ``loss`` is their sum, ``norm`` that of their mean gradient; 0 samples: I only
-    reduce. ``state`` is the hash of the state that they were computed on.
+    ``n`` samples from draw ``first``, ``loss`` is the sum of theirs, ``state`` the hash of the state that they were
+    computed on. With no samples it only reduces, or only ``receives`` the average.
     """
 
     id: Count = 0
@@ -101,6 +101,7 @@ class JoinRound(Message, tag="join_round", frozen=True):
     loss: Finite = 0.0
     n_elements: Element = 0
     dtype: Name = "float32"
+    receives: bool = True
     can_reduce: bool = True
     up_bytes_per_s: Rate | None = None
     down_bytes_per_s: Rate | None = None
@@ -185,11 +186,12 @@ class Beat(Message, tag="beat", frozen=True):
 
 
 class Pulse(Message, tag="pulse", frozen=True):
-    """Leader to members, twice a second: I am at it, and what is waited for."""
+    """Leader to members, twice a second: I am at it, and what is waited for.
+
+    ``retry_ms``: too few samples are there, go on computing for so long.
+    """
 
     run: Name = ""
     parent: Digest = b""
     waits_for: Text = ""
-
-
-ROUND_MESSAGES = JoinRound | Group | Contribution | Reduced | Beat | Pulse
+    retry_ms: Count | None = None

@@ -1,0 +1,84 @@
+"""An anchor of a run: promises and signs, at most one commit after each parent. Metadata only, no tensors."""
+
+from __future__ import annotations
+
+import trio
+
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.plan.ballot import Acceptor
+from swarmd.plan.ledger import Ledger
+from swarmd.protocol import commit as commits
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.recipe import RunOrder
+from swarmd.protocol.rounds import Accepted, Prepare, Promised, Propose
+from swarmd.train.disk import RunFolder
+from swarmd.train.round import OffLoop
+
+
+class Anchor:
+    """See the module. ``acceptor`` is what an earlier life of this anchor promised."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        identity: Identity,
+        acceptor: Acceptor | None,
+        folder: RunFolder | None,
+        off_loop: OffLoop[object],
+    ) -> None:
+        self.order = RunOrder(ledger.run.id, 0)
+        self._ledger = ledger
+        self._identity = identity
+        self._acceptor = acceptor or Acceptor(ledger.head)
+        self._folder = folder
+        self._off_loop = off_loop
+        self._lock = trio.Lock()
+
+    async def prepare(self, message: Prepare) -> tuple[Promised, bytes]:
+        """Promise, if nothing speaks against it. Raises Refused."""
+        async with self._lock:
+            acceptor = self._for(message.parent)
+            decision = acceptor.prepare(message.ballot)
+            if decision.action is None:
+                raise Refused(Code.REFUSED, decision.reason, 0.2)
+            await self._keep(decision.action)
+            return Promised(re=message.id, accepted=acceptor.accepted), acceptor.body
+
+    async def propose(self, message: Propose, body: bytes) -> Accepted:
+        """Sign a commit that may follow, if nothing speaks against it. Raises Refused."""
+        try:
+            commit = commits.read_body_untrusted(body)
+        except IntegrityError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+        async with self._lock:
+            acceptor = self._for(commit.parent)
+            if commit.generation != self.order.generation:
+                raise Refused(Code.REFUSED, f"the anchors are those of generation {self.order.generation}")
+            try:
+                self._ledger.check_next(commit)
+            except IntegrityError as error:
+                raise Refused(Code.MALFORMED, str(error)) from None
+            decision = acceptor.accept(message.ballot, body)
+            if decision.action is None:
+                raise Refused(Code.REFUSED, decision.reason, 0.2)
+            await self._keep(decision.action)
+            return Accepted(re=message.id, signature=commits.sign(body, message.ballot, self._identity))
+
+    def _for(self, parent: bytes) -> Acceptor:
+        """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
+        if self.order.state == "stopped":
+            raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
+        if parent != self._ledger.head:
+            known = any(parent == self._ledger.digest_at(e) for e in range(self._ledger.epoch))
+            if known:
+                raise Refused(Code.STALE_EPOCH, f"commit {self._ledger.epoch} is known here: ask for it")
+            raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
+        return self._acceptor if self._acceptor.parent == parent else Acceptor(parent)
+
+    async def _keep(self, acceptor: Acceptor) -> None:
+        if self._folder is not None:
+            try:
+                await self._off_loop(self._folder.keep_acceptor, acceptor)
+            except ConfigError as error:  # what is not on the disk is not promised
+                raise Refused(Code.NO_CAPACITY, str(error), 5.0) from None
+        self._acceptor = acceptor

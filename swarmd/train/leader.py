@@ -1,0 +1,510 @@
+"""Leads one round: gathers members, divides the work, watches, and brings the outcome to the anchors.
+
+Anybody may lead: what makes a round count is the anchors' signatures, not who asked for them. Whoever gives no sign
+of life, or sends nothing on, for longer than such things took so far is left out, and the round goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
+from swarmd.plan import partition
+from swarmd.plan.arrivals import Arrivals
+from swarmd.plan.ballot import NO_BALLOT, bound_to, is_majority
+from swarmd.plan.contributions import Weighed, outliers
+from swarmd.plan.ledger import Ledger
+from swarmd.protocol import commit as commits
+from swarmd.protocol.commit import Ballot, Commit, Counted
+from swarmd.protocol.fields import Message
+from swarmd.protocol.recipe import RunOrder
+from swarmd.protocol.rounds import (
+    Accepted,
+    Beat,
+    Group,
+    GroupMember,
+    GroupPart,
+    JoinRound,
+    Prepare,
+    Promised,
+    Propose,
+    Pulse,
+)
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+PULSE_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 0.1
+ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
+MAX_ATTEMPTS = 12
+ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+class RoundFailed(SwarmUnavailable):
+    """This attempt came to nothing; what was gathered is still there."""
+
+
+class TooEarly(RoundFailed):
+    """Fewer samples are there than were forecast."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """What things took so far on this peer; kept from round to round."""
+
+    beats: Arrivals = field(default_factory=lambda: Arrivals(least_s=2.0, first_s=5.0))
+    joins: Arrivals = field(default_factory=lambda: Arrivals(least_s=0.5, first_s=4.0))
+    results: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.0, first_s=8.0))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the leader knows of one member of the group."""
+
+    beat_at: float
+    moved_at: float
+    beat: Beat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """How long a round's phases took, in seconds, for people."""
+
+    gather_s: float
+    average_s: float
+    commit_s: float
+    n_members: int
+    n_reducers: int
+    expected_s: float
+    left_out: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A commit that a majority of anchors has signed, and what the round was like."""
+
+    raw: bytes
+    times: RoundTimes | None
+
+
+AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[tuple[Message, bytes]]]
+"""Asks one anchor, which may be this peer; returns its answer with the payload. Raises PeerError."""
+
+Clip = Callable[[bytes], float]
+"""The clip factor of an average that this peer holds, by its hash."""
+
+
+class Leader:
+    """See the module. ``tell`` brings a message to one member, this peer included; ``expected`` says who may come."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        ledger: Ledger,
+        order: RunOrder,
+        timing: Timing,
+        rng: random.Random,
+        tell: Callable[[PeerId, Message], Awaitable[None]],
+        expected: Callable[[], Iterable[PeerId]],
+        ask_anchor: AskAnchor,
+        clip: Clip,
+    ) -> None:
+        self.parent = ledger.head
+        self.joined: dict[PeerId, JoinRound] = {}
+        self.waits_for = "members"
+        self._me = me
+        self._ledger = ledger
+        self._run = ledger.run
+        self._order = order
+        self._anchors = order.anchors_of(ledger.run.recipe)
+        self._timing = timing
+        self._rng = rng
+        self._tell = tell
+        self._expected = expected
+        self._ask_anchor = ask_anchor
+        self._clip = clip
+        self._group: Group | None = None
+        self._seen: dict[PeerId, _Seen] = {}
+        self._gone: set[PeerId] = set()
+        self._left_out: dict[PeerId, str] = {}
+        self._news = trio.Event()
+        self._began_at = trio.current_time()
+        self._ballot: Ballot = NO_BALLOT
+
+    # --- what comes from members -------------------------------------------------------------------------------
+
+    def join(self, peer: PeerId, message: JoinRound) -> None:
+        """Note a member that wants to take part. Raises Refused."""
+        if self._group is not None and peer not in {m.peer for m in self._group.members}:
+            raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
+        if message.n and message.first < self._ledger.next_draw.get(peer, 0):
+            raise Refused(Code.MALFORMED, f"draws before {self._ledger.next_draw[peer]} are counted already")
+        if len(self.joined) >= commits.MAX_CONTRIBUTORS:
+            raise Refused(Code.NO_CAPACITY, f"{commits.MAX_CONTRIBUTORS} peers are in this round")
+        if peer not in self.joined:
+            self._timing.joins.add(trio.current_time() - self._began_at)
+        self._gone.discard(peer)
+        self.joined[peer] = message
+        self._notify()
+
+    def beat(self, peer: PeerId, message: Beat) -> None:
+        """A sign of life of a member, with how far it is."""
+        seen = self._seen.get(peer)
+        if self._group is None or seen is None or message.round != self._group.round:
+            return
+        now = trio.current_time()
+        self._timing.beats.add(now - seen.beat_at)
+        seen.beat_at = now
+        if message.version == self._group.version:
+            if seen.beat is None or _moved(seen.beat, message):
+                seen.moved_at = now
+            seen.beat = message
+            self._notify()
+
+    def gone(self, peer: PeerId) -> None:
+        """Every connection to a peer has ended."""
+        self._gone.add(peer)
+        self._notify()
+
+    # --- the round ---------------------------------------------------------------------------------------------
+
+    async def lead(self) -> Outcome:
+        """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._pulse)
+            outcome = await self._lead()
+            nursery.cancel_scope.cancel()
+        return outcome
+
+    async def _lead(self) -> Outcome:
+        await self._gather()
+        gathered_at = trio.current_time()
+        bound = await self._promises()
+        if bound:
+            logger.info("adopting a commit that may have been accepted before")
+            return Outcome(await self._seal(bound), None)
+        await self._average()
+        averaged_at = trio.current_time()
+        assert self._group is not None
+        raw = await self._seal(commits.encode(self._commit(self._group)))
+        times = RoundTimes(
+            gathered_at - self._began_at,
+            averaged_at - gathered_at,
+            trio.current_time() - averaged_at,
+            sum(1 for m in self._group.members if m.n and m.is_counted),
+            len({p.reducer for p in self._group.parts}),
+            self._group.expected_s,
+            tuple(f"{peer[-8:]}: {why}" for peer, why in self._left_out.items()),
+        )
+        return Outcome(raw, times)
+
+    async def _gather(self) -> None:
+        """Wait until all who are expected have come, or for as long as that took before. Raises TooEarly."""
+        target = self._run.recipe.batch.target
+        while True:
+            lacking = [p for p in self._expected() if p not in self.joined and p not in self._gone]
+            n = sum(j.n for j in self.joined.values())
+            waited_s = trio.current_time() - self._began_at
+            self.waits_for = f"{len(lacking)} more members" if lacking else "nobody"
+            if not lacking or waited_s > self._timing.joins.limit_s():
+                if n >= ENOUGH * target:
+                    return
+                raise TooEarly(f"{n} of {target} samples are here")
+            await self._wait(LOOK_INTERVAL_S)
+
+    async def _average(self) -> None:
+        """Have the group average what it has, in one version after the other, until one holds."""
+        self._group = self._form()
+        version_at = trio.current_time()
+        await self._announce(self._group.members)
+        while True:
+            now = trio.current_time()
+            lost = self._lost(now, version_at)
+            if lost:
+                before = self._group.members
+                self._group = self._without(lost)
+                version_at = trio.current_time()
+                await self._announce(before)
+            elif self._is_done(now):
+                return
+            await self._wait(LOOK_INTERVAL_S)
+
+    def _form(self) -> Group:
+        """Divide the work among those who joined with the same state, vector and dtype as most."""
+        kinds = Counter((j.state, j.n_elements, j.dtype) for j in self.joined.values() if j.n)
+        if not kinds:
+            raise RoundFailed("nobody has samples to give")
+        state, n_elements, dtype = kinds.most_common(1)[0][0]
+        members = [p for p, j in self.joined.items() if p not in self._gone]
+        for peer in [p for p in members if self.joined[p].n]:
+            joined = self.joined[peer]
+            if (joined.state, joined.n_elements, joined.dtype) != (state, n_elements, dtype):
+                self._left_out[peer] = "its state is another than most members'"
+                members.remove(peer)
+        known = sorted(members)
+        plan = partition.divide([self._able(p) for p in known], n_elements * ITEM_BYTES[dtype]).action
+        ranges = partition.cut(plan.shares, n_elements)
+        self._round = os.urandom(16)
+        now = trio.current_time()
+        self._seen = {p: _Seen(now, now) for p in known}
+        return Group(
+            run=self._run.id,
+            round=self._round,
+            parent=self.parent,
+            n_elements=n_elements,
+            dtype=dtype,
+            members=tuple(
+                GroupMember(p, self.joined[p].first, self.joined[p].n, self.joined[p].receives) for p in known
+            ),
+            parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
+            expected_s=plan.expected_s,
+        )
+
+    def _able(self, peer: PeerId) -> partition.Member:
+        joined = self.joined[peer]
+        up, down = joined.up_bytes_per_s, joined.down_bytes_per_s
+        return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
+
+    def _without(self, lost: dict[PeerId, str]) -> Group:
+        """The next version: lost members no longer count, and what they reduced is given to the others."""
+        assert self._group is not None
+        for peer, why in lost.items():
+            logger.info("going on without %s: %s", peer, why)
+        self._left_out.update(lost)
+        old = self._group
+        members = tuple(GroupMember(m.peer, m.first, m.n, False, False) if m.peer in lost else m for m in old.members)
+        able = [
+            i for i, m in enumerate(members) if m.peer not in self._left_out and self.joined[PeerId(m.peer)].can_reduce
+        ]
+        if not able or not any(m.n and m.is_counted for m in members):
+            raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
+        parts: list[GroupPart] = []
+        for part in old.parts:
+            if members[part.reducer].peer not in lost:
+                parts.append(part)
+                continue
+            pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start)
+            parts += [
+                GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z
+            ]
+        now = trio.current_time()
+        self._seen = {p: _Seen(seen.beat_at, now) for p, seen in self._seen.items() if p not in self._left_out}
+        return Group(
+            run=old.run,
+            round=old.round,
+            version=old.version + 1,
+            parent=old.parent,
+            n_elements=old.n_elements,
+            dtype=old.dtype,
+            members=members,
+            parts=tuple(parts),
+            expected_s=old.expected_s,
+        )
+
+    def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
+        """Who must be left out now, with the reason."""
+        lost: dict[PeerId, str] = {}
+        limit_s = self._timing.beats.limit_s()
+        for peer, seen in self._seen.items():
+            if peer in self._gone:
+                lost[peer] = "its connection has ended"
+            elif now - seen.beat_at > limit_s:
+                lost[peer] = f"no sign of life for {now - seen.beat_at:.1f} s, the limit here is {limit_s:.1f}"
+        reports = self._received()
+        for peer, faults in reports.faults.items():
+            lost.setdefault(peer, faults)
+        stuck_s = max(limit_s, 2 * self._timing.results.limit_s())
+        if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
+            for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
+                lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
+        if not lost and not reports.incomplete and reports.weighed:
+            lost |= outliers(reports.weighed, self._ledger.norms(16))
+        return {p: why for p, why in lost.items() if p not in self._left_out}
+
+    def _received(self) -> _Reports:
+        """What the reducers have of each counted member, put together."""
+        assert self._group is not None
+        group = self._group
+        reports = _Reports()
+        reducers = {PeerId(group.members[p.reducer].peer) for p in group.parts}
+        for place, member in enumerate(group.members):
+            peer = PeerId(member.peer)
+            if not member.n or not member.is_counted:
+                continue
+            squares, is_whole = 0.0, True
+            for reducer in reducers:
+                beat = self._seen[reducer].beat if reducer in self._seen else None
+                said = next((r for r in beat.received if r.member == place), None) if beat else None
+                if said is not None and said.fault:
+                    reports.faults[peer] = said.fault
+                elif said is None or said.squares is None:
+                    is_whole = False
+                else:
+                    squares += said.squares
+            if is_whole:
+                reports.weighed[peer] = Weighed(member.n, math.sqrt(squares) / member.n)
+            elif peer not in reports.faults:
+                reports.incomplete.add(peer)
+        return reports
+
+    def _is_done(self, now: float) -> bool:
+        """Is the average whole, in the same bytes, at all who are expected to get it, or at enough of them?"""
+        assert self._group is not None
+        reports = self._received()
+        if reports.incomplete or reports.faults:
+            return False
+        wanted = [PeerId(m.peer) for m in self._group.members if m.receives and m.peer in self._seen]
+        have = {p: b.result for p in wanted if (b := self._seen[p].beat) is not None and b.result}
+        results = Counter(have.values())
+        if len(results) > 1:
+            best = results.most_common(1)[0][0]
+            for peer in [p for p, r in have.items() if r != best]:
+                self._left_out[peer] = "it has another average than most members"
+        self.waits_for = f"{len(wanted) - len(have)} members to have the average"
+        if len(have) == len(wanted):
+            return bool(have)
+        since = max((self._seen[p].moved_at for p in have), default=now)
+        return 2 * len(have) > len(wanted) and now - since > self._timing.results.limit_s()
+
+    def _commit(self, group: Group) -> Commit:
+        reports = self._received()
+        held = Counter(s.beat.result for s in self._seen.values() if s.beat is not None and s.beat.result)
+        average = held.most_common(1)[0][0]
+        counted = tuple(
+            Counted(m.peer, m.first, m.n, self.joined[PeerId(m.peer)].loss, reports.weighed[PeerId(m.peer)].norm)
+            for m in group.members
+            if m.n and m.is_counted
+        )
+        return Commit(
+            run=self._run.genesis,
+            epoch=self._ledger.epoch + 1,
+            parent=self.parent,
+            generation=self._order.generation,
+            contributors=counted,
+            average=average,
+            state=self.joined[PeerId(counted[0].peer)].state,
+            learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
+            clip=self._clip(average),
+        )
+
+    # --- anchors -----------------------------------------------------------------------------------------------
+
+    async def restore(self, body: bytes) -> bytes:
+        """Bring a commit that restores an earlier state to the anchors; returns what they signed."""
+        return await self._seal(await self._promises() or body)
+
+    async def _promises(self) -> bytes:
+        """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
+        number = self._ballot[0]
+        for attempt in range(10**6):
+            number += 1 + (attempt > 0) * self._rng.randrange(1, 4)
+            self._ballot = (number, self._me)
+            request = partial(_prepare, self._run.id, self.parent, self._ballot)
+            answers = await self._ask_anchors(request, b"")
+            promises = [(m.accepted, payload) for _, m, payload in answers if isinstance(m, Promised)]
+            if is_majority(len(promises), len(self._anchors)):
+                return bound_to(promises)
+            self.waits_for = f"a majority of the anchors: {len(promises)} of {len(self._anchors)} answer"
+            await trio.sleep(self._rng.uniform(0.1, 0.5) * min(8, 1 + attempt))
+        raise RoundFailed("no majority of the anchors answers")
+
+    async def _seal(self, body: bytes) -> bytes:
+        """Have a majority sign one commit, or the one that they are bound to by now."""
+        while True:
+            request = partial(_propose, self._run.id, self._ballot)
+            signatures: dict[int, bytes] = {}
+            for place, message, _ in await self._ask_anchors(request, body):
+                if isinstance(message, Accepted):
+                    try:
+                        commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
+                        signatures[place] = message.signature
+                    except IntegrityError as error:
+                        logger.warning("an anchor's signature does not count: %s", error)
+            if is_majority(len(signatures), len(self._anchors)):
+                return commits.seal(body, self._ballot, signatures)
+            self.waits_for = f"a majority of the anchors: {len(signatures)} of {len(self._anchors)} have signed"
+            body = await self._promises() or body
+
+    async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
+        """Ask all anchors at once; returns as soon as a majority has said yes, or all have answered."""
+        answers: list[tuple[int, Message, bytes]] = []
+        newer: list[Refused] = []
+
+        async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
+            try:
+                message, body = await self._ask_anchor(anchor, request, payload)
+                answers.append((place, message, body))
+                if is_majority(len(answers), len(self._anchors)):
+                    scope.cancel()
+            except Refused as error:
+                if error.code is Code.STALE_EPOCH:
+                    newer.append(error)
+                    scope.cancel()
+                logger.info("the anchor %s: %s", anchor[-8:], error)
+            except PeerError as error:
+                logger.info("the anchor %s: %s", anchor[-8:], error)
+
+        async with trio.open_nursery() as nursery:
+            for place, anchor in enumerate(self._anchors):
+                nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
+        if newer:
+            raise newer[0]
+        return answers
+
+    # --- small things ------------------------------------------------------------------------------------------
+
+    async def _announce(self, members: Iterable[GroupMember]) -> None:
+        assert self._group is not None
+        async with trio.open_nursery() as nursery:
+            for member in members:
+                nursery.start_soon(self._tell, PeerId(member.peer), self._group)
+
+    async def _pulse(self) -> None:
+        while True:
+            async with trio.open_nursery() as nursery:
+                for peer in list(self.joined):
+                    if peer not in self._gone:
+                        pulse = Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for)
+                        nursery.start_soon(self._tell, peer, pulse)
+                nursery.cancel_scope.deadline = trio.current_time() + PULSE_INTERVAL_S
+            await trio.sleep(PULSE_INTERVAL_S)
+
+    async def _wait(self, longest_s: float) -> None:
+        news = self._news
+        with trio.move_on_after(longest_s):
+            await news.wait()
+
+    def _notify(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+
+@dataclass(slots=True)
+class _Reports:
+    weighed: dict[PeerId, Weighed] = field(default_factory=dict)
+    incomplete: set[PeerId] = field(default_factory=set)
+    faults: dict[PeerId, str] = field(default_factory=dict)
+
+
+def _moved(before: Beat, after: Beat) -> bool:
+    """Has anything come since?"""
+    here = sum(r.n_bytes for r in before.received), before.n_results_bytes, before.result
+    return (sum(r.n_bytes for r in after.received), after.n_results_bytes, after.result) != here
+
+
+def _prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
+    return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
+
+
+def _propose(run: str, ballot: Ballot, call_id: int) -> Message:
+    return Propose(id=call_id, run=run, ballot=ballot)

@@ -1,0 +1,145 @@
+"""Getting up to date: commits first, then the averages that were missed or a snapshot, from several donors at once.
+
+Everything that is fetched is named by its hash: averages by the commits that anchors signed, a snapshot by what most
+donors say and, at the next round, by a commit. The bytes travel as weights do (weights.fetch), resumable.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.recovery import Offer
+from swarmd.protocol.fields import Message
+from swarmd.protocol.manifest import Manifest
+from swarmd.protocol.rounds import Commits, StateIs, WantCommits, WantState
+from swarmd.protocol.untrusted import decode
+from swarmd.train.disk import read_vectors
+from swarmd.train.state import DTYPES, Average, RunState, Snapshot, Vector
+from swarmd.values import ModelId, PeerId
+from swarmd.weights import folder as folders
+from swarmd.weights.fetch import Fetch, fetch_manifest
+from swarmd.weights.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+COMMITS_TIMEOUT_S = 20.0
+STATE_TIMEOUT_S = 20.0
+MAX_DONORS = 8
+MAX_REPLY_BYTES = 8 * 2**20
+MAX_SNAPSHOTS = 2
+SNAPSHOT_LEASE_S = 30.0
+
+Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...]], Awaitable[dict[str, Vector]]]
+"""Fetches the vectors that a hash names from donors; the names of those vectors are known. Raises SwarmUnavailable."""
+
+
+def getter(rpc: Rpc, folder: Path, dtype: str, n_elements: int, pace: Pace, lied: Callable[[PeerId], None]) -> Get:
+    """The real ``Get``: through a folder, so that a restart goes on where it was."""
+
+    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+        wanted = ModelId(digest.hex())
+        manifest = await fetch_manifest(rpc, wanted, donors, lied)
+        _check(manifest, dtype, n_elements, names)
+        target = await trio.to_thread.run_sync(folders.create, folder, manifest)
+        if 0 not in target.held:
+            offers = {peer: frozenset({0}) for peer in donors}
+            fetch = Fetch(rpc, target, {0}, lambda: offers, pace, lied)
+            await fetch.run()
+            logger.info("%s: %s", "snapshot" if len(names) > 1 else "average", fetch.progress())
+        path = target.folder / "head.safetensors"
+        vectors = await trio.to_thread.run_sync(read_vectors, path, dtype, n_elements, names)
+        await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+        return vectors
+
+    return get
+
+
+def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
+    """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
+    wanted = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
+    if [(t.name, t.dtype, t.shape) for t in manifest.tensors] != wanted or manifest.files:
+        raise SwarmUnavailable("what the donors offer is no state of this run")
+
+
+async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:
+    """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
+
+    def request(call_id: int) -> Message:
+        return WantCommits(id=call_id, run=run, after=after)
+
+    reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
+    if not isinstance(reply, Commits):
+        raise RemoteProtocolError(f"expected commits, got {type(reply).__name__}")
+    return decode(frame.payload, list[bytes], "a list of commits")
+
+
+async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, Offer]:
+    """Have donors keep their present state; returns who keeps what."""
+    offers: dict[PeerId, Offer] = {}
+
+    def request(call_id: int) -> Message:
+        return WantState(id=call_id, run=run)
+
+    async def ask(peer: PeerId) -> None:
+        try:
+            reply, _ = await rpc.call(peer, request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
+            if isinstance(reply, StateIs) and len(reply.state) == 32:
+                offers[peer] = Offer(reply.epoch, reply.state, 0)
+        except PeerError as error:
+            logger.info("%s keeps no state for us: %s", peer[-8:], error)
+
+    async with trio.open_nursery() as nursery:
+        for peer in sorted(peers)[:MAX_DONORS]:
+            nursery.start_soon(ask, peer)
+    return offers
+
+
+class Givers:
+    """The donor's side: snapshots that are kept for a while, and averages, both by hash."""
+
+    def __init__(self) -> None:
+        self._renewed: dict[bytes, tuple[int, float]] = {}
+
+    def freeze(self, state: RunState, now: float) -> Offer:
+        """Keep the present state for somebody. Raises Refused when too many are kept."""
+        self.expire(state, now)
+        if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
+            raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are kept already", 5.0)
+        snapshot = state.freeze()
+        self._renewed[state.root] = (snapshot.n_reads, now)
+        return Offer(state.epoch, state.root, len(state.averages))
+
+    def expire(self, state: RunState, now: float) -> None:
+        """Let go of snapshots that nobody has read for a while."""
+        for root, snapshot in list(state.snapshots.items()):
+            n_reads, since = self._renewed.get(root, (-1, now))
+            if snapshot.n_reads != n_reads:
+                self._renewed[root] = (snapshot.n_reads, now)
+            elif now - since > SNAPSHOT_LEASE_S:
+                state.thaw(root)
+                self._renewed.pop(root, None)
+
+    def find(self, state: RunState, wanted: bytes) -> Snapshot | Average | None:
+        """What a hash names here."""
+        return state.snapshots.get(wanted) or next((a for a in state.averages.values() if a.digest == wanted), None)
+
+
+async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: int = 0) -> None:
+    """Send commits in order, as many as fit one frame. Raises PeerError."""
+    body: list[bytes] = []
+    size = 0
+    for raw in raws:
+        size += len(raw) + 8
+        if size > MAX_REPLY_BYTES:
+            break
+        body.append(raw)
+    await channel.send(Commits(re=re, run=run), msgspec.msgpack.encode(body))

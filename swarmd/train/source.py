@@ -1,0 +1,37 @@
+"""Where gradients come from: the port between a trainer and whatever computes (a worker process, somebody's loop)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarmd.errors import SwarmUnavailable
+from swarmd.train.state import Layout, Vector
+
+
+class SourceLost(SwarmUnavailable):
+    """What computes has ended or was ended; the samples that it was at are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The summed loss of the samples asked for, and the sum of gradients of all gathered so far."""
+
+    loss: float
+    gathered: Vector
+
+
+class Source(Protocol):
+    """Computes gradients of draws on the parameters as they are."""
+
+    async def open(self) -> tuple[Layout, Vector]:
+        """Get ready; returns the layout, and the parameters that the run begins with. They are changed in place
+        while nothing is computed. Raises SwarmError."""
+
+    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+        """Add the gradients of draws ``first`` to ``first + n`` to what is gathered, or begin anew with them.
+
+        What was returned before stays as it is until the call after next. Raises SourceLost.
+        """
+
+    async def close(self) -> None: ...

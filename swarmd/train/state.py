@@ -1,0 +1,279 @@
+"""The state of a run on one peer: parameters, the optimizer's moments, and what others may fetch of them.
+
+Everything is plain IEEE arithmetic in numpy, elementwise and in one order, so that peers with different processors
+and devices come to the same bits; whatever is not (a norm, a schedule) travels in the commit. A *snapshot* stays as
+it is while updates go on: a chunk is copied just before it changes, and nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmd.errors import Code, Refused
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.commit import Commit
+from swarmd.protocol.manifest import CHUNK_BYTES, STATE, Entry, Manifest
+from swarmd.protocol.recipe import Optimizer, Run
+
+Vector = npt.NDArray[np.floating]
+DTYPES = {"float32": "F32", "float64": "F64"}
+BLOCK_ELEMENTS = 1 << 16  # what fits a processor's cache together with its moments
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which tensors lie where in the vector: names and shapes, one after the other."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: str
+
+    @property
+    def n_elements(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.tensors)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_elements * np.dtype(self.dtype).itemsize
+
+    def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Each tensor with its range [start, end)."""
+        at = 0
+        for name, shape in self.tensors:
+            size = math.prod(shape)
+            yield name, shape, at, at + size
+            at += size
+
+
+class RunState:
+    """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs."""
+
+    def __init__(self, run: Run, layout: Layout, parameters: Vector, average_limit_bytes: int) -> None:
+        self.run = run
+        self.layout = layout
+        self.parameters = parameters
+        self.epoch = 0
+        self.steps = 0
+        self.head = run.genesis
+        self.moments = {name: np.zeros_like(parameters) for name in moment_names(run.recipe.optimizer)}
+        self.manifest = Manifest(manifests.VERSION, 0, "", (), ())
+        self.root = b""
+        self.snapshots: dict[bytes, Snapshot] = {}
+        self.averages: dict[int, Average] = {}
+        self._average_limit_bytes = average_limit_bytes
+        self._decayed = [(start, end) for _, shape, start, end in layout.places() if len(shape) > 1]
+
+    @property
+    def vectors(self) -> dict[str, Vector]:
+        """Everything that a snapshot holds, in its order."""
+        return dict(sorted({**self.moments, "parameters": self.parameters}.items()))
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(vector.nbytes for vector in self.vectors.values())
+
+    def measure(self) -> None:
+        """Hash the state as it is. Call it in a thread, and not while it changes."""
+        settings = {"epoch": self.epoch, "head": self.head.hex(), "run": self.run.id, "steps": self.steps}
+        self.manifest = describe(settings, self.vectors)
+        self.root = bytes.fromhex(manifests.model_id(self.manifest))
+
+    def freeze(self) -> Snapshot:
+        """Keep the state as it is now for whoever fetches it."""
+        if self.root not in self.snapshots:
+            self.snapshots[self.root] = Snapshot(self.manifest, dict(enumerate(self.vectors.values())))
+        return self.snapshots[self.root]
+
+    def thaw(self, root: bytes) -> None:
+        """Nobody fetches that snapshot any more."""
+        self.snapshots.pop(root, None)
+
+    def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
+        """Take one step of the recipe's optimizer, and hash the outcome. Call it in a thread."""
+        live = [s for s in self.snapshots.values() if s.is_live]
+        self.steps = steps
+        optimizer = self.run.recipe.optimizer
+        update = _UPDATES[optimizer.kind]
+        size = CHUNK_BYTES // self.parameters.itemsize
+        for chunk, start in enumerate(range(0, len(self.parameters), size)):
+            for snapshot in live:
+                snapshot.keep(chunk)
+            for at in range(start, min(start + size, len(self.parameters)), BLOCK_ELEMENTS):
+                block = slice(at, min(at + BLOCK_ELEMENTS, start + size, len(self.parameters)))
+                moments = {name: vector[block] for name, vector in self.moments.items()}
+                gradient = average[block] * self.parameters.dtype.type(commit.clip)
+                update(
+                    self.run.recipe.optimizer, self.parameters[block], gradient, moments, commit.learning_rate, steps
+                )
+                self._decay(block, commit.learning_rate)
+        for snapshot in live:
+            snapshot.is_live = False
+        self._keep_average(commit, average)
+        self.move_to(commit.epoch, digest, steps)
+
+    def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
+        """The vectors are now those after commit ``digest``."""
+        self.epoch, self.head, self.steps = epoch, digest, steps
+        self.measure()
+
+    def replace(self, vectors: Mapping[str, Vector]) -> None:
+        """Take over other values; snapshots of the old ones end."""
+        self.snapshots.clear()
+        self.averages.clear()
+        for name, vector in self.vectors.items():
+            vector[:] = vectors[name]
+
+    def _decay(self, block: slice, learning_rate: float) -> None:
+        """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
+        weight_decay = self.run.recipe.optimizer.weight_decay
+        if not weight_decay:
+            return
+        for start, end in self._decayed:
+            low, high = max(start, block.start), min(end, block.stop)
+            if low < high:
+                self.parameters[low:high] *= 1 - learning_rate * weight_decay
+
+    def _keep_average(self, commit: Commit, average: Vector) -> None:
+        self.averages[commit.epoch] = Average(self.run, commit, average)
+        for epoch in sorted(self.averages)[: -max(1, self._average_limit_bytes // max(1, average.nbytes))]:
+            del self.averages[epoch]
+
+
+class Average:
+    """The average of one round, readable in chunks by peers that missed it."""
+
+    def __init__(self, run: Run, commit: Commit, values: Vector) -> None:
+        self.digest = commit.average
+        self.values = values
+        self._run = run
+        self._parent = commit.parent
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        return describe_average(self._run, self._parent, self.values)
+
+    def read(self, ref: tuple[int, int]) -> bytes:
+        """One chunk. Raises Refused when there is no such one."""
+        index, chunk = ref
+        size = CHUNK_BYTES // self.values.itemsize
+        data = self.values[chunk * size : (chunk + 1) * size].tobytes() if index == 0 else b""
+        if not data:
+            raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which an average does not have")
+        return data
+
+
+class Snapshot:
+    """The state at one update, readable in chunks for as long as somebody keeps it. Read from any thread."""
+
+    def __init__(self, manifest: Manifest, vectors: dict[int, Vector]) -> None:
+        self.manifest = manifest
+        self.is_live = True  # the vectors still are what the manifest says, but for chunks that were kept
+        self.n_reads = 0
+        self._vectors = vectors
+        self._kept: dict[tuple[int, int], bytes] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, chunk: int) -> None:
+        """Copy a chunk of every vector; the caller is about to change it."""
+        for index in self._vectors:
+            data = self._live(index, chunk)
+            with self._lock:
+                self._kept[index, chunk] = data
+
+    def read(self, ref: tuple[int, int]) -> bytes:
+        """One chunk. Raises Refused when there is no such one."""
+        index, chunk = ref
+        self.n_reads += 1
+        if index not in self._vectors or chunk >= len(self.manifest.tensors[index].chunks):
+            raise Refused(Code.MALFORMED, f"chunk {chunk} of vector {index}, which the state does not have")
+        data = self._live(index, chunk)
+        with self._lock:  # what was copied before it changed is right; else what was read is
+            return self._kept.get((index, chunk), data)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(len(data) for data in self._kept.values())
+
+    def _live(self, index: int, chunk: int) -> bytes:
+        vector = self._vectors[index]
+        size = CHUNK_BYTES // vector.itemsize
+        return vector[chunk * size : (chunk + 1) * size].tobytes()
+
+
+def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
+    """The manifest of vectors: its hash names them, settings included."""
+    entries = tuple(
+        Entry(name, DTYPES[str(vector.dtype)], (len(vector),), _chunks(vector)) for name, vector in vectors.items()
+    )
+    config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
+    return Manifest(manifests.VERSION, 0, config, (), entries)
+
+
+def describe_average(run: Run, parent: bytes, average: Vector) -> Manifest:
+    """The manifest of a round's average; a commit names its hash."""
+    return describe({"parent": parent.hex(), "run": run.id}, {"average": average})
+
+
+def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
+    """The vectors that an optimizer keeps beside the parameters."""
+    if optimizer.kind == "adamw":
+        return ("moment1", "moment2")
+    return ("momentum",) if optimizer.momentum else ()
+
+
+def clip_factor(average: Vector, limit: float) -> float:
+    """What brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
+    norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
+    return min(1.0, limit / norm) if norm else 1.0
+
+
+def _chunks(vector: Vector) -> tuple[bytes, ...]:
+    data = vector.view(np.uint8).data
+    return tuple(hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES))
+
+
+def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+    """As torch.optim.SGD without dampening."""
+    if o.momentum:
+        moments["momentum"] *= o.momentum
+        moments["momentum"] += g
+        g = moments["momentum"]
+    p -= g * rate
+
+
+def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+    """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
+    first, second = moments["moment1"], moments["moment2"]
+    first *= o.beta1
+    first += g * (1 - o.beta1)
+    second *= o.beta2
+    g *= g
+    g *= 1 - o.beta2
+    second += g
+    np.sqrt(second, out=g)
+    g /= math.sqrt(1 - _power(o.beta2, steps))
+    g += o.epsilon
+    np.divide(first, g, out=g)
+    g *= rate / (1 - _power(o.beta1, steps))
+    p -= g
+
+
+def _power(base: float, exponent: int) -> float:
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+_Update = Callable[[Optimizer, Vector, Vector, dict[str, Vector], float, int], None]
+_UPDATES: dict[str, _Update] = {"sgd": _sgd, "adamw": _adamw}

@@ -1,0 +1,259 @@
+"""Trainers in memory: the real ones, on a simulated network in virtual time, with a quadratic loss to descend.
+
+Records reach the others after a moment, unless a cut is between; what costs time in life costs virtual time here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from swarmd.errors import Code, Refused
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.sim import SimNetwork, SimWorld
+from swarmd.plan.samples import row_of
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.messages import AnyMessage, Hello
+from swarmd.protocol.recipe import Batch, Recipe, Run, Stop, start_run
+from swarmd.protocol.records import Catalog, RunRecord
+from swarmd.train.disk import RunFolder
+from swarmd.train.recovery import Get
+from swarmd.train.source import Computed
+from swarmd.train.state import Layout, Vector
+from swarmd.train.trainer import Trainer, World
+from swarmd.values import PeerId
+
+N_ELEMENTS = 48
+SHARDS = (40, 24)
+NEWS_DELAY_S = 0.3
+NO_FOLDER = None
+
+
+def gradient(parameters: Vector, seed: int, peer: str, draw: int) -> tuple[float, Vector]:
+    """Loss and gradient of one draw: half the squared distance to a point that its row names."""
+    row = row_of(seed, peer, draw, SHARDS)
+    rng = np.random.default_rng(row)
+    difference = parameters - rng.standard_normal(len(parameters)).astype(parameters.dtype)
+    return float(np.dot(difference, difference)) / 2, difference
+
+
+class ToySource:
+    """Computes in virtual time. ``spoil`` changes what it gathered, as a liar's would be."""
+
+    def __init__(self, seed: int, peer: str, sample_s: float, dtype: str) -> None:
+        self.layout = Layout((("w", (6, 6)), ("b", (N_ELEMENTS - 36,))), dtype)
+        self.parameters: Vector = np.full(N_ELEMENTS, 3.0, dtype)
+        self.sample_s = sample_s
+        self.spoil: Callable[[Vector], Vector] = lambda vector: vector
+        self._seed, self._peer = seed, peer
+        self._gathered: Vector = np.zeros(N_ELEMENTS, dtype)
+
+    async def open(self) -> tuple[Layout, Vector]:
+        await trio.sleep(0.5)
+        return self.layout, self.parameters
+
+    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+        frozen = self.parameters.copy()
+        await trio.sleep(n * self.sample_s)
+        total = np.zeros_like(self._gathered) if is_fresh else self._gathered.copy()
+        loss = 0.0
+        for draw in range(first, first + n):
+            value, change = gradient(frozen, self._seed, self._peer, draw)
+            loss += value
+            total += change
+        self._gathered = self.spoil(total)
+        return Computed(loss, self._gathered)
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Member:
+    """One simulated peer."""
+
+    identity: Identity
+    network: SimNetwork
+    rpc: Rpc
+    trainer: Trainer
+    source: ToySource | None
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+    # --- the rpc's guest
+
+    def hello(self) -> Hello:
+        return Hello()
+
+    def admit(self, peer: PeerId, hello: Hello) -> None: ...
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+        await self.trainer.handle(channel, message, frame)
+
+    def gone(self, peer: PeerId, purpose: str) -> None:
+        self.trainer.gone(peer)
+
+
+class TrainingWorld:
+    """A run and whoever takes part. ``anchors`` are made first, as members without a model unless told otherwise."""
+
+    def __init__(self, nursery: trio.Nursery, seed: int, n_anchors: int = 1, **recipe: Any) -> None:
+        self.world = SimWorld(seed)
+        self.rng = random.Random(seed)
+        self.members: dict[PeerId, Member] = {}
+        self.anchors = [Identity(self.rng.randbytes(32)) for _ in range(n_anchors)]
+        self._nursery = nursery
+        self._records: dict[PeerId, tuple[float, RunRecord]] = {}
+        self._older: dict[PeerId, tuple[float, RunRecord]] = {}
+        settings: dict[str, Any] = {
+            "name": "toy",
+            "model": "0" * 64,
+            "data": "1" * 64,
+            "batch": Batch(target=64, micro=2, tokens=8),
+            "stop": Stop(steps=10_000),
+            "anchors": tuple(a.peer_id for a in self.anchors),
+            "seed": seed % 2**32,
+        }
+        self.run: Run = start_run(Recipe(**{**settings, **recipe}), self.anchors[0], 1)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.run.recipe
+
+    def add(
+        self,
+        role: str = "train",
+        sample_s: float = 0.05,
+        identity: Identity | None = None,
+        folder: RunFolder | None = None,
+    ) -> Member:
+        identity = identity or Identity(self.rng.randbytes(32))
+        peer = identity.peer_id
+        network = self.world.join(peer)
+        source = ToySource(self.recipe.seed, peer, sample_s, self.recipe.precision) if role == "train" else None
+        member = Member(identity, network, None, None, source)  # type: ignore[arg-type]
+        member.rpc = Rpc(network, member)  # type: ignore[arg-type]
+        world = World(
+            rpc=member.rpc,
+            identity=identity,
+            view=lambda: self._view(peer),
+            announce=lambda: self._announce(member),
+            off_loop=_inline,
+            rng=random.Random(self.rng.random()),
+            links=lambda: (self.world.link.bytes_per_s, self.world.link.bytes_per_s),
+            can_be_dialled=lambda: True,
+        )
+        member.trainer = Trainer(world, self.run, role, source, folder, self._getter)
+        self.members[peer] = member
+        self._nursery.start_soon(self._live, member)
+        return member
+
+    def add_anchors(self) -> list[Member]:
+        return [self.add("anchor", identity=anchor) for anchor in self.anchors]
+
+    def crash(self, member: Member) -> None:
+        """Power off: the network is gone first, then the program."""
+        del self.members[member.peer]
+        self.world.crash(member.peer)
+        member.scope.cancel()
+
+    def cut(self, ours: set[PeerId], theirs: set[PeerId]) -> None:
+        for a in ours:
+            for b in theirs:
+                self.world.cut(a, b)
+
+    def heal(self) -> None:
+        for pair in list(self.world._cut):
+            self.world.heal(*pair)
+
+    async def until(self, epoch: int, within_s: float) -> None:
+        """Wait until everybody who computes has come to an update."""
+        with trio.fail_after(within_s):
+            while not all(m.trainer.state is not None and m.trainer.state.epoch >= epoch for m in self.trainers()):
+                await trio.sleep(0.1)
+
+    def trainers(self) -> list[Member]:
+        return [m for m in self.members.values() if m.source is not None]
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    async def _live(self, member: Member) -> None:
+        with member.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(member.network.run)
+                await nursery.start(member.rpc.run)
+                nursery.start_soon(self._announce_regularly, member)
+                await member.trainer.run()
+
+    async def _announce_regularly(self, member: Member) -> None:
+        while True:
+            self._announce(member)
+            await trio.sleep(20)
+
+    def _announce(self, member: Member) -> None:
+        fields = {k: v for k, v in member.trainer.record().items() if k != "kind"}
+        now = trio.current_time()
+        record = RunRecord(
+            peer=member.peer,
+            sequence=int(now * 1000) + 1,
+            issued_at=int(now),
+            expires_at=int(now) + 60,
+            certificate=(),
+            **fields,
+        )
+        old = self._records.get(member.peer)
+        if old is not None and old[0] + NEWS_DELAY_S <= now:
+            self._older[member.peer] = old
+        self._records[member.peer] = (now, record)
+
+    def _view(self, peer: PeerId) -> SwarmView:
+        now = trio.current_time()
+        seen = []
+        for other, (at, record) in self._records.items():
+            if self.world.is_cut(peer, other):
+                continue
+            if at + NEWS_DELAY_S > now and other != peer:
+                older = self._older.get(other)
+                if older is None:
+                    continue
+                record = older[1]
+            if record.expires_at > now:
+                seen.append(record)
+        return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer)))
+
+    def _getter(self, layout: Layout) -> Get:
+        async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+            await trio.sleep(1.0)
+            for peer in donors:
+                member = self.members.get(peer)
+                found = member.trainer.find(digest) if member is not None else None
+                if found is not None:
+                    n = range(len(found.manifest.tensors))
+                    return {
+                        found.manifest.tensors[i].name: np.frombuffer(found.read((i, 0)), layout.dtype).copy()
+                        for i in n
+                    }
+            raise Refused(Code.NOT_HELD, "no donor holds it")
+
+        return get
+
+
+async def _inline(function: Callable[..., Any], *arguments: Any) -> Any:
+    await trio.lowlevel.checkpoint()
+    return function(*arguments)
+
+
+def fingerprint(member: Member) -> str:
+    """What must be the same wherever the same commit was applied."""
+    assert member.trainer.state is not None
+    return hashlib.sha256(b"".join(v.tobytes() for v in member.trainer.state.vectors.values())).hexdigest()
