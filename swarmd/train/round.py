@@ -31,7 +31,6 @@ CHUNK_BYTES = 512 * 1024
 BLOCK_ELEMENTS = 1 << 16
 BEAT_INTERVAL_S = 0.5
 CHANGES_WITHIN_S = 10.0
-MAX_TRIES = 3
 
 
 @dataclass(slots=True)
@@ -120,16 +119,20 @@ class Round:
                 f"a contribution of {peer} to elements [{message.start}, {end}), not reduced here"
             )
         upto = part.upto.get(peer, part.start)
+        if not math.isfinite(part.squares.get(peer, 0.0)):
+            return
         if message.start > upto:
             raise RemoteProtocolError(f"a contribution of {peer} from element {message.start}, expected {upto}")
         fresh = values[upto - message.start :]
         if not len(fresh):
             return
-        kept = part.values.setdefault(peer, np.empty(part.end - part.start, self.dtype))
-        kept[upto - part.start : end - part.start] = fresh
-        part.upto[peer] = end
-        part.squares[peer] = part.squares.get(peer, 0.0) + float(np.dot(fresh, fresh))
-        self._notify(done=end == part.end)
+        squares = part.squares.get(peer, 0.0) + float(np.dot(fresh, fresh))
+        if math.isfinite(squares):  # else it is not summed, and the leader hears of it
+            kept = part.values.setdefault(peer, np.empty(part.end - part.start, self.dtype))
+            kept[upto - part.start : end - part.start] = fresh
+            part.upto[peer] = end
+        part.squares[peer] = squares
+        self._notify(done=end == part.end or not math.isfinite(squares))
 
     async def take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from a reducer. Raises RemoteProtocolError."""
@@ -171,9 +174,9 @@ class Round:
             return
         part = self._parts[given.start, given.end] = _Part(given.start, given.end, total, reduced_to=given.start)
         if self._vector is not None:
-            part.values[self._me] = self._vector[part.start : part.end]
-            part.upto[self._me] = part.end
-            part.squares[self._me] = math.nan  # measured when it is reported
+            own = self._vector[part.start : part.end]
+            part.values[self._me], part.squares[self._me] = own, float(np.dot(own, own))
+            part.upto[self._me] = part.end if math.isfinite(part.squares[self._me]) else part.start
 
     def _own_parts(self) -> list[_Part]:
         """Parts of the present version that are reduced here."""
@@ -207,8 +210,7 @@ class Round:
     async def _contribute(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` reduces, now or in a later version."""
         done: set[tuple[int, int]] = set()
-        n_tries = 0
-        while n_tries < MAX_TRIES:
+        while True:
             wanted = [(p.start, p.end) for p in self.group.parts if self.group.members[p.reducer].peer == peer]
             todo = [key for key in wanted if key not in done]
             if not todo:
@@ -220,15 +222,14 @@ class Round:
                     message = Contribution(run=self.group.run, round=self.group.round, start=at)
                     await self._send(peer, message, self._vector[at:stop])
             except PeerError:  # a connection may come back; the leader sees it if not
-                n_tries += 1
                 await trio.sleep(BEAT_INTERVAL_S)
                 continue
             done.add(todo[0])
 
     async def _give_results(self, peer: PeerId) -> None:
         """Send each sum on as soon as it is made, for whatever version is the present one."""
-        version, sent, n_tries = -1, dict[int, int](), 0
-        while n_tries < MAX_TRIES:
+        version, sent = -1, dict[int, int]()
+        while True:
             if version != self.group.version:
                 version, sent = self.group.version, {}
             ready = [p for p in self._own_parts() if sent.get(p.start, p.start) < p.reduced_to]
@@ -243,7 +244,6 @@ class Round:
                 await self._send(peer, message, part.total[at - part.start : stop - part.start])
                 sent[part.start] = stop
             except PeerError:
-                n_tries += 1
                 sent.pop(part.start, None)
                 await trio.sleep(BEAT_INTERVAL_S)
 
@@ -306,9 +306,12 @@ class Round:
         for peer, place in places.items():
             if own and self.group.members[place].n:
                 here = sum(p.upto.get(PeerId(peer), p.start) - p.start for p in own)
-                squares = self._squares(PeerId(peer), own) if here == sum(p.end - p.start for p in own) else None
-                fault = "" if squares is None or math.isfinite(squares) else "its gradient is not finite"
-                received.append(Received(place, here, None if fault else squares, fault))
+                squares = sum(p.squares.get(PeerId(peer), 0.0) for p in own)
+                if not math.isfinite(squares):
+                    received.append(Received(place, here, None, "its gradient is not finite"))
+                else:
+                    is_whole = here == sum(p.end - p.start for p in own)
+                    received.append(Received(place, here, squares if is_whole else None))
         gathered = sum(upto - start for start, upto in self._got.items())
         return Beat(
             run=self.group.run,
@@ -318,14 +321,6 @@ class Round:
             received=tuple(received),
             result=self.result,
         )
-
-    def _squares(self, peer: PeerId, own: list[_Part]) -> float:
-        total = 0.0
-        for part in own:
-            if peer == self._me and math.isnan(part.squares[peer]) and not np.isnan(part.values[peer]).any():
-                part.squares[peer] = float(np.dot(part.values[peer], part.values[peer]))
-            total += part.squares[peer]
-        return total
 
     def _values(self, payload: memoryview) -> Vector:
         if len(payload) % self.dtype.itemsize:

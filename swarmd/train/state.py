@@ -107,12 +107,10 @@ class RunState:
                 snapshot.keep(chunk)
             for at in range(start, min(start + size, len(self.parameters)), BLOCK_ELEMENTS):
                 block = slice(at, min(at + BLOCK_ELEMENTS, start + size, len(self.parameters)))
+                self._decay(block, commit.learning_rate)
                 moments = {name: vector[block] for name, vector in self.moments.items()}
                 gradient = average[block] * self.parameters.dtype.type(commit.clip)
-                update(
-                    self.run.recipe.optimizer, self.parameters[block], gradient, moments, commit.learning_rate, steps
-                )
-                self._decay(block, commit.learning_rate)
+                update(optimizer, self.parameters[block], gradient, moments, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)

@@ -1,20 +1,169 @@
-"""Trainers together, in virtual time: what they agree on, and what becomes of it when some of them vanish."""
+"""Trainers together, in virtual time: what they agree on, and what becomes of it when some of them vanish or lie."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.train.world import TrainingWorld, fingerprint
+from swarmd.protocol.recipe import Batch, Optimizer
+from tests.train.world import Member, TrainingWorld, fingerprint, replay
+
+LIMIT_S = 400
 
 
-async def test_four_peers_agree_on_every_bit(virtual_time: MockClock) -> None:
+def states_of(world: TrainingWorld) -> set[tuple[int, str]]:
+    return {(m.trainer.state.epoch, fingerprint(m)) for m in world.trainers() if m.trainer.state is not None}
+
+
+def check_ledger(world: TrainingWorld) -> None:
+    """One chain, no sample twice, and whoever holds the same commit holds the same bits."""
+    chains = [m.trainer.ledger.sealed for m in world.members.values()]
+    for chain in chains:
+        longest = max(chains, key=len)
+        assert [s.digest for s in chain] == [s.digest for s in longest[: len(chain)]]
+        counted: set[tuple[str, int]] = set()
+        for sealed in chain:
+            for c in sealed.commit.contributors:
+                draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
+                assert not draws & counted
+                counted |= draws
+    epochs = [epoch for epoch, _ in states_of(world)]
+    assert len(set(epochs)) == len(epochs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "bound"),
+    [
+        (Optimizer(kind="sgd", learning_rate=0.1, momentum=0.9), "float32", 1e-5),
+        (Optimizer(kind="adamw", learning_rate=0.05, weight_decay=0.1), "float64", 1e-5),
+        (Optimizer(kind="adamw", learning_rate=0.05, clip_norm=1.0), "float32", 1e-4),
+    ],
+)
+async def test_the_swarm_is_one_big_machine(
+    virtual_time: MockClock, optimizer: Optimizer, precision: str, bound: float
+) -> None:
     async with trio.open_nursery() as nursery:
-        world = TrainingWorld(nursery, seed=1)
+        world = TrainingWorld(nursery, seed=1, optimizer=optimizer, precision=precision)
         world.add_anchors()
         for sample_s in (0.05, 0.05, 0.05, 0.2):
             world.add(sample_s=sample_s)
-        await world.until(epoch=10, within_s=200)
-        print(trio.current_time(), [m.trainer.counters for m in world.trainers()])
-        assert len({fingerprint(m) for m in world.trainers() if m.trainer.state.epoch == 10}) == 1
+        await world.until(epoch=20, within_s=LIMIT_S)
+        member = world.trainers()[0]
+        expected = replay(world, member.trainer.ledger, member.trainer.state.epoch)
+        found = member.trainer.state.parameters
+        assert np.linalg.norm(found - expected) <= bound * np.linalg.norm(expected)
+        assert sum(m.trainer.counters.samples_wasted for m in world.trainers()) == 0
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("victim", ["leader", "member", "anchor"])
+async def test_run_goes_on_without(virtual_time: MockClock, victim: str) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=2, n_anchors=3)
+        anchors = world.add_anchors()
+        for _ in range(4):
+            world.add()
+        await world.until(epoch=2, within_s=LIMIT_S)
+        for _ in range(2):
+            target = anchors.pop() if victim == "anchor" else await in_a_round(world, victim)
+            world.crash(target)
+            if victim == "anchor":
+                break
+            epoch = max(m.trainer.ledger.epoch for m in world.trainers())
+            await world.until(epoch + 2, within_s=LIMIT_S)
+        await world.until(epoch=8, within_s=LIMIT_S)
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def in_a_round(world: TrainingWorld, which: str) -> Member:
+    """Wait until a round runs; returns its leader, or a member of it."""
+    while True:
+        for member in world.trainers():
+            if member.trainer._round is not None:
+                leads = member.trainer._leader is not None
+                if leads == (which == "leader"):
+                    return member
+        await trio.sleep(0.01)
+
+
+async def test_without_a_majority_of_anchors_the_run_pauses(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=3, n_anchors=3)
+        anchors = world.add_anchors()
+        for _ in range(3):
+            world.add()
+        await world.until(epoch=2, within_s=LIMIT_S)
+        world.crash(anchors[0])
+        world.crash(anchors[1])
+        await trio.sleep(20)
+        epoch = max(m.trainer.ledger.epoch for m in world.trainers())
+        await trio.sleep(60)
+        assert {m.trainer.ledger.epoch for m in world.trainers()} == {epoch}
+        assert any("majority of the anchors" in m.trainer.why for m in world.trainers())
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def test_late_joiner_and_returner_catch_up(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=4)
+        world.add_anchors()
+        members = [world.add() for _ in range(3)]
+        await world.until(epoch=3, within_s=LIMIT_S)
+        away = members[0].peer
+        others = set(world.members) - {away}
+        world.cut({away}, others)
+        while max(m.trainer.ledger.epoch for m in world.trainers()) < 9:
+            await trio.sleep(0.5)
+        late = world.add()
+        world.heal()
+        await world.until(epoch=14, within_s=LIMIT_S)
+        assert late.trainer.counters.samples_counted > 0
+        assert members[0].trainer.counters.catch_ups > 0
+        assert members[1].trainer.counters.catch_ups == 0, "nobody who is up to date reloads"
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("lie", [lambda v: v * math.nan, lambda v: v + 1e4])
+async def test_round_goes_on_without_a_liar(virtual_time: MockClock, lie: object) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=5)
+        world.add_anchors()
+        liar = world.add()
+        for _ in range(3):
+            world.add()
+        liar.source.spoil = lie
+        await trio.sleep(60)
+        honest = [m for m in world.trainers() if m is not liar]
+        assert min(m.trainer.state.epoch for m in honest) > 5
+        counted = {c.peer for s in honest[0].trainer.ledger.sealed for c in s.commit.contributors}
+        assert liar.peer not in counted
+        assert all(np.isfinite(m.trainer.state.parameters).all() for m in honest)
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def test_auxiliary_peer_reduces_only(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=6, batch=Batch(target=32, micro=2, tokens=8))
+        world.add_anchors()
+        helper = world.add("reduce")
+        for _ in range(2):
+            world.add()
+        rounds = 0
+        while rounds < 3:
+            await trio.sleep(0.02)
+            live = helper.trainer._round
+            if live is not None and any(live.group.members[p.reducer].peer == helper.peer for p in live.group.parts):
+                rounds += 1
+                helper.trainer._end_round()
+        await world.until(epoch=4, within_s=LIMIT_S)
+        check_ledger(world)
         nursery.cancel_scope.cancel()

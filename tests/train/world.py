@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import trio
 
 from swarmd.errors import Code, Refused
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.sim import SimNetwork, SimWorld
+from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
@@ -233,7 +235,7 @@ class TrainingWorld:
 
     def _getter(self, layout: Layout) -> Get:
         async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
-            await trio.sleep(1.0)
+            await trio.sleep(0.2)
             for peer in donors:
                 member = self.members.get(peer)
                 found = member.trainer.find(digest) if member is not None else None
@@ -257,3 +259,30 @@ def fingerprint(member: Member) -> str:
     """What must be the same wherever the same commit was applied."""
     assert member.trainer.state is not None
     return hashlib.sha256(b"".join(v.tobytes() for v in member.trainer.state.vectors.values())).hexdigest()
+
+
+def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
+    """What one machine comes to that computes every sample the ledger counted, with torch's own optimizers."""
+    recipe = world.recipe
+    dtype = getattr(torch, recipe.precision)
+    matrix = torch.full((6, 6), 3.0, dtype=dtype, requires_grad=True)
+    bias = torch.full((N_ELEMENTS - 36,), 3.0, dtype=dtype, requires_grad=True)
+    o = recipe.optimizer
+    groups = [{"params": [matrix], "weight_decay": o.weight_decay}, {"params": [bias], "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
+        if o.kind == "sgd"
+        else torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+    )
+    for sealed in ledger.sealed[:epoch]:
+        flat = torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
+        total = np.zeros(N_ELEMENTS, np.float64)
+        for c in sealed.commit.contributors:
+            for draw in range(c.first, c.first + c.n):
+                total += gradient(flat, recipe.seed, c.peer, draw)[1]
+        mean = torch.as_tensor(total / sealed.commit.n_samples, dtype=dtype)
+        matrix.grad, bias.grad = mean[:36].reshape(6, 6).clone(), mean[36:].clone()
+        if o.clip_norm:
+            torch.nn.utils.clip_grad_norm_([matrix, bias], o.clip_norm)
+        optimizer.step()
+    return torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
