@@ -19,6 +19,7 @@ from swarmd.values import Span
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "nf4")
+TRAINING = ("asked", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Config:
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
     ``training_mib`` bounds what fine-tuning may keep in the worker's memory, 0 takes no training work;
     ``training_share`` is how much of its time fine-tuning may take while sessions decode.
+    ``training`` says whether this machine takes part in training runs: "asked" (only in those that its user joined)
+    or "off".
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -57,6 +60,7 @@ class Config:
     history_mib: int = 512
     training_mib: int = 512
     training_share: float = 0.2
+    training: str = "asked"
     disk_limit_gib: float = 0.0
     up_limit_mbit: float = 0.0
     down_limit_mbit: float = 0.0
@@ -68,7 +72,7 @@ class Config:
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
-        for name, known in (("dtype", DTYPES), ("quantize", QUANTIZE)):
+        for name, known in (("dtype", DTYPES), ("quantize", QUANTIZE), ("training", TRAINING)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         for field in fields(self):

@@ -43,6 +43,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Loaded, LoadSpan, Ping, Pong, Records
 from swarmd.protocol.tensors import ITEM_BYTES
+from swarmd.train.runs import Runs
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,18 @@ class Daemon:
             lambda: self.server is not None and self.server.n_decoding() > 0,
         )
         self.store.supply.on_change = self.directory.announce_soon
+        self.runs = Runs(
+            self.rpc,
+            identity,
+            self.directory.view,
+            self.directory.announce_soon,
+            lambda: (self.directory.links.up_bytes_per_s, self.directory.links.down_bytes_per_s),
+            self.store.supply,
+            config,
+            home.runs if home else weights,
+            rng,
+        )
+        self.store.donor.find = self.runs.find
         self._start_worker = start_worker
         self._home = home
         self._announced_free = -1
@@ -138,6 +151,7 @@ class Daemon:
             nursery.start_soon(self._follow_catalog)
             await nursery.start(self.directory.run)
             await nursery.start(self.store.run)
+            await nursery.start(self.runs.run)
             if self._home is not None:
                 await nursery.start(serve_control, self, self._home.socket)
             if self._config.serve:
@@ -281,7 +295,7 @@ class Daemon:
             return
         if self.server is not None and await self.server.handle(channel.peer, message, frame, channel):
             return
-        if await self.store.handle(channel, message):
+        if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
             return
         if isinstance(message, Ping):
             await channel.send(Pong(re=message.id), bytes(message.want_bytes))
@@ -310,10 +324,14 @@ class Daemon:
             self.server.peer_gone(peer)
         if self.lanes is not None and purpose == "training":
             self.lanes.peer_gone(peer)
+        self.runs.gone(peer, purpose)
 
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _describe(self) -> list[dict[str, Any]]:
+        return [*self._describe_serving(), *self.runs.records()]
+
+    def _describe_serving(self) -> list[dict[str, Any]]:
         loaded = self.worker.loaded if self.worker else None
         links = self.directory.links
         peer = {

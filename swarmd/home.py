@@ -64,6 +64,11 @@ class Home:
         return self.folder / "weights"
 
     @property
+    def runs(self) -> Path:
+        """Training runs that this machine takes, or took, part in."""
+        return self.folder / "runs"
+
+    @property
     def is_founder(self) -> bool:
         return (self.folder / "founder.key").is_file()
 

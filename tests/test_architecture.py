@@ -22,6 +22,7 @@ LAYERS = {
     "swarmd.compute": 2,
     "swarmd.net": 2,
     "swarmd.weights": 2,
+    "swarmd.train": 3,
     "swarmd.node": 3,
     "swarmd.client": 3,
     "swarmd.daemon": 4,
@@ -48,6 +49,8 @@ FORBIDDEN = [
     ("swarmd.node", "transformers", "the daemon stays small"),
     ("swarmd.node", "swarmd.compute", "a daemon reaches the worker through its socket only"),
     ("swarmd.node", "swarmd.client", "services never import each other's side"),
+    ("swarmd.node", "swarmd.train", "training uses the node's worker link, never the other way round"),
+    ("swarmd.train", "transformers", "the daemon stays small"),
     ("swarmd.client", "swarmd.node", "services never import each other's side"),
     ("swarmd", "pickle", "no pickle, ever"),
 ]

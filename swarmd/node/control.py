@@ -23,8 +23,27 @@ from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
 
 
+class ControlledRuns(Protocol):
+    """What it can ask of a daemon's training runs."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def plan(self, name: str) -> dict[str, Any]: ...
+
+    async def join(self, name: str, role: str) -> dict[str, Any]: ...
+
+    async def leave(self, name: str) -> dict[str, Any]: ...
+
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> dict[str, Any]: ...
+
+    async def checkpoint(self, name: str) -> dict[str, Any]: ...
+
+
 class Controlled(Protocol):
     """What the control API can ask of a daemon."""
+
+    @property
+    def runs(self) -> ControlledRuns: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -95,6 +114,12 @@ def application(daemon: Controlled) -> Starlette:
             route("/v1/reload", lambda _: daemon.reload(), "POST"),
             route("/v1/drain", lambda _: daemon.drain(), "POST"),
             route("/v1/resume", lambda _: daemon.resume(), "POST"),
+            route("/v1/train", lambda _: daemon.runs.status()),
+            route("/v1/train/plan", lambda r: daemon.runs.plan(**_named(r, "name"))),
+            route("/v1/train/join", lambda r: daemon.runs.join(**_named(r, "name", "role")), "POST"),
+            route("/v1/train/leave", lambda r: daemon.runs.leave(**_named(r, "name")), "POST"),
+            route("/v1/train/order", lambda r: daemon.runs.order(**_order(r)), "POST"),
+            route("/v1/train/checkpoint", lambda r: daemon.runs.checkpoint(**_named(r, "name")), "POST"),
             route("/v1/down", lambda _: {"stopping": True}, "POST", after=stop_daemon),
         ]
     )
@@ -102,6 +127,11 @@ def application(daemon: Controlled) -> Starlette:
 
 def _named(request: Request, *names: str) -> dict[str, str]:
     return {name: request.query_params.get(name, "") for name in names}
+
+
+def _order(request: Request) -> dict[str, Any]:
+    anchors = request.query_params.get("anchors", "")
+    return {**_named(request, "name", "state"), "anchors": tuple(a for a in anchors.split(",") if a)}
 
 
 async def serve_control(

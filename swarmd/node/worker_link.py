@@ -58,17 +58,17 @@ Starter = Callable[[], Awaitable[WorkerProcess]]
 
 
 # Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
-START_WORKER = "import gc; gc.disable(); from swarmd.compute.worker import main; main()"
+START = "import gc; gc.disable(); from {} import main; main()"
 
 
 class SubprocessWorker:
-    """``swarmd.compute.worker`` on the other end of a socketpair."""
+    """``module`` on the other end of a socketpair."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "swarmd.compute.worker") -> None:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        command = [sys.executable, "-c", START_WORKER, str(theirs.fileno())]
+        command = [sys.executable, "-c", START.format(module), str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))

@@ -524,6 +524,12 @@ AnyMessage = (
     | rounds.Reduced
     | rounds.Beat
     | rounds.Pulse
+    | rounds.LoadRun
+    | rounds.RunLoaded
+    | rounds.MapRun
+    | rounds.RunMapped
+    | rounds.Compute
+    | rounds.ComputedRows
 )
 
 _encoder = msgspec.msgpack.Encoder()

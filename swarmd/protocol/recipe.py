@@ -69,7 +69,7 @@ class Lora(Part, frozen=True):
     """Which low-rank updates are trained, in PEFT's words."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 8
-    alpha: Positive = 16.0
+    alpha: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     targets: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
 
 

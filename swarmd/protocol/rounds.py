@@ -195,3 +195,49 @@ class Pulse(Message, tag="pulse", frozen=True):
     parent: Digest = b""
     waits_for: Text = ""
     retry_ms: Count | None = None
+
+
+# --- between a daemon and its training worker --------------------------------------------------------------------
+
+
+class LoadRun(Message, tag="load_run", frozen=True):
+    """Daemon to worker: load the model to be trained; the payload is the recipe, as it was signed."""
+
+    path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+
+
+class RunLoaded(Message, tag="run_loaded", frozen=True):
+    """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector."""
+
+    device: Text = ""
+    vocabulary: Count = 0
+
+
+class MapRun(Message, tag="map_run", frozen=True):
+    """Daemon to worker: the shared memory, parameters and two sums of gradients; ``init``: write the parameters."""
+
+    path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    init: bool = False
+
+
+class RunMapped(Message, tag="run_mapped", frozen=True):
+    """Worker to daemon: it is in use."""
+
+
+class Compute(Message, tag="compute", frozen=True):
+    """Daemon to worker: add the gradients of rows to a sum and write it to buffer ``into``, or begin with them.
+
+    The payload is int32 tokens [n, t + 1].
+    """
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
+    seed: Count = 0
+    into: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    is_fresh: bool = False
+
+
+class ComputedRows(Message, tag="computed", frozen=True):
+    """Worker to daemon: the sum is written; ``loss`` is the rows' sum, nats a token each."""
+
+    loss: float = 0.0

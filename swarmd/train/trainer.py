@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -119,18 +119,18 @@ class Trainer:
         self.why = "starting"
         self.samples_per_s = 0.0
         self._world = world
-        self._me = world.rpc.network.peer_id
+        self.me = world.rpc.network.peer_id
         self._source = source
         self._folder = folder
         self._make_get = get
         self._get: Get
-        self._members = Members(run.id, self._me, world.view)
+        self.members = Members(run.id, self.me, world.view)
         self._anchor: Anchor | None = None
         self._givers = Givers()
-        self._timing = Timing()
-        self._pulses = Arrivals(least_s=2.0, first_s=5.0)
+        self.timing = Timing()
+        self.pulses = Arrivals(least_s=2.0, first_s=5.0)
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
-        self._gathered = Gathered()
+        self.gathered = Gathered()
         self._is_computing = False
         self._may_compute = False
         self._is_paused = False
@@ -177,7 +177,7 @@ class Trainer:
             for raw in await self._off_loop(lambda: list(self._folder.commits())):  # type: ignore[union-attr]
                 self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
             acceptor = self._folder.acceptor()
-        if self._me in self.order.anchors_of(self.run_spec.recipe):
+        if self.me in self.order.anchors_of(self.run_spec.recipe):
             self._anchor = Anchor(self.ledger, self._world.identity, acceptor, self._folder, self._off_loop)
             self._anchor.order = self.order
 
@@ -206,7 +206,7 @@ class Trainer:
     async def _step(self) -> None:
         """Look, decide, act, once."""
         news = self._news
-        if finished := self._is_over():
+        if finished := self.is_over():
             self.why = finished
             await self._hold()
         elif self.state is None:
@@ -226,7 +226,14 @@ class Trainer:
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await news.wait()
 
-    def _is_over(self) -> str:
+    def links(self) -> tuple[float | None, float | None]:
+        """This peer's measured bytes/s, up and down."""
+        return self._world.links()
+
+    def can_be_dialled(self) -> bool:
+        return self._world.can_be_dialled()
+
+    def is_over(self) -> str:
         if self.order.state == "stopped":
             return "the run's owner has stopped it"
         if self._is_paused:
@@ -234,9 +241,9 @@ class Trainer:
         return self.ledger.finished()
 
     def _decide(self, state: RunState) -> Any:
-        others = self._members.progress(trio.current_time())
+        others = self.members.progress(trio.current_time())
         me = Progress(
-            self._me, state.epoch, state.head, self._gathered.n, self.samples_per_s if self._is_computing else 0
+            self.me, state.epoch, state.head, self.gathered.n, self.samples_per_s if self._is_computing else 0
         )
         decision = progress.decide(me, others, self.run_spec.recipe.batch.target)
         is_called = self._leader is not None and self._leader.parent == state.head
@@ -256,9 +263,9 @@ class Trainer:
         while True:
             while not self._may_compute:
                 await self._news.wait()
-            head, gathered, begun = self.state.head, self._gathered, trio.current_time()
+            head, gathered, begun = self.state.head, self.gathered, trio.current_time()
             if not gathered.n:
-                gathered.first = self.ledger.next_draw.get(self._me, 0)
+                gathered.first = self.ledger.next_draw.get(self.me, 0)
             self._is_computing = True
             try:
                 done = await self._source.compute(gathered.first + gathered.n, micro, is_fresh=not gathered.n)
@@ -273,7 +280,7 @@ class Trainer:
             self._batches.add(took_s)
             rate = micro / took_s
             self.samples_per_s += (rate - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
-            if gathered is not self._gathered or head != self.state.head:
+            if gathered is not self.gathered or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
             gathered.n, gathered.loss, gathered.vector = gathered.n + micro, gathered.loss + done.loss, done.gathered
             if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
@@ -294,9 +301,9 @@ class Trainer:
 
     def _begin_anew(self, commit: Commit | None) -> None:
         """What was gathered is counted, or can no longer be."""
-        old, self._gathered = self._gathered, Gathered()
+        old, self.gathered = self.gathered, Gathered()
         counted = commit is not None and any(
-            c.peer == self._me and (c.first, c.n) == (old.first, old.n) for c in commit.contributors
+            c.peer == self.me and (c.first, c.n) == (old.first, old.n) for c in commit.contributors
         )
         if counted:
             self.counters.samples_counted += old.n
@@ -309,9 +316,9 @@ class Trainer:
         """Join the round after ``parent``, under one leader after the other, until it is committed."""
         await self._hold()
         begun = trio.current_time()
-        while self.ledger.head == parent and trio.current_time() >= self._retry_at and not self._is_over():
+        while self.ledger.head == parent and trio.current_time() >= self._retry_at and not self.is_over():
             leader = self._choose_leader(parent)
-            if leader == self._me or self._leader is not None:
+            if leader == self.me or self._leader is not None:
                 await self._lead()
             else:
                 await self._follow(leader, parent)
@@ -319,24 +326,24 @@ class Trainer:
 
     def _choose_leader(self, parent: bytes) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
-        able = self._members.leaders(parent, trio.current_time())
-        mine = [self._me] if self._world.can_be_dialled() and self.state is not None else []
+        able = self.members.leaders(parent, trio.current_time())
+        mine = [self.me] if self._world.can_be_dialled() and self.state is not None else []
         order = progress.leader_order(parent, [*able, *mine])
         if not order:
-            self._members.forgive()
-        return order[0] if order else self._me
+            self.members.forgive()
+        return order[0] if order else self.me
 
     async def _lead(self) -> None:
         """Lead the round to its end. Members are told what came of it."""
         assert self.state is not None
         leader = self._leader = self._leader or self._new_leader()
-        leader.join(self._me, self._joining(0))
-        self._followed = self._me
+        leader.join(self.me, self._joining(0))
+        self._followed = self.me
         try:
             outcome = await leader.lead()
         except* Refused as group:
             logger.info("the anchors know more: %s", group.exceptions[0])
-            await self._sync([*self.order.anchors_of(self.run_spec.recipe), *self._members.look(trio.current_time())])
+            await self._sync([*self.order.anchors_of(self.run_spec.recipe), *self.members.look(trio.current_time())])
         except* TooEarly as group:
             self.why = str(group.exceptions[0])
             await self._call_off(leader)
@@ -357,32 +364,32 @@ class Trainer:
         everybody = {
             *leader.joined,
             *self.order.anchors_of(self.run_spec.recipe),
-            *self._members.look(trio.current_time()),
+            *self.members.look(trio.current_time()),
         }
-        for peer in everybody - {self._me}:
+        for peer in everybody - {self.me}:
             self._nursery.start_soon(self._tell_commits, peer, [outcome.raw])
 
     async def _call_off(self, leader: Leader) -> None:
         """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
         n = sum(j.n for j in leader.joined.values())
-        rate = sum(m.samples_per_s for m in self._members.progress(trio.current_time())) + self.samples_per_s
+        rate = sum(m.samples_per_s for m in self.members.progress(trio.current_time())) + self.samples_per_s
         lacking = max(0, self.run_spec.recipe.batch.target - n)
         wait_s = min(30.0, max(0.2, lacking / rate if rate else 1.0))
         self._retry_at = trio.current_time() + wait_s
         pulse = Pulse(run=self.run_id, parent=leader.parent, retry_ms=int(1000 * wait_s))
         for peer in leader.joined:
-            if peer != self._me:
+            if peer != self.me:
                 self._nursery.start_soon(self._tell, peer, pulse)
 
     def _new_leader(self) -> Leader:
         return Leader(
-            self._me,
+            self.me,
             self.ledger,
             self.order,
-            self._timing,
+            self.timing,
             self._world.rng,
             self._tell,
-            lambda: self._members.at(self.ledger.head, trio.current_time()),
+            lambda: self.members.at(self.ledger.head, trio.current_time()),
             self._ask_anchor,
             self._clip,
         )
@@ -398,18 +405,18 @@ class Trainer:
             if error.code in (Code.STALE_EPOCH, Code.NUMERICS_DIFFER):
                 await self._sync([leader])
             elif error.code is not Code.NO_CAPACITY:
-                self._members.suspect(leader, trio.current_time())
+                self.members.suspect(leader, trio.current_time())
             await self._wait_news(error.retry_after_s or LOOK_INTERVAL_S)
             return
         except PeerError as error:
             logger.info("%s should lead and does not answer: %s", leader[-8:], error)
-            self._members.suspect(leader, trio.current_time())
+            self.members.suspect(leader, trio.current_time())
             return
         while self.ledger.head == parent and self._followed == leader and self._leader is None:
             silent_s = trio.current_time() - self._pulsed_at
-            if silent_s > self._pulses.limit_s():
+            if silent_s > self.pulses.limit_s():
                 logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], silent_s)
-                self._members.suspect(leader, trio.current_time())
+                self.members.suspect(leader, trio.current_time())
                 return
             if trio.current_time() < self._retry_at:
                 return
@@ -417,7 +424,7 @@ class Trainer:
 
     def _joining(self, call_id: int) -> JoinRound:
         up, down = self._world.links()
-        state, gathered = self.state, self._gathered
+        state, gathered = self.state, self.gathered
         return JoinRound(
             id=call_id,
             run=self.run_id,
@@ -438,14 +445,14 @@ class Trainer:
         """What a peer without a model does: reduce for others when a round is near, keep the ledger."""
         now = trio.current_time()
         self._world.rpc.network.peer_id  # noqa: B018
-        ahead = [p for p, r in self._members.look(now).items() if r.epoch > self.ledger.epoch]
+        ahead = [p for p, r in self.members.look(now).items() if r.epoch > self.ledger.epoch]
         if ahead:
             await self._sync(ahead)
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self._retry_at:
             return
-        total = progress.forecast(self._members.progress(now), self.ledger.head, self.run_spec.recipe.batch.target)
-        leaders = progress.leader_order(self.ledger.head, self._members.leaders(self.ledger.head, now))
+        total = progress.forecast(self.members.progress(now), self.ledger.head, self.run_spec.recipe.batch.target)
+        leaders = progress.leader_order(self.ledger.head, self.members.leaders(self.ledger.head, now))
         if total.left_s == 0.0 and leaders:
             await self._follow(leaders[0], self.ledger.head)
 
@@ -456,12 +463,12 @@ class Trainer:
         if self._round is not None and self._round.group.round == group.round:
             self._round.change(group)
             return
-        mine = next((m for m in group.members if m.peer == self._me), None)
-        fits = mine is not None and (mine.first, mine.n) == (self._gathered.first, self._gathered.n)
+        mine = next((m for m in group.members if m.peer == self.me), None)
+        fits = mine is not None and (mine.first, mine.n) == (self.gathered.first, self.gathered.n)
         if mine is None or (mine.n and not fits):
             return
         self._end_round()
-        vector = self._gathered.vector if mine.n else None
+        vector = self.gathered.vector if mine.n else None
         digest = partial(_digest_of, self.run_spec, group.parent)
         self._round = Round(self._world.rpc, group, vector, digest, self._off_loop)
         self._round_scope = trio.CancelScope()
@@ -548,7 +555,7 @@ class Trainer:
     async def _catch_up(self, state: RunState) -> None:
         """Fetch what is missing. Raises SwarmUnavailable when nobody gives it yet."""
         self._begin_anew(None)
-        others = self._members.look(trio.current_time())
+        others = self.members.look(trio.current_time())
         offers = {
             p: Offer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
         }
@@ -595,13 +602,13 @@ class Trainer:
         """Where nobody alive has the newest state, the newest that somebody has is where the run goes on."""
         now = trio.current_time()
         self._behind_since = self._behind_since or now
-        known = {p: r.state_epoch for p, r in others.items() if r.state_epoch is not None} | {self._me: state.epoch}
+        known = {p: r.state_epoch for p, r in others.items() if r.state_epoch is not None} | {self.me: state.epoch}
         best = restorable(self.ledger.epoch, list(known.values()))
         if best is None or now - self._behind_since < RESTORE_AFTER_S:
             await trio.sleep(RETRY_S)
             return
         holders = [p for p, epoch in known.items() if epoch == best]
-        if progress.leader_order(self.ledger.head, holders)[0] != self._me:
+        if progress.leader_order(self.ledger.head, holders)[0] != self.me:
             await trio.sleep(RETRY_S)
             return
         logger.warning("nobody has the state of update %d: going back to %d", self.ledger.epoch, best)
@@ -622,7 +629,7 @@ class Trainer:
     async def _sync(self, peers: Iterable[PeerId]) -> None:
         """Ask for commits that are missing here. What does not verify costs whoever sent it standing."""
         for peer in dict.fromkeys(peers):
-            if peer == self._me:
+            if peer == self.me:
                 continue
             before = self.ledger.epoch
             try:
@@ -631,20 +638,20 @@ class Trainer:
             except IntegrityError as error:
                 self._world.rpc.faults[peer] += 1
                 logger.warning("commits of %s do not count: %s", peer[-8:], error)
-                self._members.suspect(peer, trio.current_time())
+                self.members.suspect(peer, trio.current_time())
             except PeerError as error:
                 logger.info("no commits from %s: %s", peer[-8:], error)
-                self._members.suspect(peer, trio.current_time())
+                self.members.suspect(peer, trio.current_time())
             if self.ledger.epoch > before:
                 return
         await self._wait_news(LOOK_INTERVAL_S)
 
     def _ahead(self) -> list[PeerId]:
-        records = self._members.look(trio.current_time())
+        records = self.members.look(trio.current_time())
         peers = [p for p, r in records.items() if r.epoch >= self.ledger.epoch and r.head != self.ledger.head]
         for peer in peers:  # who has nothing to show for it is believed no longer, until it says something new
             if records[peer].epoch == self.ledger.epoch:
-                self._members.suspect(peer, trio.current_time())
+                self.members.suspect(peer, trio.current_time())
         return peers
 
     def _save_now_and_then(self, state: RunState) -> None:
@@ -700,7 +707,7 @@ class Trainer:
         if self._leader is not None:
             self._leader.gone(peer)
         if self._followed == peer:
-            self._members.suspect(peer, trio.current_time())
+            self.members.suspect(peer, trio.current_time())
             self._followed = None
             self._notify()
 
@@ -742,7 +749,7 @@ class Trainer:
         if peer != self._followed or message.parent != self.ledger.head:
             return
         now = trio.current_time()
-        self._pulses.add(now - self._pulsed_at)
+        self.pulses.add(now - self._pulsed_at)
         self._pulsed_at = now
         if message.retry_ms is not None:
             self._retry_at = now + min(60.0, message.retry_ms / 1000)
@@ -751,14 +758,14 @@ class Trainer:
         self._notify()
 
     def _take_join(self, peer: PeerId, message: JoinRound) -> None:
-        if self.state is None or self.state.epoch != self.ledger.epoch or self._is_over():
+        if self.state is None or self.state.epoch != self.ledger.epoch or self.is_over():
             raise Refused(Code.NO_CAPACITY, "this peer cannot lead now", 0.5)
         if message.parent != self.ledger.head:
             if any(message.parent == self.ledger.digest_at(e) for e in range(self.ledger.epoch)):
                 raise Refused(Code.STALE_EPOCH, f"commit {self.ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", 0.5)
-        if self._followed not in (None, self._me) and self._leader is None and self._round is not None:
+        if self._followed not in (None, self.me) and self._leader is None and self._round is not None:
             raise Refused(Code.STRANGER, f"{self._followed} leads this round")
         if self._leader is None:
             self._leader = self._new_leader()
@@ -793,7 +800,7 @@ class Trainer:
         """Ask one anchor; one that lacks commits is given them first. Raises PeerError."""
         for attempt in range(2):
             try:
-                if anchor == self._me:
+                if anchor == self.me:
                     asked = request(0)
                     assert isinstance(asked, rounds.Prepare | rounds.Propose)
                     return await self._be_anchor(asked, payload)
@@ -818,7 +825,7 @@ class Trainer:
 
     async def _tell(self, peer: PeerId, message: Message) -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""
-        if peer == self._me:
+        if peer == self.me:
             if isinstance(message, Group):
                 await self._take_group(peer, message)
             elif isinstance(message, Beat) and self._leader is not None:
@@ -844,7 +851,7 @@ class Trainer:
             await trio.sleep(HOUSEKEEPING_S)
             if self.state is not None:
                 self._givers.expire(self.state, trio.current_time())
-            for record in self._members.look(trio.current_time()).values():
+            for record in self.members.look(trio.current_time()).values():
                 if record.order and record.order != self.order_raw:
                     try:
                         if self.take_order_untrusted(record.order) and self._folder is not None:
@@ -881,54 +888,10 @@ class Trainer:
             "state_epoch": state.epoch if state else None,
             "state": state.root if state else b"",
             "n_averages": len(state.averages) if state else 0,
-            "n_samples": self._gathered.n,
-            "samples_per_s": 0.0 if self._is_over() else self.samples_per_s,
+            "n_samples": self.gathered.n,
+            "samples_per_s": 0.0 if self.is_over() else self.samples_per_s,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.order_raw,
-        }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything ``swarmd train status`` shows."""
-        now = trio.current_time()
-        recipe = self.run_spec.recipe
-        others = self._members.progress(now)
-        total = progress.forecast(
-            [*others, Progress(self._me, self.ledger.epoch, self.ledger.head, self._gathered.n, self.samples_per_s)],
-            self.ledger.head,
-            recipe.batch.target,
-        )
-        return {
-            "run": self.run_id,
-            "name": recipe.name,
-            "role": self.role,
-            "state": self._is_over() or "running",
-            "why": self.why,
-            "update": self.ledger.epoch,
-            "updates": recipe.stop.steps,
-            "head": self.ledger.head.hex(),
-            "state_update": self.state.epoch if self.state else None,
-            "state_digest": self.state.root.hex() if self.state else None,
-            "parameters": self.state.layout.n_elements if self.state else None,
-            "gathered": round(total.n_samples),
-            "target": recipe.batch.target,
-            "left_s": total.left_s,
-            "samples_per_s": self.samples_per_s,
-            "anchors": list(self.order.anchors_of(recipe)),
-            "losses": self.ledger.losses(),
-            "samples": sum(s.commit.n_samples for s in self.ledger.sealed),
-            "counters": asdict(self.counters),
-            "death_costs_at_most_s": round(max(self._timing.beats.limit_s(), self._pulses.limit_s()), 2),
-            "peers": [
-                {
-                    "peer": peer,
-                    "role": r.role,
-                    "update": r.epoch,
-                    "samples": r.n_samples,
-                    "samples_per_s": r.samples_per_s,
-                    "status": r.status,
-                }
-                for peer, r in sorted(self._members.look(now).items())
-            ],
         }
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 import trio
 
 from swarmd.errors import Code, Refused
 from swarmd.net.rpc import Channel
-from swarmd.plan.download import PIECE_BYTES
+from swarmd.plan.download import PIECE_BYTES, Ref
 from swarmd.protocol import manifest as manifests
+from swarmd.protocol.manifest import Manifest
 from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
 from swarmd.values import ModelId, PeerId, ranges
 from swarmd.weights.folder import ModelFolder
@@ -24,10 +27,21 @@ MAX_ANNOUNCED = 32  # models, and ranges of each at most
 MAX_RANGES = 8
 
 
+class Readable(Protocol):
+    """What can be given away: a model's folder, or the state of a training run in memory."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def read(self, ref: Ref) -> bytes:
+        """One chunk. Raises Refused when it is not here."""
+
+
 class Donor:
-    """See the module. ``folders`` is the owner's to fill."""
+    """See the module. ``folders`` is the owner's to fill; ``find`` knows what else a hash may name."""
 
     def __init__(self, folders: dict[ModelId, ModelFolder], pace: Pace) -> None:
+        self.find: Callable[[ModelId], Readable | None] = lambda model: None
         self.given_bytes: Counter[PeerId] = Counter()
         self._folders = folders
         self._pace = pace
@@ -42,12 +56,12 @@ class Donor:
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
         """Send what was asked for. Raises Refused."""
-        folder = self._folders.get(ModelId(message.model))
+        folder = self._folders.get(ModelId(message.model)) or self.find(ModelId(message.model))
         if folder is None:
             raise Refused(Code.NOT_HELD, f"nothing of model {message.model[:12]} is here")
         if isinstance(message, WantManifest):
             async with self._reads:
-                raw = await trio.to_thread.run_sync(manifests.encode, folder.manifest)
+                raw = await trio.to_thread.run_sync(lambda: manifests.encode(folder.manifest))
             await channel.send(ManifestIs(re=message.id), raw)
             return
         async with self._reads:
@@ -61,7 +75,7 @@ class Donor:
         self.given_bytes[channel.peer] += len(payload)
 
 
-def read_piece(folder: ModelFolder, refs: tuple[tuple[int, int], ...]) -> bytes:
+def read_piece(folder: Readable, refs: tuple[tuple[int, int], ...]) -> bytes:
     """Read chunks, of bounded size together. Raises Refused."""
     parts, total = [], 0
     for ref in refs:

@@ -1,0 +1,357 @@
+"""Training together: start a run from a recipe, take part, look, stop, go on, take the result home."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmd_cli.context import ask, duration, home, number, print_json, rate, size, table
+from swarmd_cli.look import Json
+
+if TYPE_CHECKING:
+    from swarmd.home import Home
+    from swarmd.protocol.recipe import Recipe
+    from swarmd.values import ModelId
+
+app = typer.Typer(
+    help="Train a model together: start a run, take part, look, stop, go on, take the result home.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+RunName = Annotated[str, typer.Argument(help="A run's name, or the beginning of its hash; left out: the only one.")]
+Role = Annotated[
+    str, typer.Option("--role", help="train (computes), reduce (averages only) or anchor (signs commits only).")
+]
+
+
+@app.command("start")
+def start(
+    recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; docs/training.md explains it.")],
+    role: Role = "train",
+) -> None:
+    """Check a recipe, pack its data, sign the run, and take part in it.
+
+    Example: swarmd train start recipe.toml
+    """
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.recipe import start_run
+    from swarmd.train.disk import RunFolder
+
+    state = home()
+    state.swarm()
+    ask("status")
+    written = _checked(recipe)
+    model, folder = _model(state, written, recipe.parent)
+    data, n_rows = _data(state, written, recipe.parent, folder)
+    import msgspec
+
+    anchors = written.anchors or (state.identity().peer_id,)
+    if role == "anchor" and state.identity().peer_id not in anchors:
+        raise ConfigError("anchors does not name this peer: add it, or take another role")
+    resolved = msgspec.structs.replace(written, model=model, data=data, anchors=anchors)
+    run = start_run(resolved, state.identity(), int(time.time()))
+    RunFolder(state.runs / run.id).keep_run(run, role)
+    ask("reload", "POST")
+    ask("train/join", "POST", name=run.id, role=role)
+    print(f"{resolved.name}: run {run.id}")
+    print(f"model {model[:12]}, {n_rows} rows of {resolved.batch.tokens} tokens, {len(anchors)} anchors")
+    print(f"others take part with: swarmd train join {run.id[:12]}")
+
+
+@app.command("join")
+def join(run: RunName = "", role: Role = "train") -> None:
+    """Take part in a run of the swarm.
+
+    Example: swarmd train join demo-run
+    """
+    joined = ask("train/join", "POST", timeout_s=60.0, name=run, role=role)
+    print(f"takes part in {joined['name']} ({joined['run'][:12]}) as {role}: swarmd train status shows how it goes")
+
+
+@app.command("stop")
+def stop(
+    run: RunName = "",
+    everywhere: Annotated[bool, typer.Option("--all", help="As its owner: stop the run for everybody.")] = False,
+) -> None:
+    """Leave a run; what was gathered here and is not committed is lost. With --all its owner stops it for everybody.
+
+    Example: swarmd train stop demo-run
+    """
+    if everywhere:
+        stopped = ask("train/order", "POST", name=run, state="stopped")
+        print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume lets it go on")
+        return
+    left = ask("train/leave", "POST", timeout_s=120.0, name=run)
+    print(f"left {left['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
+
+
+@app.command("resume")
+def resume(run: RunName = "") -> None:
+    """As its owner: let a stopped run go on.
+
+    Example: swarmd train resume demo-run
+    """
+    resumed = ask("train/order", "POST", name=run, state="running")
+    print(f"{resumed['run'][:12]} goes on")
+
+
+@app.command("anchors")
+def anchors(
+    run: RunName,
+    peers: Annotated[list[str], typer.Argument(help="The peer ids that sign from now on, instead of those before.")],
+) -> None:
+    """As its owner: name other anchors, when a majority of the old ones is gone for good.
+
+    Do it only then: old anchors that still sign would make a second, dead branch of the run.
+
+    Example: swarmd train anchors demo-run 12D3KooW… 12D3KooW…
+    """
+    named = ask("train/order", "POST", name=run, state="running", anchors=",".join(peers))
+    print(f"{named['run'][:12]} has {len(named['anchors'])} anchors from now on")
+
+
+@app.command("status")
+def status(
+    run: RunName = "",
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the loss curve to this PNG file.")] = None,
+) -> None:
+    """Show runs: who takes part and how fast, the time to the next round, what rounds took, the loss.
+
+    Example: swarmd train status --plot loss.png
+    """
+    body = ask("train")
+    chosen = [r for r in body["runs"] if not run or run == r["name"] or r["run"].startswith(run)]
+    if plot is not None:
+        _plot(chosen, plot)
+    if as_json:
+        print_json({**body, "runs": chosen})
+        return
+    for row in chosen:
+        _show(row)
+    others = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
+    if others:
+        table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], others)
+    elif not chosen:
+        print("no training run is known here: swarmd train start RECIPE starts one")
+
+
+@app.command("plan")
+def plan(run: RunName = "", as_json: Json = False) -> None:
+    """Show who would compute and who would reduce which share now, and how long a round is expected to take.
+
+    Example: swarmd train plan demo-run
+    """
+    body = ask("train/plan", name=run)
+    if as_json:
+        print_json(body)
+        return
+    rows = [
+        [
+            m["peer"][-8:],
+            "yes" if m["computes"] else "no",
+            f"{100 * m['reduces']:.0f} %",
+            rate(m["up_bytes_per_s"]),
+            rate(m["down_bytes_per_s"]),
+        ]
+        for m in body["members"]
+    ]
+    table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
+    print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
+    print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
+
+
+@app.command("export")
+def export(
+    out: Annotated[Path, typer.Option("--out", help="The folder for the checkpoint or, of LoRA, the adapter.")],
+    run: RunName = "",
+) -> None:
+    """Write what a run has come to, as transformers (or PEFT) saves it.
+
+    Example: swarmd train export demo-run --out ./result
+    """
+    from swarmd.train.disk import RunFolder
+
+    body = ask("train/checkpoint", "POST", timeout_s=600.0, name=run)
+    path = Path(body["path"])
+    recipe = RunFolder(path.parent).run().recipe
+    folder = ask("here", model=recipe.model)["folder"]
+    _save_model(Path(folder), recipe, path, body["layout"], out)
+    print(f"update {body['update']} of {recipe.name}: {out}")
+    if recipe.train == "all":
+        print(f"to have the swarm serve it: swarmd models add {out} --name NAME")
+
+
+# --- what start does ---------------------------------------------------------------------------------------------
+
+
+def _checked(path: Path) -> Recipe:
+    from swarmd.protocol.recipe import read_toml
+
+    return read_toml(path)
+
+
+def _model(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId, Path]:
+    """The model to begin with, on this disk: of the catalog, a checkpoint folder, or one that only has a config."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import manifest
+    from swarmd.weights.library import Library
+
+    folder = beside / recipe.model
+    if folder.is_dir():
+        if not any(folder.glob("*.safetensors")):
+            folder = _initialised(folder, recipe, state)
+        read = manifest.read_folder(folder)
+        Library(state.weights, {}).keep_manifest(read, folder)
+        model = manifest.model_id(read)
+        state.add_folder(model, folder)
+        return model, folder
+    model = state.catalog().hash_of(recipe.model)
+    here = ask("here", model=model)
+    if not here["here"]:
+        raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
+    return model, Path(here["folder"])
+
+
+def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
+    """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.manifest import FILES, read_config
+
+    read_config(folder)
+    torch.manual_seed(recipe.seed)
+    made = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+    model.save_pretrained(made)
+    for name in FILES:
+        if (folder / name).is_file() and not (made / name).exists():
+            shutil.copy(folder / name, made / name)
+    return made
+
+
+def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, int]:
+    """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import manifest
+    from swarmd.train.data import pack, rows_of_shards
+    from swarmd.values import is_model_hash
+    from swarmd.weights.library import Library
+
+    tokens = recipe.batch.tokens
+    source = beside / recipe.data
+    if not source.is_file():
+        here = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
+        if here["folder"] is None:
+            raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
+        return recipe.data, sum(rows_of_shards(manifest.read_folder(Path(here["folder"])), tokens))
+    texts, vocabulary = _tokenised(source, model)
+    folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
+    n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
+    read = manifest.read_folder(folder)
+    Library(state.weights, {}).keep_manifest(read, folder)
+    data = manifest.model_id(read)
+    state.add_folder(data, folder)
+    return data, n_rows
+
+
+def _tokenised(path: Path, model: Path) -> tuple[list[list[int]], int]:
+    """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
+    from transformers import AutoTokenizer
+
+    from swarmd.client.dataset import Encoding, read_dataset
+    from swarmd.errors import ConfigError
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    if path.suffix == ".jsonl":
+        rows = read_dataset(path, Encoding(encode, (), end, len(tokenizer), sys.maxsize))
+        return [list(row.ids) for row in rows.rows], len(tokenizer)
+    try:
+        return [[*encode(path.read_text()), *end]], len(tokenizer)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from None
+
+
+def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]], out: Path) -> None:
+    """Put the parameters of a state into the model that they belong to, and save it."""
+    import math
+
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+
+    from swarmd.compute.gradients import build
+    from swarmd.errors import ConfigError
+
+    model = build(base, recipe)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if [[name, list(p.shape)] for name, p in trained] != layout:
+        raise ConfigError(
+            "its parameters here differ from the run's: are the versions of transformers alike?"
+        )
+    with safe_open(str(state), "pt") as file:
+        vector = file.get_tensor("parameters")
+    pieces = torch.split(vector, [math.prod(p.shape) for _, p in trained])
+    with torch.no_grad():
+        for (_, parameter), values in zip(trained, pieces, strict=True):
+            parameter.copy_(values.view(parameter.shape))
+    model.save_pretrained(out)  # type: ignore[operator]
+    if recipe.train == "all" and (base / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(base).save_pretrained(out)
+
+
+# --- what status shows -------------------------------------------------------------------------------------------
+
+
+def _show(row: dict[str, Any]) -> None:
+    from swarmd_cli.curve import terminal_curve
+
+    left = "unknown" if row["left_s"] is None else duration(row["left_s"])
+    print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
+    if row["failure"]:
+        print(f"  the last failure: {row['failure']}")
+    print(f"  update {row['update']} of {row['updates']}, {row['samples']} samples counted")
+    print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
+    counters = row["counters"]
+    if (last := counters["last_round"]) is not None:
+        print(
+            f"  last round led here: {last['n_members']} members, gathered in {last['gather_s']:.2f} s, "
+            f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
+            f"committed in {last['commit_s']:.2f} s"
+            + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
+        )
+    print(
+        f"  here: {number(row['samples_per_s'])} samples/s, {counters['samples_counted']} counted, "
+        f"{counters['samples_wasted']} not counted, {counters['catch_ups']} times caught up"
+    )
+    rows = [
+        [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
+    ]
+    table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+    if len(row["losses"]) > 1:
+        print("\n".join(terminal_curve(row["losses"])))
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from swarmd.errors import ConfigError
+    from swarmd_cli.curve import save_png
+
+    if len(rows) != 1 or not rows[0]["losses"]:
+        raise ConfigError("--plot draws one run that has come to an update: name it")
+    save_png(rows[0]["losses"], path, f"{rows[0]['name']}, {rows[0]['samples']} samples")

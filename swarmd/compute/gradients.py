@@ -1,0 +1,172 @@
+"""The training worker: torch, no network. It computes gradients of the rows that its daemon sends, and nothing else.
+
+Parameters and sums of gradients lie in memory that it shares with the daemon, which averages them and takes the
+optimizer's steps. A sum is written to the buffer that the last one is not in: whenever this process is stopped or
+killed, what it had finished before is whole.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import mmap
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from swarmd.compute import skeleton  # noqa: F401 - keeps transformers quiet
+from swarmd.compute.span import device_description, pick_device
+from swarmd.errors import ConfigError
+from swarmd.protocol import messages
+from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.messages import WorkerFailed
+from swarmd.protocol.recipe import Recipe, read_run_untrusted
+from swarmd.protocol.rounds import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped
+
+_RECEIVE_BYTES = 1 << 20
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Trained:
+    """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        self.model = model.train().to(device)
+        self.dtype = DTYPES[recipe.precision]
+        self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._device = device
+        self._shared: list[torch.Tensor] = []
+        self._map: mmap.mmap | None = None
+
+    @property
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(parameter.shape)) for name, parameter in self.parameters]
+
+    def map(self, path: Path, init: bool) -> None:
+        """Use shared memory: parameters, then two sums. With ``init`` the parameters go there, else come from it."""
+        n = sum(math.prod(shape) for _, shape in self.layout)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 3 * n * self.dtype.itemsize)
+        whole = torch.frombuffer(self._map, dtype=self.dtype)
+        self._shared = [whole[i * n : (i + 1) * n] for i in range(3)]
+        if init:
+            self._shared[0].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
+        if self._device.type == "cpu":  # one and the same memory: what the daemon writes is what is computed with
+            for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
+                parameter.data = values
+
+    def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
+        """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
+        if self._device.type != "cpu":
+            with torch.no_grad():
+                for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
+                    parameter.copy_(values)
+        torch.manual_seed(seed)
+        rows = rows.to(self._device)
+        logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
+        flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
+        loss = losses.view(len(rows), -1).mean(1).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums, before = self._pieces(self._shared[1 + into]), self._pieces(self._shared[2 - into])
+        for (_, parameter), total, old in zip(self.parameters, sums, before, strict=True):
+            gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
+            if is_fresh:
+                total.copy_(gradient)
+            else:
+                torch.add(old, gradient, out=total)
+            parameter.grad = None
+        return float(loss)
+
+    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [math.prod(shape) for _, shape in self.layout]
+        return [v.view(shape) for v, (_, shape) in zip(torch.split(vector, sizes), self.layout, strict=True)]
+
+
+def build(path: Path, recipe: Recipe) -> nn.Module:
+    """The model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
+    torch.manual_seed(recipe.seed)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[recipe.precision])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path} cannot be loaded: {error}") from None
+    if recipe.train == "all":
+        return model  # type: ignore[no-any-return]
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("this run trains LoRA: pip install 'swarmd[tune]'") from None
+    config = LoraConfig(
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        target_modules=list(recipe.lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config).to(DTYPES[recipe.precision])
+    except ValueError as error:
+        raise ConfigError(f"lora.targets {', '.join(recipe.lora.targets)}: {error}") from None
+
+
+class GradientWorker:
+    """Takes one frame after the other, answers each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._trained: Trained
+
+    def run(self) -> None:
+        decoder = FrameDecoder()
+        while data := self._connection.recv(_RECEIVE_BYTES):
+            for frame in decoder.feed_untrusted(data):
+                self._connection.sendall(self._answer(frame))
+
+    def _answer(self, frame: Frame) -> bytes:
+        message: Any = messages.decode_untrusted(frame.header)
+        if isinstance(message, LoadRun):
+            try:
+                return self._load(message, bytes(frame.payload))
+            except (ConfigError, torch.OutOfMemoryError) as error:
+                return messages.framed(WorkerFailed(message=str(error)[:4000]))
+        if isinstance(message, MapRun):
+            self._trained.map(Path(message.path), message.init)
+            return messages.framed(RunMapped())
+        assert isinstance(message, Compute), "the daemon sends nothing else"
+        rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
+        return messages.framed(
+            ComputedRows(loss=self._trained.compute(rows, message.seed, message.into, message.is_fresh))
+        )
+
+    def _load(self, message: LoadRun, raw: bytes) -> bytes:
+        if message.threads:
+            torch.set_num_threads(message.threads)
+        recipe = read_run_untrusted(raw).recipe
+        device = torch.device(pick_device())
+        model = build(Path(message.path), recipe)
+        self._trained = Trained(model, recipe, device)
+        loaded = RunLoaded(device=device_description(device)[0], vocabulary=int(model.config.vocab_size))  # type: ignore[union-attr,arg-type]
+        return messages.framed(loaded, msgspec.msgpack.encode(self._trained.layout))
+
+
+def main() -> None:
+    gc.freeze()
+    gc.enable()
+    logging.basicConfig(level=logging.WARNING, format="training worker %(process)d: %(message)s")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            GradientWorker(connection).run()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+if __name__ == "__main__":
+    main()

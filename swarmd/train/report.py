@@ -1,0 +1,99 @@
+"""What a trainer says of itself and of its run, for people: status, and the plan of the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import trio
+
+from swarmd.errors import ConfigError
+from swarmd.plan import partition, progress
+from swarmd.plan.partition import Member
+from swarmd.plan.progress import Progress
+from swarmd.protocol.records import PeerRecord
+from swarmd.train.leader import ITEM_BYTES
+from swarmd.train.trainer import Trainer
+from swarmd.values import PeerId
+
+
+def report(trainer: Trainer) -> dict[str, Any]:
+    """Everything that ``swarmd train status`` shows of one run."""
+    now = trio.current_time()
+    recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
+    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.gathered.n, trainer.samples_per_s)
+    total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
+    others = [
+        {
+            "peer": peer,
+            "role": r.role,
+            "update": r.epoch,
+            "samples": r.n_samples,
+            "samples_per_s": r.samples_per_s,
+            "status": r.status,
+        }
+        for peer, r in sorted(trainer.members.look(now).items())
+    ]
+    return {
+        "run": trainer.run_id,
+        "name": recipe.name,
+        "role": trainer.role,
+        "state": trainer.is_over() or "running",
+        "why": trainer.why,
+        "update": ledger.epoch,
+        "updates": recipe.stop.steps,
+        "head": ledger.head.hex(),
+        "state_update": state.epoch if state else None,
+        "state_digest": state.root.hex() if state else None,
+        "state_bytes": state.n_bytes if state else None,
+        "parameters": state.layout.n_elements if state else None,
+        "gathered": round(total.n_samples),
+        "target": recipe.batch.target,
+        "left_s": total.left_s,
+        "samples_per_s": trainer.samples_per_s,
+        "anchors": list(trainer.order.anchors_of(recipe)),
+        "losses": ledger.losses(),
+        "samples": sum(s.commit.n_samples for s in ledger.sealed),
+        "counters": asdict(trainer.counters),
+        "death_costs_at_most_s": round(max(trainer.timing.beats.limit_s(), trainer.pulses.limit_s()), 2),
+        "peers": others,
+    }
+
+
+def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> dict[str, Any]:
+    """Roles and expected times of the next round, with what the swarm knows now. Raises ConfigError."""
+    records = trainer.members.look(trio.current_time())
+    n_elements = trainer.state.layout.n_elements if trainer.state else 0
+    n_bytes = n_elements * ITEM_BYTES[trainer.run_spec.recipe.precision]
+    if not n_bytes:
+        raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
+    up, down = trainer.links()
+    members = [Member(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
+    for peer, record in records.items():
+        if record.role != "anchor":
+            known, computes = peers.get(peer), record.role == "train"
+            up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
+            members.append(Member(peer, computes, computes, record.can_be_dialled, up, down))
+    try:
+        decision = partition.divide(members, n_bytes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rows = [
+        {
+            "peer": m.peer,
+            "computes": m.contributes,
+            "reduces": share,
+            "up_bytes_per_s": m.up_bytes_per_s,
+            "down_bytes_per_s": m.down_bytes_per_s,
+        }
+        for m, share in zip(members, decision.action.shares, strict=True)
+    ]
+    return {
+        "run": trainer.run_id,
+        "bytes": n_bytes,
+        "expected_s": decision.action.expected_s,
+        "equal_parts_s": partition.equal_parts(members, n_bytes).expected_s,
+        "why": decision.reason,
+        "members": rows,
+    }

@@ -1,0 +1,294 @@
+"""The training runs of one daemon: those it takes part in, how it enters and leaves them, and what it says of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarmd.config import Config
+from swarmd.errors import ConfigError, IntegrityError, PeerError, RemoteProtocolError, SwarmError, SwarmUnavailable
+from swarmd.net.api import Purpose, TaskStatus
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.fields import Message
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.messages import AnyMessage
+from swarmd.protocol.recipe import Run, RunOrder, read_run_untrusted, sign_order
+from swarmd.protocol.rounds import RunIs, WantRun
+from swarmd.protocol.untrusted import decode
+from swarmd.train import recovery
+from swarmd.train.disk import RunFolder, known_runs
+from swarmd.train.recovery import Get
+from swarmd.train.report import plan, report
+from swarmd.train.state import Average, Layout, Snapshot
+from swarmd.train.trainer import Trainer, World
+from swarmd.train.worker import WorkerSource
+from swarmd.values import ModelId, PeerId, RunId
+from swarmd.weights.pace import Pace
+from swarmd.weights.supply import Supply
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("train", "reduce", "anchor")
+LOOK_TIMEOUT_S = 10.0
+RETRY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A run that this daemon takes part in. ``failure``: why its trainer had to end."""
+
+    trainer: Trainer
+    source: WorkerSource | None
+    scope: trio.CancelScope
+    failure: str = ""
+
+
+class Runs:
+    """See the module."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        identity: Identity,
+        view: Callable[[], SwarmView],
+        announce: Callable[[], None],
+        links: Callable[[], tuple[float | None, float | None]],
+        supply: Supply,
+        config: Config,
+        root: Path,
+        rng: random.Random,
+    ) -> None:
+        self._rpc = rpc
+        self._identity = identity
+        self._view = view
+        self._announce = announce
+        self._links = links
+        self._supply = supply
+        self._config = config
+        self._root = root
+        self._rng = rng
+        self._taken: dict[RunId, _Taken] = {}
+        self._nursery: trio.Nursery
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Go on with the runs that this machine had joined, until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            for folder in known_runs(self._root).values():
+                if folder.role:
+                    self._begin(folder.run(), folder)
+            try:
+                await trio.sleep_forever()
+            finally:
+                for taken in self._taken.values():
+                    if taken.source is not None:
+                        with trio.CancelScope(shield=True):
+                            await taken.source.close()
+
+    # --- what the control API asks -----------------------------------------------------------------------------
+
+    async def join(self, name: str, role: str) -> dict[str, Any]:
+        """Take part in a run, by its name or the beginning of its hash. Raises SwarmError."""
+        if role not in ROLES:
+            raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
+        if self._config.training == "off":
+            raise ConfigError('this machine takes no part in training: its setting "training" is "off"')
+        run_id = self._find(name)
+        if run_id in self._taken:
+            raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
+        folder = RunFolder(self._root / run_id)
+        run = folder.run() if (folder.folder / "run.bin").is_file() else await self._ask_run(run_id)
+        if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
+            raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
+        await trio.to_thread.run_sync(folder.keep_run, run, role)
+        self._begin(run, folder)
+        return {"run": run_id, "name": run.recipe.name, "role": role}
+
+    async def leave(self, name: str) -> dict[str, Any]:
+        """No longer take part. The state stays on the disk."""
+        run_id = self._one_taken(name)
+        taken = self._taken.pop(run_id)
+        await self._save(taken)
+        taken.scope.cancel()
+        RunFolder(self._root / run_id).leave()
+        self._announce()
+        return {"run": run_id, "left": True}
+
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> dict[str, Any]:
+        """As its owner: stop a run, let it go on, or name other anchors. Raises ConfigError for anybody else."""
+        run_id = self._one_taken(name)
+        trainer = self._taken[run_id].trainer
+        if trainer.run_spec.owner != self._identity.public_key:
+            raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
+        old = trainer.order
+        order = RunOrder(
+            run=run_id,
+            sequence=old.sequence + 1,
+            state="stopped" if state == "stopped" else "running",
+            generation=old.generation + bool(anchors),
+            anchors=anchors or old.anchors,
+        )
+        raw = sign_order(order, self._identity)
+        try:
+            trainer.take_order_untrusted(raw)
+        except IntegrityError as error:
+            raise ConfigError(str(error)) from None
+        await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
+        self._announce()
+        return {"run": run_id, "state": order.state, "anchors": list(order.anchors_of(trainer.run_spec.recipe))}
+
+    async def checkpoint(self, name: str) -> dict[str, Any]:
+        """Write a run's present state to the disk."""
+        trainer = self._taken[self._one_taken(name)].trainer
+        path = await trainer.save()
+        layout = trainer.state.layout.tensors if trainer.state is not None else ()
+        return {"path": path, "layout": [[n, list(s)] for n, s in layout], "update": trainer.ledger.epoch}
+
+    def status(self) -> dict[str, Any]:
+        """Runs taken part in, and others that the swarm has."""
+        taken = []
+        for t in self._taken.values():
+            source = {"device": t.source.device, "worker": t.source.pid} if t.source is not None else {}
+            taken.append({**report(t.trainer), **source, "failure": t.failure})
+        others: dict[str, dict[str, Any]] = {}
+        for record in self._view().runs:
+            if RunId(record.run) not in self._taken:
+                row = others.setdefault(record.run, {"run": record.run, "name": record.name, "peers": 0, "update": 0})
+                row["peers"] += 1
+                row["update"] = max(row["update"], record.epoch)
+        return {"runs": taken, "others": list(others.values()), "training": self._config.training}
+
+    def plan(self, name: str) -> dict[str, Any]:
+        """Who would reduce what now, and how long a round is expected to take."""
+        return plan(self._taken[self._one_taken(name)].trainer, self._view().peers)
+
+    def pause(self, is_paused: bool) -> None:
+        for taken in self._taken.values():
+            taken.trainer.pause(is_paused)
+
+    # --- what the daemon asks ----------------------------------------------------------------------------------
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Answer what is about a run of this daemon; False for anything else. Raises Refused."""
+        taken = self._taken.get(RunId(getattr(message, "run", "") or ""))
+        if taken is None:
+            return False
+        await taken.trainer.handle(channel, message, frame)
+        return True
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        if purpose in ("bulk", "averaging"):
+            for taken in self._taken.values():
+                taken.trainer.gone(peer)
+
+    def records(self) -> list[dict[str, Any]]:
+        return [taken.trainer.record() for taken in self._taken.values()]
+
+    def find(self, model: ModelId) -> Snapshot | Average | None:
+        """A snapshot or an average that a hash names."""
+        found = (taken.trainer.find(bytes.fromhex(model)) for taken in self._taken.values())
+        return next((f for f in found if f is not None), None)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _begin(self, run: Run, folder: RunFolder) -> None:
+        world = World(
+            rpc=self._rpc,
+            identity=self._identity,
+            view=self._view,
+            announce=self._announce,
+            off_loop=trio.to_thread.run_sync,
+            rng=self._rng,
+            links=self._links,
+            can_be_dialled=lambda: bool(self._rpc.network.addresses()),
+        )
+        source = None
+        if folder.role == "train":
+            source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
+        trainer = Trainer(world, run, folder.role, source, folder, partial(self._getter, folder))
+        taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
+        self._nursery.start_soon(self._live, taken)
+
+    async def _live(self, taken: _Taken) -> None:
+        """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
+        with taken.scope:
+            while True:
+                try:
+                    await taken.trainer.run()
+                except* SwarmUnavailable as group:
+                    taken.failure = str(group.exceptions[0])
+                except* SwarmError as group:
+                    taken.failure = taken.trainer.why = str(group.exceptions[0])
+                    logger.warning("training stops here: %s", taken.failure)
+                    await trio.sleep_forever()
+                logger.warning("training cannot go on yet: %s", taken.failure)
+                await trio.sleep(RETRY_S)
+        if taken.source is not None:
+            with trio.CancelScope(shield=True):
+                await taken.source.close()
+
+    def _getter(self, folder: RunFolder, layout: Layout) -> Get:
+        pace = Pace(lambda: None)
+        incoming = folder.folder / "incoming"
+        return recovery.getter(self._rpc, incoming, layout.dtype, layout.n_elements, pace, self._lied)
+
+    def _lied(self, peer: PeerId) -> None:
+        logger.warning("the donor %s lies about its state", peer[-8:])
+
+    async def _save(self, taken: _Taken) -> None:
+        try:
+            await taken.trainer.save()
+        except ConfigError as error:
+            logger.info("no checkpoint: %s", error)
+
+    def _find(self, name: str) -> RunId:
+        """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
+        known = {RunId(r.run): r.name for r in self._view().runs}
+        for run_id, folder in known_runs(self._root).items():
+            known.setdefault(run_id, folder.run().recipe.name)
+        return _one(name, known)
+
+    def _one_taken(self, name: str) -> RunId:
+        return _one(name, {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()})
+
+    async def _ask_run(self, run_id: RunId) -> Run:
+        """Have a member tell what the run is. Raises SwarmUnavailable."""
+
+        def request(call_id: int) -> Message:
+            return WantRun(id=call_id, run=run_id)
+
+        for record in self._view().in_run(run_id):
+            peer = PeerId(record.peer)
+            known = self._view().peers.get(peer)
+            self._rpc.network.learn(peer, known.addresses if known else ())
+            try:
+                reply, frame = await self._rpc.call(peer, request, timeout_s=LOOK_TIMEOUT_S, purpose="bulk")
+                if not isinstance(reply, RunIs):
+                    raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
+                run = read_run_untrusted(decode(frame.payload, tuple[bytes, bytes], "a run")[0])
+                if run.id == run_id:
+                    return run
+                logger.warning("%s gives another run than it was asked for", peer[-8:])
+            except (PeerError, IntegrityError) as error:
+                logger.info("%s does not tell what the run is: %s", peer[-8:], error)
+        raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
+
+
+def _one(name: str, known: dict[RunId, str]) -> RunId:
+    found = [r for r, called in known.items() if name in (called, r) or (len(name) >= 6 and r.startswith(name))]
+    if not name and len(known) == 1:
+        return next(iter(known))
+    if len(found) != 1:
+        listed = ", ".join(f"{called} ({r[:8]})" for r, called in sorted(known.items(), key=lambda k: k[1])) or "none"
+        what = "no run" if not found else f"{len(found)} runs"
+        raise ConfigError(f"{what} called {name!r} here; there are: {listed}")
+    return found[0]

@@ -1,0 +1,157 @@
+"""The daemon's end of a training worker: shared memory, and a process that is started again when it ends."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import trio
+
+from swarmd.errors import ConfigError, RemoteProtocolError
+from swarmd.node.worker_link import SubprocessWorker, WorkerLost, WorkerProcess
+from swarmd.plan.arrivals import Arrivals
+from swarmd.protocol import messages
+from swarmd.protocol.fields import Message
+from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.messages import WorkerFailed
+from swarmd.protocol.recipe import Run
+from swarmd.protocol.rounds import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped
+from swarmd.protocol.untrusted import decode
+from swarmd.train.data import Data
+from swarmd.train.source import Computed, SourceLost
+from swarmd.train.state import Layout, Vector
+from swarmd.values import ModelId
+from swarmd.weights.supply import Supply
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 600.0
+FIRST_BATCH_S = 120.0
+LEAST_PATIENCE_S = 30.0
+MODULE = "swarmd.compute.gradients"
+MessageT = TypeVar("MessageT", bound=Message)
+TensorList = list[tuple[str, tuple[int, ...]]]
+
+
+class WorkerSource:
+    """See ``train.source.Source``: the model in a worker process, the vectors in memory shared with it."""
+
+    def __init__(self, run: Run, supply: Supply, peer: str, threads: int) -> None:
+        self.device = ""
+        self.restarts = -1
+        self._run = run
+        self._supply = supply
+        self._peer = peer
+        self._threads = threads
+        self._data = Data(supply, run)
+        self._process: WorkerProcess | None = None
+        self._frames: list[Frame] = []
+        self._decoder = FrameDecoder()
+        self._incoming: AsyncIterator[bytes]
+        self._layout: Layout | None = None
+        self._memory: _Memory | None = None
+        self._into = 0
+        self._took = Arrivals(LEAST_PATIENCE_S, FIRST_BATCH_S)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def open(self) -> tuple[Layout, Vector]:
+        await self._data.open()
+        await self._supply.ensure(ModelId(self._run.recipe.model))
+        await self._start()
+        assert self._layout is not None
+        assert self._memory is not None
+        return self._layout, self._memory.vectors[0]
+
+    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+        rows = await self._data.read(self._peer, first, n)
+        begun = trio.current_time()
+        try:
+            if self._process is None:
+                await self._start()
+            assert self._memory is not None
+            into = 1 - self._into
+            request = Compute(n=n, seed=self._data.seed(self._peer, first), into=into, is_fresh=is_fresh)
+            answer, _ = await self._ask(request, rows.tobytes(), 10 * self._took.limit_s(), ComputedRows)
+        except (WorkerLost, RemoteProtocolError) as error:
+            await self.close()
+            raise SourceLost(f"the training worker was lost: {error}") from None
+        self._took.add(trio.current_time() - begun)
+        self._into = into
+        return Computed(answer.loss, self._memory.vectors[1 + into])
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+    async def _start(self) -> None:
+        """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
+        self.restarts += 1
+        self._process, self._frames, self._decoder = SubprocessWorker(MODULE), [], FrameDecoder()
+        self._incoming = self._process.received()
+        folder = await self._supply.ensure(ModelId(self._run.recipe.model))
+        request = LoadRun(path=str(folder.folder), threads=self._threads)
+        loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
+        self.device = loaded.device
+        layout = Layout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
+        is_new = self._memory is None
+        if self._memory is None or self._layout != layout:
+            self._layout, self._memory = layout, _Memory(layout)
+        await self._ask(MapRun(path=str(self._memory.path), init=is_new), b"", LOAD_TIMEOUT_S, RunMapped)
+
+    async def _ask(
+        self, request: Message, payload: bytes, timeout_s: float, expected: type[MessageT]
+    ) -> tuple[MessageT, Frame]:
+        """Raises WorkerLost; ConfigError when the worker says that it cannot."""
+        process = self._process
+        if process is None:
+            raise WorkerLost("no worker is running")
+        with trio.move_on_after(timeout_s):
+            await process.send(messages.framed(request, payload))
+            while not self._frames:
+                data = await anext(self._incoming, b"")
+                if not data:
+                    raise WorkerLost("it ended")
+                self._frames += self._decoder.feed_untrusted(data)
+        if not self._frames:
+            raise WorkerLost(f"no answer for {timeout_s:.0f} s")
+        frame = self._frames.pop(0)
+        message = messages.decode_untrusted(frame.header)
+        if isinstance(message, WorkerFailed):
+            raise ConfigError(message.message)
+        if not isinstance(message, expected):
+            raise WorkerLost(f"it answered with {type(message).__name__}")
+        return message, frame
+
+
+class _Memory:
+    """Parameters and two sums of gradients, in memory that another process can map."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        n_bytes = max(1, 3 * layout.n_bytes)
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, n_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"{n_bytes} B of shared memory cannot be had in {self._folder}: {error.strerror}"
+            ) from None
+        self._map = mmap.mmap(self._file.fileno(), n_bytes)
+        whole: Vector = np.frombuffer(self._map, layout.dtype)
+        n = layout.n_elements
+        self.vectors = [whole[i * n : (i + 1) * n] for i in range(3)]
+
+    @property
+    def path(self) -> Path:
+        """Where a process of the same user can open it; the kernel forgets it with this process."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
