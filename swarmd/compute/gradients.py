@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Trained:
     """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, device: str) -> None:
         self.model = model.train().to(device)
         self.dtype = DTYPES[recipe.precision]
         self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -59,13 +59,13 @@ class Trained:
         self._shared = [whole[i * n : (i + 1) * n] for i in range(3)]
         if init:
             self._shared[0].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
-        if self._device.type == "cpu":  # one and the same memory: what the daemon writes is what is computed with
+        if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
             for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
                 parameter.data = values
 
     def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
-        if self._device.type != "cpu":
+        if self._device != "cpu":
             with torch.no_grad():
                 for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
                     parameter.copy_(values)
@@ -149,7 +149,7 @@ class GradientWorker:
         if message.threads:
             torch.set_num_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe
-        device = torch.device(pick_device())
+        device = pick_device()
         model = build(Path(message.path), recipe)
         self._trained = Trained(model, recipe, device)
         loaded = RunLoaded(device=device_description(device)[0], vocabulary=int(model.config.vocab_size))  # type: ignore[union-attr,arg-type]

@@ -29,8 +29,8 @@ def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
 
 
 def seed_of(seed: int, peer: str, draw: int) -> int:
-    """The seed of whatever is random in computing a draw (dropout), below 2**63."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()[:8], "big") >> 1
+    """The seed of whatever is random in computing a draw (dropout), below 2**53."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()[:8], "big") >> 11
 
 
 def permuted(key: str, index: int, n: int) -> int:

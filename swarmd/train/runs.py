@@ -158,7 +158,7 @@ class Runs:
         taken = []
         for t in self._taken.values():
             source = {"device": t.source.device, "worker": t.source.pid} if t.source is not None else {}
-            taken.append({**report(t.trainer), **source, "failure": t.failure})
+            taken.append({**report(t.trainer), **source, "failure": t.failure or t.trainer.trouble})
         others: dict[str, dict[str, Any]] = {}
         for record in self._view().runs:
             if RunId(record.run) not in self._taken:

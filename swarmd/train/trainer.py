@@ -117,6 +117,7 @@ class Trainer:
         self.state: RunState | None = None
         self.counters = Counters()
         self.why = "starting"
+        self.trouble = ""
         self.samples_per_s = 0.0
         self._world = world
         self.me = world.rpc.network.peer_id
@@ -270,6 +271,7 @@ class Trainer:
             try:
                 done = await self._source.compute(gathered.first + gathered.n, micro, is_fresh=not gathered.n)
             except SourceLost as error:
+                self.trouble = str(error)
                 logger.warning("%s", error)
                 await trio.sleep(RETRY_S)
                 continue
