@@ -302,9 +302,7 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
     model = build(base, recipe)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if [[name, list(p.shape)] for name, p in trained] != layout:
-        raise ConfigError(
-            "its parameters here differ from the run's: are the versions of transformers alike?"
-        )
+        raise ConfigError("its parameters here differ from the run's: are the versions of transformers alike?")
     with safe_open(str(state), "pt") as file:
         vector = file.get_tensor("parameters")
     pieces = torch.split(vector, [math.prod(p.shape) for _, p in trained])
@@ -328,8 +326,7 @@ def _show(row: dict[str, Any]) -> None:
         print(f"  the last failure: {row['failure']}")
     print(f"  update {row['update']} of {row['updates']}, {row['samples']} samples counted")
     print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
-    counters = row["counters"]
-    if (last := counters["last_round"]) is not None:
+    if (last := row["last_round"]) is not None:
         print(
             f"  last round led here: {last['n_members']} members, gathered in {last['gather_s']:.2f} s, "
             f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
@@ -337,8 +334,8 @@ def _show(row: dict[str, Any]) -> None:
             + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
         )
     print(
-        f"  here: {number(row['samples_per_s'])} samples/s, {counters['samples_counted']} counted, "
-        f"{counters['samples_wasted']} not counted, {counters['catch_ups']} times caught up"
+        f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
+        f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
     rows = [
         [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]

@@ -90,7 +90,7 @@ def expected_s(members: Sequence[Member], shares: Sequence[float] | np.ndarray, 
     return float(max(times, default=0.0))
 
 
-def cut(shares: Sequence[float], n_elements: int, multiple: int = 1_024) -> list[tuple[int, int]]:
+def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
     """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
     edges = [0]
     for total in np.cumsum(shares):

@@ -22,6 +22,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     """Everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
+    joining = trainer.joining
     me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.gathered.n, trainer.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     others = [
@@ -36,7 +37,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
         for peer, r in sorted(trainer.members.look(now).items())
     ]
     return {
-        "run": trainer.run_id,
+        "run": trainer.run_spec.id,
         "name": recipe.name,
         "role": trainer.role,
         "state": trainer.is_over() or "running",
@@ -52,11 +53,18 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "target": recipe.batch.target,
         "left_s": total.left_s,
         "samples_per_s": trainer.samples_per_s,
-        "anchors": list(trainer.order.anchors_of(recipe)),
+        "anchors": list(trainer.chronicle.anchors),
         "losses": ledger.losses(),
         "samples": sum(s.commit.n_samples for s in ledger.sealed),
-        "counters": asdict(trainer.counters),
-        "death_costs_at_most_s": round(max(trainer.timing.beats.limit_s(), trainer.pulses.limit_s()), 2),
+        "samples_counted": trainer.samples_counted,
+        "samples_wasted": trainer.samples_wasted,
+        "rounds_led": joining.counters.led,
+        "rounds_failed": joining.counters.failed,
+        "last_round": asdict(joining.counters.last) if joining.counters.last else None,
+        "last_part_s": joining.counters.last_part_s,
+        "catch_ups": trainer.catching_up.n_times if trainer.catching_up else 0,
+        "last_catch_up_s": trainer.catching_up.last_s if trainer.catching_up else None,
+        "death_costs_at_most_s": round(max(joining.counters.timing.beats.limit_s(), joining.pulses.limit_s()), 2),
         "peers": others,
     }
 
@@ -90,7 +98,7 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> dict[str, Any]
         for m, share in zip(members, decision.action.shares, strict=True)
     ]
     return {
-        "run": trainer.run_id,
+        "run": trainer.run_spec.id,
         "bytes": n_bytes,
         "expected_s": decision.action.expected_s,
         "equal_parts_s": partition.equal_parts(members, n_bytes).expected_s,

@@ -29,8 +29,9 @@ from swarmd.train.disk import RunFolder, known_runs
 from swarmd.train.recovery import Get
 from swarmd.train.report import plan, report
 from swarmd.train.state import Average, Layout, Snapshot
-from swarmd.train.trainer import Trainer, World
+from swarmd.train.trainer import Trainer
 from swarmd.train.worker import WorkerSource
+from swarmd.train.world import World
 from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
@@ -129,7 +130,8 @@ class Runs:
         trainer = self._taken[run_id].trainer
         if trainer.run_spec.owner != self._identity.public_key:
             raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
-        old = trainer.order
+        chronicle = trainer.chronicle
+        old = chronicle.order
         order = RunOrder(
             run=run_id,
             sequence=old.sequence + 1,
@@ -139,12 +141,12 @@ class Runs:
         )
         raw = sign_order(order, self._identity)
         try:
-            trainer.take_order_untrusted(raw)
+            chronicle.take_order_untrusted(raw)
         except IntegrityError as error:
             raise ConfigError(str(error)) from None
         await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
         self._announce()
-        return {"run": run_id, "state": order.state, "anchors": list(order.anchors_of(trainer.run_spec.recipe))}
+        return {"run": run_id, "state": order.state, "anchors": list(chronicle.anchors)}
 
     async def checkpoint(self, name: str) -> dict[str, Any]:
         """Write a run's present state to the disk."""

@@ -56,7 +56,7 @@ async def test_the_swarm_is_one_big_machine(
         expected = replay(world, member.trainer.ledger, member.trainer.state.epoch)
         found = member.trainer.state.parameters
         assert np.linalg.norm(found - expected) <= bound * np.linalg.norm(expected)
-        assert sum(m.trainer.counters.samples_wasted for m in world.trainers()) == 0
+        assert sum(m.trainer.samples_wasted for m in world.trainers()) == 0
         check_ledger(world)
         nursery.cancel_scope.cancel()
 
@@ -85,8 +85,8 @@ async def in_a_round(world: TrainingWorld, which: str) -> Member:
     """Wait until a round runs; returns its leader, or a member of it."""
     while True:
         for member in world.trainers():
-            if member.trainer._round is not None:
-                leads = member.trainer._leader is not None
+            if member.trainer.joining.round is not None:
+                leads = member.trainer.joining.leader is not None
                 if leads == (which == "leader"):
                     return member
         await trio.sleep(0.01)
@@ -105,7 +105,7 @@ async def test_without_a_majority_of_anchors_the_run_pauses(virtual_time: MockCl
         epoch = max(m.trainer.ledger.epoch for m in world.trainers())
         await trio.sleep(60)
         assert {m.trainer.ledger.epoch for m in world.trainers()} == {epoch}
-        assert any("majority of the anchors" in m.trainer.why for m in world.trainers())
+        assert any("majority of the anchors" in m.trainer.joining.why for m in world.trainers())
         check_ledger(world)
         nursery.cancel_scope.cancel()
 
@@ -124,9 +124,9 @@ async def test_late_joiner_and_returner_catch_up(virtual_time: MockClock) -> Non
         late = world.add()
         world.heal()
         await world.until(epoch=14, within_s=LIMIT_S)
-        assert late.trainer.counters.samples_counted > 0
-        assert members[0].trainer.counters.catch_ups > 0
-        assert members[1].trainer.counters.catch_ups == 0, "nobody who is up to date reloads"
+        assert late.trainer.samples_counted > 0
+        assert members[0].trainer.catching_up.n_times > 0
+        assert members[1].trainer.catching_up.n_times == 0, "nobody who is up to date reloads"
         check_ledger(world)
         nursery.cancel_scope.cancel()
 
@@ -154,16 +154,16 @@ async def test_auxiliary_peer_reduces_only(virtual_time: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         world = TrainingWorld(nursery, seed=6, batch=Batch(target=32, micro=2, tokens=8))
         world.add_anchors()
-        helper = world.add("reduce")
-        for _ in range(2):
-            world.add()
+        helper = world.add("reduce", bytes_per_s=1e9)
+        for _ in range(3):
+            world.add(bytes_per_s=1e5)
         rounds = 0
         while rounds < 3:
             await trio.sleep(0.02)
-            live = helper.trainer._round
+            live = helper.trainer.joining.round
             if live is not None and any(live.group.members[p.reducer].peer == helper.peer for p in live.group.parts):
                 rounds += 1
-                helper.trainer._end_round()
+                helper.trainer.joining.end_round()
         await world.until(epoch=4, within_s=LIMIT_S)
         check_ledger(world)
         nursery.cancel_scope.cancel()

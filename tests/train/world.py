@@ -30,10 +30,11 @@ from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
 from swarmd.train.source import Computed
 from swarmd.train.state import Layout, Vector
-from swarmd.train.trainer import Trainer, World
+from swarmd.train.trainer import Trainer
+from swarmd.train.world import World
 from swarmd.values import PeerId
 
-N_ELEMENTS = 48
+N_ELEMENTS = 240
 SHARDS = (40, 24)
 NEWS_DELAY_S = 0.3
 NO_FOLDER = None
@@ -138,6 +139,7 @@ class TrainingWorld:
         sample_s: float = 0.05,
         identity: Identity | None = None,
         folder: RunFolder | None = None,
+        bytes_per_s: float | None = None,
     ) -> Member:
         identity = identity or Identity(self.rng.randbytes(32))
         peer = identity.peer_id
@@ -152,7 +154,7 @@ class TrainingWorld:
             announce=lambda: self._announce(member),
             off_loop=_inline,
             rng=random.Random(self.rng.random()),
-            links=lambda: (self.world.link.bytes_per_s, self.world.link.bytes_per_s),
+            links=lambda: (bytes_per_s, bytes_per_s),
             can_be_dialled=lambda: True,
         )
         member.trainer = Trainer(world, self.run, role, source, folder, self._getter)

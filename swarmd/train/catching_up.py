@@ -1,0 +1,180 @@
+"""Makes the state follow the ledger: by the average that this peer has, else by what others give.
+
+Nobody who is up to date reloads: a state is given up only when a commit shows that it is another than the others'.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.plan import progress
+from swarmd.plan.recovery import Offer, choose_way, restorable
+from swarmd.protocol import commit as commits
+from swarmd.protocol.commit import Commit
+from swarmd.train import recovery
+from swarmd.train.chronicle import Chronicle
+from swarmd.train.joining import Joining
+from swarmd.train.leader import Outcome
+from swarmd.train.members import Members
+from swarmd.train.recovery import Get
+from swarmd.train.state import RunState, Vector
+from swarmd.train.world import World
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+RESTORE_AFTER_S = 30.0
+RETRY_S = 1.0
+
+
+class CatchingUp:
+    """See the module. ``begin_anew`` is told of each commit that is applied, or of None when work is void."""
+
+    def __init__(
+        self,
+        world: World,
+        chronicle: Chronicle,
+        members: Members,
+        joining: Joining,
+        state: RunState,
+        get: Get,
+        begin_anew: Callable[[Commit | None], None],
+    ) -> None:
+        self.why = ""
+        self.n_times = 0
+        self.last_s: float | None = None
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._chronicle = chronicle
+        self._ledger = chronicle.ledger
+        self._members = members
+        self._joining = joining
+        self._state = state
+        self._get = get
+        self._begin_anew = begin_anew
+        self._is_mistrusted = False
+        self._behind_since: float | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self._state.epoch < self._ledger.epoch or self._is_mistrusted
+
+    async def advance(self) -> None:
+        """Take one step towards the ledger's head; say in ``why`` what that waits for."""
+        self._joining.end_round()
+        if self._is_mistrusted or not await self._apply_next():
+            self.n_times += 1
+            begun = trio.current_time()
+            try:
+                if not await self._catch_up():
+                    await trio.sleep(RETRY_S)
+            except SwarmError as error:
+                self.why = f"cannot catch up yet: {error}"
+                logger.info("%s", self.why)
+                await trio.sleep(RETRY_S)
+            self.last_s = trio.current_time() - begun
+        if not self.is_due:
+            self._behind_since = None
+            self._joining.averages.clear()
+
+    async def _apply_next(self) -> bool:
+        """Apply the commit after the state's, if its average is here."""
+        commit = self._ledger.sealed[self._state.epoch].commit
+        if commit.restores:
+            return await self._restore(commit)
+        average = self._joining.averages.pop(commit.average, None)
+        return average is not None and await self._apply(commit, average)
+
+    async def _apply(self, commit: Commit, average: Vector) -> bool:
+        """False when the commit was made of another state than this one, which is then given up."""
+        if commit.state != self._state.root:
+            logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
+            self._is_mistrusted = True
+            return False
+        self._begin_anew(commit)
+        digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
+        await self._world.off_loop(self._state.apply, commit, digest, average, steps)
+        return True
+
+    async def _restore(self, commit: Commit) -> bool:
+        """Go back to the state that a commit names, if that is the one here."""
+        if commit.restores != self._state.head:
+            return False
+        self._begin_anew(commit)
+        digest = self._ledger.digest_at(commit.epoch)
+        await self._world.off_loop(self._state.move_to, commit.epoch, digest, self._state.steps)
+        return True
+
+    async def _catch_up(self) -> bool:
+        """Fetch what is missing; False while nobody gives it. Raises SwarmUnavailable."""
+        self._begin_anew(None)
+        state, newest = self._state, self._ledger.epoch
+        others = self._members.look(trio.current_time())
+        offers = {
+            p: Offer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
+        }
+        mine = None if self._is_mistrusted else state.epoch
+        way = choose_way(mine, newest, offers, state.layout.n_bytes, state.n_bytes)
+        self.why = way.reason
+        if way.action is None:
+            return await self._restore_if_lost({p: o.epoch for p, o in offers.items()})
+        if not way.action.state:
+            return await self._replay(way.action.donors, way.action.epoch)
+        asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
+        chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
+        if chosen.action is None:
+            self.why = chosen.reason
+            return False
+        logger.info("fetching %s", chosen.reason)
+        vectors = await self._get(chosen.action.state, chosen.action.donors, tuple(state.vectors))
+        state.replace(vectors)
+        await self._world.off_loop(self._move_to, chosen.action.epoch)
+        self._is_mistrusted = state.root != chosen.action.state
+        return True
+
+    def _move_to(self, epoch: int) -> None:
+        self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))
+
+    async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:
+        """Apply the averages that were missed, one after the other."""
+        while self._state.epoch < newest:
+            commit = self._ledger.sealed[self._state.epoch].commit
+            if commit.restores:
+                self._is_mistrusted = not await self._restore(commit)
+            else:
+                average = await self._get(commit.average, donors, ("average",))
+                await self._apply(commit, average["average"])
+            if self._is_mistrusted:
+                return True
+        return True
+
+    async def _restore_if_lost(self, held: dict[PeerId, int]) -> bool:
+        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on."""
+        now = trio.current_time()
+        self._behind_since = self._behind_since or now
+        held = {**held, self._me: self._state.epoch}
+        best = restorable(self._ledger.epoch, list(held.values()))
+        if best is None or now - self._behind_since < RESTORE_AFTER_S:
+            return False
+        holders = [p for p, epoch in held.items() if epoch == best]
+        if progress.leader_order(self._ledger.head, holders)[0] != self._me:
+            return False
+        logger.warning("nobody has the state of update %d: going back to %d", self._ledger.epoch, best)
+        commit = Commit(
+            run=self._chronicle.run.genesis,
+            epoch=self._ledger.epoch + 1,
+            parent=self._ledger.head,
+            generation=self._chronicle.order.generation,
+            contributors=(),
+            average=b"",
+            state=self._state.root,
+            learning_rate=0.0,
+            restores=self._state.head,
+        )
+        raw = await self._joining.new_leader().restore(commits.encode(commit))
+        await self._joining.spread(Outcome(raw, None), set())
+        return True

@@ -1,0 +1,177 @@
+"""One peer's ledger of a run: verified, on its disk, shared with the others; and, where the peer is one, its anchor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import trio
+
+from swarmd.errors import Code, IntegrityError, PeerError, Refused
+from swarmd.plan.ledger import Ledger
+from swarmd.protocol import commit as commits
+from swarmd.protocol.fields import Message
+from swarmd.protocol.recipe import Run, RunOrder, read_order_untrusted
+from swarmd.protocol.rounds import Prepare, Propose
+from swarmd.train import recovery
+from swarmd.train.anchor import Anchor
+from swarmd.train.disk import RunFolder
+from swarmd.train.members import Members
+from swarmd.train.world import News, World
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+TELL_TIMEOUT_S = 3.0
+CALL_TIMEOUT_S = 4.0
+
+
+class Chronicle:
+    """See the module. ``order`` is the latest of the run's owner."""
+
+    def __init__(self, world: World, run: Run, members: Members, folder: RunFolder | None, news: News) -> None:
+        self.run = run
+        self.ledger = Ledger(run)
+        self.order = RunOrder(run.id, 0)
+        self.order_raw = b""
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._members = members
+        self._folder = folder
+        self._news = news
+        self._anchor: Anchor | None = None
+        self._writing = trio.Lock()
+
+    @property
+    def anchors(self) -> tuple[PeerId, ...]:
+        return self.order.anchors_of(self.run.recipe)
+
+    async def recall(self) -> None:
+        """Read what an earlier life of this peer wrote. Raises ConfigError or IntegrityError when it is damaged."""
+        acceptor = None
+        if self._folder is not None:
+            if raw := self._folder.order():
+                self.take_order_untrusted(raw)
+            for raw in await self._world.off_loop(_all, self._folder.commits):
+                self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
+            acceptor = self._folder.acceptor()
+        if self._me in self.anchors:
+            self._anchor = Anchor(self.ledger, self._world.identity, acceptor, self._folder, self._world.off_loop)
+            self._anchor.order = self.order
+
+    # --- commits -----------------------------------------------------------------------------------------------
+
+    async def take(self, raws: Iterable[bytes]) -> bool:
+        """Add what follows the ledger's head; False when something is missing in between. Raises IntegrityError."""
+        async with self._writing:
+            for raw in raws:
+                sealed = commits.read_untrusted(raw, self._anchor_sets())
+                if sealed.commit.epoch > self.ledger.epoch + 1:
+                    return False
+                if self.ledger.add(sealed):
+                    if self._folder is not None:
+                        await self._world.off_loop(self._folder.append_commit, raw)
+                    self._news.notify()
+        return True
+
+    async def sync(self, peers: Iterable[PeerId]) -> bool:
+        """Ask one after the other for what is missing here, until one has some; did one?
+
+        What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
+        """
+        for peer in dict.fromkeys(peers):
+            if peer == self._me:
+                continue
+            before = self.ledger.epoch
+            try:
+                await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, before))
+            except IntegrityError as error:
+                self._world.rpc.faults[peer] += 1
+                logger.warning("commits of %s do not count: %s", peer[-8:], error)
+            except PeerError as error:
+                logger.info("no commits from %s: %s", peer[-8:], error)
+            if self.ledger.epoch > before:
+                return True
+            self._members.suspect(peer, trio.current_time())
+        return False
+
+    def knows(self, parent: bytes) -> bool:
+        """Is this the digest of an earlier commit than the newest?"""
+        return any(parent == self.ledger.digest_at(epoch) for epoch in range(self.ledger.epoch))
+
+    async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
+        """Bring commits to a peer; one that cannot be reached will ask."""
+        try:
+            with trio.fail_after(TELL_TIMEOUT_S):
+                channel = await self._world.rpc.channel(peer, "bulk")
+                await recovery.send_commits(channel, self.run.id, raws)
+        except (PeerError, trio.TooSlowError) as error:
+            logger.debug("%s was not told of a commit: %s", peer[-8:], error)
+
+    # --- the owner's orders ------------------------------------------------------------------------------------
+
+    def take_order_untrusted(self, raw: bytes) -> bool:
+        """Take what the run's owner says, if it is newer. Raises IntegrityError."""
+        order = read_order_untrusted(raw, self.run)
+        if order.sequence <= self.order.sequence:
+            return False
+        self.order, self.order_raw = order, raw
+        if self._anchor is not None:
+            self._anchor.order = order
+        self._news.notify()
+        return True
+
+    async def look_for_orders(self) -> bool:
+        """Take the newest order that any member's record carries; was there one?"""
+        found = False
+        for peer, record in self._members.look(trio.current_time()).items():
+            if record.order and record.order != self.order_raw:
+                try:
+                    found |= self.take_order_untrusted(record.order)
+                except IntegrityError as error:
+                    logger.warning("an order that %s passes on does not count: %s", peer[-8:], error)
+        if found and self._folder is not None:
+            await self._world.off_loop(self._folder.keep_order, self.order_raw)
+        return found
+
+    def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
+        """The anchors of each generation that is known."""
+        first = tuple(PeerId(a) for a in self.run.recipe.anchors)
+        return {0: first, self.order.generation: self.anchors}
+
+    # --- anchors -----------------------------------------------------------------------------------------------
+
+    async def be_anchor(self, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
+        """Answer a proposer. Raises Refused."""
+        if self._anchor is None:
+            raise Refused(Code.REFUSED, "this peer is no anchor of the run")
+        if isinstance(message, Prepare):
+            return await self._anchor.prepare(message)
+        return await self._anchor.propose(message, body), b""
+
+    async def ask_anchor(
+        self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
+    ) -> tuple[Message, bytes]:
+        """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
+        try:
+            return await self._ask(anchor, request, payload)
+        except Refused as error:
+            if error.code is not Code.NOT_HELD:
+                raise
+        raws = await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, self.ledger.epoch)
+        if raws and await self.take(raws):
+            raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
+        await self.tell(anchor, [s.raw for s in self.ledger.sealed])
+        return await self._ask(anchor, request, payload)
+
+    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Message, bytes]:
+        if anchor == self._me:
+            asked = request(0)
+            assert isinstance(asked, Prepare | Propose)
+            return await self.be_anchor(asked, payload)
+        reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
+        return reply, bytes(frame.payload)
+
+
+def _all(commits_on_disk: Callable[[], Iterable[bytes]]) -> list[bytes]:
+    return list(commits_on_disk())

@@ -1,0 +1,326 @@
+"""One peer's way through rounds: under whom it joins, when it leads itself, and what reaches it meanwhile.
+
+A round after a commit is led by the first of those who compute on it, by a rule that all follow; who gives no sign of
+life is passed over. Several may lead at a time where views differ: the anchors then sign one outcome at most.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.plan import progress
+from swarmd.plan.arrivals import Arrivals
+from swarmd.protocol import manifest as manifests
+from swarmd.protocol.fields import Message
+from swarmd.protocol.recipe import Run
+from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, Reduced
+from swarmd.train.chronicle import CALL_TIMEOUT_S, TELL_TIMEOUT_S, Chronicle
+from swarmd.train.leader import Leader, Outcome, RoundFailed, RoundTimes, Timing, TooEarly
+from swarmd.train.members import Members
+from swarmd.train.round import Round
+from swarmd.train.state import RunState, Vector, clip_factor, describe_average
+from swarmd.train.world import Gathered, News, World
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.25
+LONGEST_RETRY_S = 60.0
+
+Mine = Callable[[], tuple[RunState | None, Gathered]]
+"""This peer's state, if it has the model, and what it has gathered on it."""
+
+
+@dataclass(slots=True)
+class RoundCounters:
+    """What became of the rounds that this peer led, and the times of the last one."""
+
+    led: int = 0
+    failed: int = 0
+    last: RoundTimes | None = None
+    last_part_s: float | None = None
+    timing: Timing = field(default_factory=Timing)
+
+
+class Joining:
+    """See the module. ``averages`` holds what rounds came to, by hash, until a commit says which one counts."""
+
+    def __init__(self, world: World, chronicle: Chronicle, members: Members, news: News, mine: Mine) -> None:
+        self.averages: dict[bytes, Vector] = {}
+        self.counters = RoundCounters()
+        self.pulses = Arrivals(least_s=2.0, first_s=5.0)
+        self.retry_at = 0.0
+        self.why = ""
+        self.round: Round | None = None
+        self.leader: Leader | None = None
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._chronicle = chronicle
+        self._members = members
+        self._news = news
+        self._mine = mine
+        self._followed: PeerId | None = None
+        self._pulsed_at = 0.0
+        self._scope = trio.CancelScope()
+        self._nursery: trio.Nursery
+
+    def use(self, nursery: trio.Nursery) -> None:
+        """Rounds live in ``nursery``."""
+        self._nursery = nursery
+
+    @property
+    def is_called(self) -> bool:
+        """Have others begun a round that this peer is to lead?"""
+        return self.leader is not None and self.leader.parent == self._chronicle.ledger.head
+
+    # --- taking part -------------------------------------------------------------------------------------------
+
+    async def take_part(self, parent: bytes, is_over: Callable[[], str]) -> None:
+        """Join the round after ``parent``, under one leader after the other, until it is committed or called off."""
+        begun = trio.current_time()
+        while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not is_over():
+            chosen = self._choose(parent)
+            if chosen == self._me or self.leader is not None:
+                await self._lead()
+            else:
+                await self.follow(chosen, parent)
+        self.counters.last_part_s = trio.current_time() - begun
+
+    def _choose(self, parent: bytes) -> PeerId:
+        """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
+        able = self._members.leaders(parent, trio.current_time())
+        if self._world.can_be_dialled():
+            able.append(self._me)
+        if not able:
+            self._members.forgive()
+        return progress.leader_order(parent, able)[0] if able else self._me
+
+    async def follow(self, leader: PeerId, parent: bytes) -> None:
+        """Join under another peer; returns when that is over, whatever came of it."""
+        self._followed, self._pulsed_at = leader, trio.current_time()
+        try:
+            await self._world.rpc.call(leader, self._joining, timeout_s=CALL_TIMEOUT_S, purpose="bulk")
+        except Refused as error:
+            self.why = f"{leader[-8:]} leads and refuses: {error}"
+            if error.code is Code.STALE_EPOCH:
+                await self._chronicle.sync([leader])
+            elif error.code is not Code.NO_CAPACITY:
+                self._members.suspect(leader, trio.current_time())
+            await self._news.wait(error.retry_after_s or LOOK_INTERVAL_S)
+            return
+        except PeerError as error:
+            logger.info("%s should lead and does not answer: %s", leader[-8:], error)
+            self._members.suspect(leader, trio.current_time())
+            return
+        while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
+            now = trio.current_time()
+            if now - self._pulsed_at > self.pulses.limit_s():
+                logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
+                self._members.suspect(leader, now)
+                return
+            if now < self.retry_at:
+                return
+            await self._news.wait(LOOK_INTERVAL_S)
+
+    def _joining(self, call_id: int) -> JoinRound:
+        up, down = self._world.links()
+        state, gathered = self._mine()
+        return JoinRound(
+            id=call_id,
+            run=self._chronicle.run.id,
+            parent=self._chronicle.ledger.head,
+            state=state.root if state else b"",
+            first=gathered.first,
+            n=gathered.n,
+            loss=gathered.loss,
+            n_elements=state.layout.n_elements if state else 0,
+            dtype=state.layout.dtype if state else "float32",
+            receives=state is not None,
+            can_reduce=self._world.can_be_dialled(),
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+        )
+
+    # --- leading -----------------------------------------------------------------------------------------------
+
+    def new_leader(self) -> Leader:
+        """One that leads the round after the newest commit."""
+        chronicle = self._chronicle
+        return Leader(
+            self._me,
+            chronicle.ledger,
+            chronicle.order,
+            self.counters.timing,
+            self._world.rng,
+            self._tell,
+            lambda: self._members.at(chronicle.ledger.head, trio.current_time()),
+            chronicle.ask_anchor,
+            self._clip,
+        )
+
+    async def _lead(self) -> None:
+        """Lead the round to its end. Members are told what came of it."""
+        leader = self.leader = self.leader or self.new_leader()
+        self._followed = self._me
+        try:
+            leader.join(self._me, self._joining(0))
+            outcome = await leader.lead()
+        except* Refused as group:
+            self.why = f"the anchors know more: {group.exceptions[0]}"
+            if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
+                await self._news.wait(LOOK_INTERVAL_S)
+        except* TooEarly as group:
+            self.why = str(group.exceptions[0])
+            self._call_off(leader)
+        except* RoundFailed as group:
+            self.counters.failed += 1
+            logger.warning("this round failed: %s", group.exceptions[0])
+            await self._news.wait(LOOK_INTERVAL_S)
+        else:
+            self.counters.led += 1
+            self.counters.last = outcome.times or self.counters.last
+            await self.spread(outcome, set(leader.joined))
+        finally:
+            if self.leader is leader:
+                self.leader = None
+
+    async def spread(self, outcome: Outcome, joined: set[PeerId]) -> None:
+        """A majority has signed: everybody may know."""
+        await self._chronicle.take([outcome.raw])
+        known = {*joined, *self._chronicle.anchors, *self._members.look(trio.current_time())}
+        for peer in known - {self._me}:
+            self._nursery.start_soon(self._chronicle.tell, peer, [outcome.raw])
+
+    def _call_off(self, leader: Leader) -> None:
+        """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
+        now = trio.current_time()
+        rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
+        lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
+        wait_s = min(LONGEST_RETRY_S / 2, max(0.2, lacking / rate))
+        self.retry_at = now + wait_s
+        pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
+        for peer in leader.joined:
+            if peer != self._me:
+                self._nursery.start_soon(self._tell, peer, pulse)
+
+    def _clip(self, average: bytes) -> float:
+        values = self.averages.get(average)
+        return clip_factor(values, self._chronicle.run.recipe.optimizer.clip_norm) if values is not None else 1.0
+
+    # --- what comes from others --------------------------------------------------------------------------------
+
+    def take_join(self, peer: PeerId, message: JoinRound) -> None:
+        """A member wants this peer to lead. Raises Refused."""
+        state, _ = self._mine()
+        ledger = self._chronicle.ledger
+        if state is None or state.epoch != ledger.epoch:
+            raise Refused(Code.NO_CAPACITY, "this peer is not up to date itself", LOOK_INTERVAL_S)
+        if message.parent != ledger.head:
+            if self._chronicle.knows(message.parent):
+                raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
+            self._nursery.start_soon(self._chronicle.sync, [peer])
+            raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
+        if self.round is not None and self.leader is None:
+            raise Refused(Code.STRANGER, f"{self._followed} leads this round")
+        self.leader = self.leader or self.new_leader()
+        self.leader.join(peer, message)
+        self._news.notify()
+
+    def take_beat(self, peer: PeerId, message: Beat) -> None:
+        if self.leader is not None:
+            self.leader.beat(peer, message)
+
+    def take_pulse(self, peer: PeerId, message: Pulse) -> None:
+        """The leader that this peer follows is at it, or calls the round off."""
+        if peer != self._followed or message.parent != self._chronicle.ledger.head:
+            return
+        now = trio.current_time()
+        self.pulses.add(now - self._pulsed_at)
+        self._pulsed_at = now
+        if message.retry_ms is not None:
+            self.retry_at = now + min(LONGEST_RETRY_S, message.retry_ms / 1000)
+        self.why = f"in a round that {peer[-8:]} leads; it waits for {message.waits_for}"
+        self._news.notify()
+
+    async def take_group(self, peer: PeerId, group: Group) -> None:
+        """The leader that this peer follows has formed, or changed, the group."""
+        if peer != self._followed or group.parent != self._chronicle.ledger.head:
+            return
+        if self.round is not None and self.round.group.round == group.round:
+            self.round.change(group)
+            return
+        _, gathered = self._mine()
+        mine = next((m for m in group.members if m.peer == self._me), None)
+        if mine is None or (mine.n and (mine.first, mine.n) != (gathered.first, gathered.n)):
+            return
+        self.end_round()
+        digest = partial(_digest_of, self._chronicle.run, group.parent)
+        vector = gathered.vector if mine.n else None
+        self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
+        self._scope = trio.CancelScope()
+        self._nursery.start_soon(self._live, self.round, self._scope, peer)
+        self._news.notify()
+
+    async def take_numbers(self, peer: PeerId, message: Contribution | Reduced, payload: memoryview) -> None:
+        """Parts of a round; the leader's word of it may be on its way by another channel."""
+        with trio.move_on_after(CALL_TIMEOUT_S):
+            while self.round is None or self.round.group.round != message.round:
+                await self._news.wait()
+        live = self.round
+        if live is None or live.group.round != message.round:
+            return
+        if isinstance(message, Contribution):
+            await live.take_contribution(peer, message, payload)
+        else:
+            await live.take_reduced(peer, message, payload)
+
+    def gone(self, peer: PeerId) -> None:
+        """Every connection of one kind to a peer has ended."""
+        if self.leader is not None:
+            self.leader.gone(peer)
+        if self._followed == peer:
+            self._members.suspect(peer, trio.current_time())
+            self._followed = None
+            self._news.notify()
+
+    def end_round(self) -> None:
+        """Whatever round this peer is in, it is over."""
+        self._scope.cancel()
+        self.round = None
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    async def _live(self, live: Round, scope: trio.CancelScope, leader: PeerId) -> None:
+        async def beat(message: Beat) -> None:
+            if message.result and live.average is not None:
+                self.averages[message.result] = live.average
+            await self._tell(leader, message)
+
+        with scope:
+            await live.run(beat)
+
+    async def _tell(self, peer: PeerId, message: Message) -> None:
+        """Bring a message to a member, this peer included; one that cannot be reached is not told."""
+        if peer == self._me:
+            if isinstance(message, Group):
+                await self.take_group(peer, message)
+            elif isinstance(message, Beat):
+                self.take_beat(peer, message)
+            return
+        try:
+            with trio.fail_after(TELL_TIMEOUT_S):
+                channel = await self._world.rpc.channel(peer, "bulk")
+                await channel.send(message)
+        except (PeerError, trio.TooSlowError) as error:
+            logger.debug("%s was not told: %s", peer[-8:], error)
+
+
+def _digest_of(run: Run, parent: bytes, average: Vector) -> Any:
+    return bytes.fromhex(manifests.model_id(describe_average(run, parent, average)))

@@ -1,0 +1,64 @@
+"""What a trainer is given, and how its parts wake each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from swarmd.net.rpc import Rpc
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.identity import Identity
+from swarmd.train.round import OffLoop
+from swarmd.train.state import Vector
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The network, who this peer is, what it sees of the swarm, how work leaves the event loop.
+
+    ``links`` gives this peer's measured bytes/s, up and down.
+    """
+
+    rpc: Rpc
+    identity: Identity
+    view: Callable[[], SwarmView]
+    announce: Callable[[], None]
+    off_loop: OffLoop[Any]
+    rng: random.Random
+    links: Callable[[], tuple[float | None, float | None]]
+    can_be_dialled: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What this peer has computed since the last commit: a sum of gradients, and the draws in it."""
+
+    first: int = 0
+    n: int = 0
+    loss: float = 0.0
+    vector: Vector | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """Something has changed: whoever waits looks again."""
+
+    _event: trio.Event = field(default_factory=trio.Event)
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = trio.Event()
+
+    async def wait(self, longest_s: float = float("inf")) -> None:
+        """Wait for the next change, or for so long."""
+        event = self._event
+        with trio.move_on_after(longest_s):
+            await event.wait()
+
+    def mark(self) -> trio.Event:
+        """What is set at the next change from now on."""
+        return self._event
