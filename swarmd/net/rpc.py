@@ -209,16 +209,18 @@ class Rpc:
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
         channel = Channel(stream, purpose)
+        is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
                 await channel.send(self._guest.hello())
                 decoder, early = await self._greet(channel)
+            is_admitted = True
         except trio.TooSlowError:
-            await stream.reset()
             raise PeerTimeout(f"{peer} did not say hello within {HELLO_TIMEOUT_S} s") from None
-        except PeerError:
-            await stream.reset()
-            raise
+        finally:
+            if not is_admitted:  # whoever opened it may have been cancelled: the peer must not keep its half of it
+                with trio.CancelScope(shield=True):
+                    await stream.reset()
         self._register(channel)
         assert self._nursery is not None, "run() must have started"
         self._nursery.start_soon(self._serve, channel, decoder, early)

@@ -27,7 +27,7 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-RESTORE_AFTER_S = 30.0
+RESTORE_AFTER_S = 120.0
 RETRY_S = 1.0
 
 

@@ -72,7 +72,7 @@ class Round:
         self._result_version = -1
         self._news = trio.Event()
         self._beat_now = trio.Event()
-        self._nursery: trio.Nursery
+        self._nursery: trio.Nursery | None = None
         self._sending: set[tuple[str, PeerId]] = set()
         self._use(group)
 
@@ -82,10 +82,11 @@ class Round:
         self, beat: Callable[[Beat], Awaitable[None]], task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Take part until cancelled; ``beat`` brings signs of life to the leader."""
-        async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             self._start_senders()
-            self._nursery.start_soon(self._reduce)
-            self._nursery.start_soon(self._gather)
+            nursery.start_soon(self._reduce)
+            nursery.start_soon(self._gather)
             task_status.started()
             while True:
                 self._beat_now = trio.Event()
@@ -203,7 +204,7 @@ class Round:
                     self._start_sender("results", PeerId(member.peer))
 
     def _start_sender(self, what: str, peer: PeerId) -> None:
-        if peer != self._me and (what, peer) not in self._sending:
+        if self._nursery is not None and peer != self._me and (what, peer) not in self._sending:
             self._sending.add((what, peer))
             self._nursery.start_soon(self._contribute if what == "parts" else self._give_results, peer)
 

@@ -174,7 +174,8 @@ class TrainingWorld:
     def cut(self, ours: set[PeerId], theirs: set[PeerId]) -> None:
         for a in ours:
             for b in theirs:
-                self.world.cut(a, b)
+                if a != b:
+                    self.world.cut(a, b)
 
     def heal(self) -> None:
         for pair in list(self.world._cut):
