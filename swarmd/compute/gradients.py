@@ -7,13 +7,17 @@ killed, what it had finished before is whole.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
 import math
 import mmap
 import os
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,12 @@ from transformers import AutoModelForCausalLM
 from swarmd.compute import skeleton  # noqa: F401 - keeps transformers quiet
 from swarmd.compute.span import device_description, pick_device
 from swarmd.errors import ConfigError
-from swarmd.protocol import messages
+from swarmd.protocol import messages, shards
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import WorkerFailed
 from swarmd.protocol.recipe import Recipe, read_run_untrusted
 from swarmd.protocol.rounds import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped
+from swarmd.weights.folder import MANIFEST
 
 _RECEIVE_BYTES = 1 << 20
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -84,7 +89,7 @@ class Trained:
             else:
                 torch.add(old, gradient, out=total)
             parameter.grad = None
-        return float(loss)
+        return float(loss.detach())
 
     def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
         sizes = [math.prod(shape) for _, shape in self.layout]
@@ -95,7 +100,8 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     """The model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[recipe.precision])
+        with _with_index(path) as folder:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[recipe.precision])
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be loaded: {error}") from None
     if recipe.train == "all":
@@ -114,6 +120,25 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
         return get_peft_model(model, config).to(DTYPES[recipe.precision])
     except ValueError as error:
         raise ConfigError(f"lora.targets {', '.join(recipe.lora.targets)}: {error}") from None
+
+
+@contextlib.contextmanager
+def _with_index(folder: Path) -> Iterator[Path]:
+    """A checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
+    if not (folder / MANIFEST).is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        weight_map = {}
+        for path in folder.iterdir():
+            (Path(temporary) / path.name).symlink_to(path.resolve())
+            if path.suffix == ".safetensors":
+                with path.open("rb") as file:
+                    for place in shards.read_header(file, path, path.stat().st_size):
+                        weight_map[place.name] = path.name
+        index = {"metadata": {}, "weight_map": weight_map}
+        (Path(temporary) / "model.safetensors.index.json").write_text(json.dumps(index))
+        yield Path(temporary)
 
 
 class GradientWorker:

@@ -15,6 +15,7 @@ from swarmd.plan import progress
 from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Commit
+from swarmd.protocol.records import RunRecord
 from swarmd.train import recovery
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.joining import Joining
@@ -28,7 +29,8 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 RESTORE_AFTER_S = 120.0
-RETRY_S = 1.0
+RETRY_S = 0.25
+RETRY_FAILED_S = 1.0
 
 
 class CatchingUp:
@@ -46,6 +48,7 @@ class CatchingUp:
     ) -> None:
         self.why = ""
         self.n_times = 0
+        self.n_snapshots = 0
         self.last_s: float | None = None
         self._world = world
         self._me = world.rpc.network.peer_id
@@ -75,18 +78,17 @@ class CatchingUp:
             except SwarmError as error:
                 self.why = f"cannot catch up yet: {error}"
                 logger.info("%s", self.why)
-                await trio.sleep(RETRY_S)
+                await trio.sleep(RETRY_FAILED_S)
             self.last_s = trio.current_time() - begun
         if not self.is_due:
             self._behind_since = None
-            self._joining.averages.clear()
 
     async def _apply_next(self) -> bool:
         """Apply the commit after the state's, if its average is here."""
         commit = self._ledger.sealed[self._state.epoch].commit
         if commit.restores:
             return await self._restore(commit)
-        average = self._joining.averages.pop(commit.average, None)
+        average = self._joining.take_average(commit.average)
         return average is not None and await self._apply(commit, average)
 
     async def _apply(self, commit: Commit, average: Vector) -> bool:
@@ -131,10 +133,20 @@ class CatchingUp:
             return False
         logger.info("fetching %s", chosen.reason)
         vectors = await self._get(chosen.action.state, chosen.action.donors, tuple(state.vectors))
+        self.n_snapshots += 1
         state.replace(vectors)
         await self._world.off_loop(self._move_to, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
+
+    def _offer_of(self, record: RunRecord) -> Offer:
+        """What a record says, or what follows from the newest commit: who contributed to it has its average."""
+        newest = self._ledger.epoch
+        if record.state_epoch == newest - 1 and any(
+            c.peer == record.peer for c in self._ledger.sealed[-1].commit.contributors
+        ):
+            return Offer(newest, b"", record.n_averages + 1)
+        return Offer(record.state_epoch or 0, record.state, record.n_averages)
 
     def _move_to(self, epoch: int) -> None:
         self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))

@@ -71,6 +71,8 @@ class Chronicle:
                 if self.ledger.add(sealed):
                     if self._folder is not None:
                         await self._world.off_loop(self._folder.append_commit, raw)
+                    contributors = frozenset(c.peer for c in sealed.commit.contributors)
+                    self._members.committed(self.ledger.epoch, sealed.digest, contributors, trio.current_time())
                     self._news.notify()
         return True
 

@@ -50,14 +50,15 @@ class RoundCounters:
 
 
 class Joining:
-    """See the module. ``averages`` holds what rounds came to, by hash, until a commit says which one counts."""
+    """See the module."""
 
     def __init__(self, world: World, chronicle: Chronicle, members: Members, news: News, mine: Mine) -> None:
-        self.averages: dict[bytes, Vector] = {}
+        self._averages: dict[bytes, tuple[bytes, Vector]] = {}  # by hash, with the parent of their round
         self.counters = RoundCounters()
         self.pulses = Arrivals(least_s=2.0, first_s=5.0)
         self.retry_at = 0.0
-        self.why = ""
+        self._why = ""
+        self._is_in = False
         self.round: Round | None = None
         self.leader: Leader | None = None
         self._world = world
@@ -80,18 +81,32 @@ class Joining:
         """Have others begun a round that this peer is to lead?"""
         return self.leader is not None and self.leader.parent == self._chronicle.ledger.head
 
+    @property
+    def doing(self) -> str:
+        """What this peer does in a round, for people; "" when it is in none."""
+        if not self._is_in:
+            return ""
+        return f"leads a round; it waits for {self.leader.waits_for}" if self.leader is not None else self._why
+
     # --- taking part -------------------------------------------------------------------------------------------
 
     async def take_part(self, parent: bytes, is_over: Callable[[], str]) -> None:
         """Join the round after ``parent``, under one leader after the other, until it is committed or called off."""
         begun = trio.current_time()
-        while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not is_over():
-            chosen = self._choose(parent)
-            if chosen == self._me or self.leader is not None:
-                await self._lead()
-            else:
-                await self.follow(chosen, parent)
-        self.counters.last_part_s = trio.current_time() - begun
+        self._is_in, self._why = True, "joins a round"
+        try:
+            while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not is_over():
+                state, _ = self._mine()
+                if state is None or state.head != parent:
+                    return
+                chosen = self._choose(parent)
+                if chosen == self._me or self.leader is not None:
+                    await self._lead()
+                else:
+                    await self.follow(chosen, parent)
+        finally:
+            self._is_in = False
+            self.counters.last_part_s = trio.current_time() - begun
 
     def _choose(self, parent: bytes) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
@@ -108,7 +123,7 @@ class Joining:
         try:
             await self._world.rpc.call(leader, self._joining, timeout_s=CALL_TIMEOUT_S, purpose="bulk")
         except Refused as error:
-            self.why = f"{leader[-8:]} leads and refuses: {error}"
+            self._why = f"{leader[-8:]} leads and refuses: {error}"
             if error.code is Code.STALE_EPOCH:
                 await self._chronicle.sync([leader])
             elif error.code is not Code.NO_CAPACITY:
@@ -135,7 +150,7 @@ class Joining:
         return JoinRound(
             id=call_id,
             run=self._chronicle.run.id,
-            parent=self._chronicle.ledger.head,
+            parent=state.head if state else self._chronicle.ledger.head,
             state=state.root if state else b"",
             first=gathered.first,
             n=gathered.n,
@@ -167,17 +182,19 @@ class Joining:
 
     async def _lead(self) -> None:
         """Lead the round to its end. Members are told what came of it."""
-        leader = self.leader = self.leader or self.new_leader()
+        if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
+            self.leader = self.new_leader()
+        leader = self.leader
         self._followed = self._me
         try:
             leader.join(self._me, self._joining(0))
             outcome = await leader.lead()
         except* Refused as group:
-            self.why = f"the anchors know more: {group.exceptions[0]}"
+            self._why = f"the anchors know more: {group.exceptions[0]}"
             if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
                 await self._news.wait(LOOK_INTERVAL_S)
         except* TooEarly as group:
-            self.why = str(group.exceptions[0])
+            self._why = str(group.exceptions[0])
             self._call_off(leader)
         except* RoundFailed as group:
             self.counters.failed += 1
@@ -211,8 +228,15 @@ class Joining:
                 self._nursery.start_soon(self._tell, peer, pulse)
 
     def _clip(self, average: bytes) -> float:
-        values = self.averages.get(average)
-        return clip_factor(values, self._chronicle.run.recipe.optimizer.clip_norm) if values is not None else 1.0
+        limit = self._chronicle.run.recipe.optimizer.clip_norm
+        return clip_factor(self._averages[average][1], limit) if average in self._averages else 1.0
+
+    def take_average(self, average: bytes) -> Vector | None:
+        """What a round came to here, now that a commit says that it counts; what no commit can name is let go."""
+        found = self._averages.pop(average, None)
+        current = self._chronicle.ledger.head
+        self._averages = {d: known for d, known in self._averages.items() if known[0] == current}
+        return found[1] if found is not None else None
 
     # --- what comes from others --------------------------------------------------------------------------------
 
@@ -220,7 +244,7 @@ class Joining:
         """A member wants this peer to lead. Raises Refused."""
         state, _ = self._mine()
         ledger = self._chronicle.ledger
-        if state is None or state.epoch != ledger.epoch:
+        if state is None or state.head != ledger.head:
             raise Refused(Code.NO_CAPACITY, "this peer is not up to date itself", LOOK_INTERVAL_S)
         if message.parent != ledger.head:
             if self._chronicle.knows(message.parent):
@@ -229,7 +253,8 @@ class Joining:
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self.round is not None and self.leader is None:
             raise Refused(Code.STRANGER, f"{self._followed} leads this round")
-        self.leader = self.leader or self.new_leader()
+        if self.leader is None or self.leader.parent != ledger.head:
+            self.leader = self.new_leader()
         self.leader.join(peer, message)
         self._news.notify()
 
@@ -246,7 +271,7 @@ class Joining:
         self._pulsed_at = now
         if message.retry_ms is not None:
             self.retry_at = now + min(LONGEST_RETRY_S, message.retry_ms / 1000)
-        self.why = f"in a round that {peer[-8:]} leads; it waits for {message.waits_for}"
+        self._why = f"in a round that {peer[-8:]} leads; it waits for {message.waits_for}"
         self._news.notify()
 
     async def take_group(self, peer: PeerId, group: Group) -> None:
@@ -300,7 +325,7 @@ class Joining:
     async def _live(self, live: Round, scope: trio.CancelScope, leader: PeerId) -> None:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
-                self.averages[message.result] = live.average
+                self._averages[message.result] = (live.group.parent, live.average)
             await self._tell(leader, message)
 
         with scope:

@@ -19,6 +19,14 @@ class _Heard:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    epoch: int = 0
+    head: bytes = b""
+    contributors: frozenset[str] = frozenset()
+    at: float = 0.0
+
+
 @dataclass(slots=True)
 class Members:
     """See the module. Ages count from when a record was first seen here, whatever its clock says."""
@@ -28,6 +36,7 @@ class Members:
     view: Callable[[], SwarmView]
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
         """The other members' records, those left out that do not answer."""
@@ -53,23 +62,31 @@ class Members:
         """Nobody else is left: give all another chance."""
         self._suspects.clear()
 
+    def committed(self, epoch: int, head: bytes, contributors: frozenset[str], now: float) -> None:
+        """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
+        self._last = _Commit(epoch, head, contributors, now)
+
     def progress(self, now: float) -> list[Progress]:
         """How far the others are that compute."""
-        return [
-            Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, now - self._heard[peer].at)
-            for peer, r in self.look(now).items()
-            if r.role == "train"
-        ]
+        found = []
+        for peer, r in self.look(now).items():
+            if r.role == "train" and self._is_moving_on(peer, r):
+                age_s = now - self._last.at
+                found.append(Progress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
+            elif r.role == "train":
+                age_s = now - self._heard[peer].at
+                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s))
+        return found
 
     def at(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
-        found = []
-        for peer, record in self.look(now).items():
-            computes = record.role == "train" and record.head == head and record.samples_per_s > 0
-            if computes or (record.role == "reduce" and record.head == head):
-                found.append(peer)
-        return found
+        computing = [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
+        return computing + [p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head]
 
     def leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled."""
-        return [peer for peer, r in self.look(now).items() if r.role == "train" and r.head == head and r.can_be_dialled]
+        records = self.look(now)
+        return [p.peer for p in self.progress(now) if p.head == head and records[p.peer].can_be_dialled]
+
+    def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:
+        return peer in self._last.contributors and record.epoch == self._last.epoch - 1

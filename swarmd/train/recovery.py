@@ -37,6 +37,7 @@ MAX_DONORS = 8
 MAX_REPLY_BYTES = 8 * 2**20
 MAX_SNAPSHOTS = 2
 SNAPSHOT_LEASE_S = 30.0
+SHORT_LEASE_S = 4.0  # where others wait for theirs
 
 Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...]], Awaitable[dict[str, Vector]]]
 """Fetches the vectors that a hash names from donors; the names of those vectors are known. Raises SwarmUnavailable."""
@@ -110,21 +111,21 @@ class Givers:
         self._renewed: dict[bytes, tuple[int, float]] = {}
 
     def freeze(self, state: RunState, now: float) -> Offer:
-        """Keep the present state for somebody. Raises Refused when too many are kept."""
-        self.expire(state, now)
+        """Keep the present state for somebody. Raises Refused when too many are fetched at the moment."""
+        self.expire(state, now, SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S)
         if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
-            raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are kept already", 5.0)
+            raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are being fetched already", SHORT_LEASE_S)
         snapshot = state.freeze()
         self._renewed[state.root] = (snapshot.n_reads, now)
         return Offer(state.epoch, state.root, len(state.averages))
 
-    def expire(self, state: RunState, now: float) -> None:
+    def expire(self, state: RunState, now: float, lease_s: float = SNAPSHOT_LEASE_S) -> None:
         """Let go of snapshots that nobody has read for a while."""
         for root, snapshot in list(state.snapshots.items()):
-            n_reads, since = self._renewed.get(root, (-1, now))
+            n_reads, since = self._renewed.setdefault(root, (snapshot.n_reads, now))
             if snapshot.n_reads != n_reads:
                 self._renewed[root] = (snapshot.n_reads, now)
-            elif now - since > SNAPSHOT_LEASE_S:
+            elif now - since > lease_s:
                 state.thaw(root)
                 self._renewed.pop(root, None)
 

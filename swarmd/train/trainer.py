@@ -146,6 +146,7 @@ class Trainer:
             await self.catching_up.advance()
             self.why = self.catching_up.why
             self._on_state(self.state)
+            self._news.notify()  # look again at once
         elif over := self.is_over():
             self.why = over
             await self._hold()
@@ -157,7 +158,7 @@ class Trainer:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 await self._hold()
-                await self.joining.take_part(self.ledger.head, self.is_over)
+                await self.joining.take_part(self.state.head, self.is_over)
             elif not self._may_compute:
                 self._may_compute = True
                 self._news.notify()
@@ -324,8 +325,8 @@ class Trainer:
             raws = (s.raw for s in self.ledger.sealed[message.after :])
             await recovery.send_commits(channel, self.run_spec.id, raws, message.id)
         elif isinstance(message, rounds.WantState):
-            if self.state is None or self.state.epoch != self.ledger.epoch:
-                raise Refused(Code.NOT_HELD, "this peer is not up to date itself", 2.0)
+            if self.state is None:
+                raise Refused(Code.NOT_HELD, "this peer has no state", 10.0)
             offer = self._givers.freeze(self.state, trio.current_time())
             await channel.send(rounds.StateIs(re=message.id, epoch=offer.epoch, state=offer.state))
 
@@ -347,6 +348,11 @@ class Trainer:
 
     # --- what it says of itself --------------------------------------------------------------------------------
 
+    @property
+    def doing(self) -> str:
+        """What this peer does now, and why."""
+        return self.joining.doing or self.why
+
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
         return self._world.links()
@@ -362,7 +368,7 @@ class Trainer:
             "run": self.run_spec.id,
             "name": self.run_spec.recipe.name,
             "role": self.role,
-            "status": self.why[:200],
+            "status": self.doing[:200],
             "epoch": self.ledger.epoch,
             "head": self.ledger.head,
             "state_epoch": state.epoch if state else None,

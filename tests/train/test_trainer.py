@@ -56,7 +56,8 @@ async def test_the_swarm_is_one_big_machine(
         expected = replay(world, member.trainer.ledger, member.trainer.state.epoch)
         found = member.trainer.state.parameters
         assert np.linalg.norm(found - expected) <= bound * np.linalg.norm(expected)
-        assert sum(m.trainer.samples_wasted for m in world.trainers()) == 0
+        counted = sum(s.commit.n_samples for s in member.trainer.ledger.sealed)
+        assert sum(m.trainer.samples_wasted for m in world.trainers()) <= 0.05 * counted
         check_ledger(world)
         nursery.cancel_scope.cancel()
 
@@ -105,7 +106,7 @@ async def test_without_a_majority_of_anchors_the_run_pauses(virtual_time: MockCl
         epoch = max(m.trainer.ledger.epoch for m in world.trainers())
         await trio.sleep(60)
         assert {m.trainer.ledger.epoch for m in world.trainers()} == {epoch}
-        assert any("majority of the anchors" in m.trainer.joining.why for m in world.trainers())
+        assert any("majority of the anchors" in m.trainer.doing for m in world.trainers())
         check_ledger(world)
         nursery.cancel_scope.cancel()
 

@@ -1,0 +1,146 @@
+"""Training together with real daemons on loopback: one big machine's result, whoever vanishes meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.training import (
+    check_ledgers,
+    check_states,
+    command,
+    parameters_of,
+    replay,
+    run_of,
+    slowed,
+    start_run,
+    wait_know,
+    wait_update,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 50
+BOUND = 1e-5
+
+
+def trainers(swarm: LocalSwarm, n: int) -> list[Volunteer]:
+    return [swarm.add("--no-serve") for _ in range(n)]
+
+
+def join_all(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, role: str = "train") -> None:
+    for volunteer in volunteers:
+        wait_know(swarm, volunteer, name)
+        volunteer.ask("train/join", "POST", name=name, role=role)
+
+
+def test_four_peers_are_one_big_machine(tmp_path: Path) -> None:
+    """Two runs at once, one peer four times slower: the parameters are those of a replay of the ledger."""
+    runs = {"sgd": "float32", "adamw": "float64"}
+    with local_swarm(tmp_path) as swarm:
+        volunteers = trainers(swarm, 4)
+        for name, precision in runs.items():
+            start_run(volunteers[0], name, optimizer=name, precision=precision, steps=STEPS)
+            join_all(swarm, volunteers[1:], name)
+        for name in runs:
+            wait_update(swarm, volunteers, 3, name)
+        with slowed(volunteers[3], "sgd"), slowed(volunteers[3], "adamw"):
+            for name in runs:
+                wait_update(swarm, volunteers, STEPS, name)
+        for name in runs:
+            check_states(volunteers, name)
+            ledger = check_ledgers(volunteers, name)
+            assert ledger.epoch == STEPS
+            assert len({c.peer for s in ledger.sealed for c in s.commit.contributors}) == 4
+            swarm.wait(lambda n=name: parameters_there(volunteers[0], n), "the last checkpoint")
+            found = parameters_of(volunteers[0], name)
+            home = volunteers[0].home.folder
+            expected = replay(ledger, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            print(f"{name} {runs[name]}: relative L2 {error:.2e} after {STEPS} updates")
+            assert error <= BOUND
+
+
+def is_back(volunteer: Volunteer) -> bool:
+    try:
+        return bool(volunteer.ask("train")["runs"])
+    except httpx.TransportError:
+        return False
+
+
+def parameters_there(volunteer: Volunteer, name: str) -> bool:
+    from tests.real.training import folder_of
+
+    saved = folder_of(volunteer, name).saved()
+    return bool(saved) and saved[0].epoch == STEPS
+
+
+def test_run_survives_its_peers(tmp_path: Path) -> None:
+    """A member killed, one stopped, an anchor killed, one late, one back after five missed updates."""
+    with local_swarm(tmp_path) as swarm:
+        volunteers = trainers(swarm, 5)
+        a, b, c, d, late = volunteers
+        start_run(a, "run", anchors=[a, b, d])
+        join_all(swarm, [b, c, d], "run")
+        wait_update(swarm, [a, b, c, d], 3)
+
+        c.stop()  # SIGKILL, wherever it is in a round
+        update = run_of(a)["update"]
+        wait_update(swarm, [a, b, d], update + 2)
+
+        d.signal(signal.SIGSTOP, "daemon")  # an anchor, too
+        update = run_of(a)["update"]
+        wait_update(swarm, [a, b], update + 6)
+        wait_know(swarm, late, "run")
+        command(late, "train", "join", "run")
+        wait_update(swarm, [late], update + 6)
+        d.signal(signal.SIGCONT, "daemon")
+        wait_update(swarm, [a, b, d, late], run_of(a)["update"] + 2)
+
+        b.stop()  # an anchor and, now and then, the leader
+        update = run_of(a)["update"]
+        wait_update(swarm, [a, d, late], update + 2)
+        c.start()
+        swarm.wait(lambda: is_back(c), "the first one back", c)
+        wait_update(swarm, [a, c, d, late], update + 4)
+
+        live = [a, c, d, late]
+        check_states(live)
+        ledger = check_ledgers(live)
+        losses = ledger.losses()
+        assert np.mean(losses[-5:]) < np.mean(losses[:5])
+        counted = {entry.peer for sealed in ledger.sealed for entry in sealed.commit.contributors}
+        assert counted == {v.peer for v in volunteers}
+        assert run_of(a)["snapshots_fetched"] == 0, "who is up to date reloads nothing"
+
+
+def test_run_pauses_without_its_anchors_and_goes_on_with_them(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        a, b, c = trainers(swarm, 3)
+        start_run(a, "run", anchors=[a, b, c], target=16)
+        join_all(swarm, [b, c], "run")
+        wait_update(swarm, [a, b, c], 2)
+        b.signal(signal.SIGSTOP, "daemon")
+        c.signal(signal.SIGSTOP, "daemon")
+        swarm.wait(lambda: "majority of the anchors" in run_of(a)["why"], "the run says why it pauses", a)
+        update = run_of(a)["update"]
+        time.sleep(2)
+        assert run_of(a)["update"] == update
+        b.signal(signal.SIGCONT, "daemon")
+        wait_update(swarm, [a, b], update + 2)
+        c.signal(signal.SIGCONT, "daemon")
+        wait_update(swarm, [a, b, c], update + 4)
+        check_ledgers([a, b, c])
+
+        assert "majority" not in command(a, "train", "status", "run")
+        command(b, "train", "stop", "run", "--all", code=2)  # only the owner
+        command(a, "train", "stop", "run", "--all")
+        swarm.wait(lambda: "stopped" in run_of(c)["state"], "all hear that it is stopped", c)
+        command(a, "train", "resume", "run")
+        wait_update(swarm, [a, b, c], run_of(a)["update"] + 2)

@@ -1,0 +1,235 @@
+"""A swarm of daemons that trains, for tests and benchmarks: start a run, slow a worker down, replay the ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from swarmd.home import bundled_folder
+from swarmd.plan.ledger import Ledger
+from swarmd.plan.samples import row_of, shard_of
+from swarmd.protocol import commit as commits
+from swarmd.protocol import manifest
+from swarmd.protocol.recipe import Recipe
+from swarmd.train.data import read_shard, rows_of_shards
+from swarmd.train.disk import RunFolder, known_runs
+from swarmd.values import PeerId
+from swarmd.weights.folder import ModelFolder
+from tests.real.harness import LocalSwarm, Volunteer
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = """
+name = "{name}"
+model = "{model}"
+data = "{root}/examples/caesar.jsonl"
+precision = "{precision}"
+anchors = [{anchors}]
+[optimizer]
+{optimizer}
+[batch]
+target = {target}
+micro = 2
+tokens = 48
+[stop]
+steps = {steps}
+[checkpoints]
+every = {every}
+"""
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 2,
+    "dtype": "float32",
+}
+OPTIMIZERS = {
+    "sgd": 'kind = "sgd"\nlearning_rate = 0.02\nmomentum = 0.9',
+    "adamw": 'kind = "adamw"\nlearning_rate = 0.0005\nweight_decay = 0.1',
+}
+
+
+def command(volunteer: Volunteer, *arguments: str, code: int = 0) -> str:
+    """Run ``swarmd`` as a user of that machine would; returns what it printed."""
+    line = [sys.executable, "-m", "swarmd_cli.main", "--home", str(volunteer.home.folder), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def tiny_model(folder: Path) -> Path:
+    """A configuration without weights, and the bundled model's tokenizer: a run makes its own first weights."""
+    folder.mkdir(exist_ok=True)
+    config = {**json.loads((bundled_folder() / "config.json").read_text()), **TINY}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_folder() / name, folder / name)
+    return folder
+
+
+def start_run(volunteer: Volunteer, name: str, anchors: list[Volunteer] | None = None, **settings: Any) -> None:
+    """Write a recipe and start it on one volunteer."""
+    chosen = {"optimizer": "sgd", "precision": "float32", "target": 32, "steps": 1000, "every": 1000, **settings}
+    chosen["optimizer"] = OPTIMIZERS[chosen["optimizer"]]
+    chosen.setdefault("model", tiny_model(volunteer.home.folder / "tiny"))
+    listed = ", ".join(f'"{a.peer}"' for a in anchors or [])
+    path = volunteer.home.folder / f"{name}.toml"
+    path.write_text(RECIPE.format(name=name, root=ROOT, anchors=listed, **chosen))
+    command(volunteer, "train", "start", str(path))
+
+
+def run_of(volunteer: Volunteer, name: str = "run") -> dict[str, Any]:
+    """What a daemon says of one run."""
+    return next(r for r in volunteer.ask("train")["runs"] if r["name"] == name)
+
+
+def wait_update(swarm: LocalSwarm, volunteers: list[Volunteer], update: int, name: str = "run") -> None:
+    """Wait until all of them have the state of an update, or a later one; ten at a time may take a while."""
+
+    def least() -> int:
+        return min(run_of(v, name)["state_update"] or 0 for v in volunteers)
+
+    while (now := least()) < update:
+        swarm.wait(lambda n=now: least() >= min(update, n + 10), f"update {min(update, now + 10)} of {name} everywhere")  # type: ignore[misc]
+
+
+def wait_know(swarm: LocalSwarm, volunteer: Volunteer, name: str) -> None:
+    """Wait until a run of another peer is known."""
+
+    def there() -> bool:
+        said = volunteer.ask("train")
+        return any(o["name"] == name for o in [*said["others"], *said["runs"]])
+
+    swarm.wait(there, f"{name} known")
+
+
+@contextmanager
+def slowed(volunteer: Volunteer, name: str = "run", share: float = 0.25) -> Iterator[None]:
+    """Let a training worker run for a share of the time only."""
+    done = threading.Event()
+
+    def drive() -> None:
+        while not done.is_set():
+            try:
+                pid = run_of(volunteer, name)["worker"]
+            except (AssertionError, StopIteration, OSError):
+                return
+            end = time.monotonic() + 2
+            while pid and time.monotonic() < end and not done.is_set():
+                try:
+                    os.kill(pid, signal.SIGSTOP)
+                    done.wait(0.08 * (1 - share))
+                    os.kill(pid, signal.SIGCONT)
+                    done.wait(0.08 * share)
+                except ProcessLookupError:
+                    break
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def folder_of(volunteer: Volunteer, name: str = "run") -> RunFolder:
+    return next(f for f in known_runs(volunteer.home.runs).values() if f.run().recipe.name == name)
+
+
+def ledger_of(volunteer: Volunteer, name: str = "run") -> Ledger:
+    """Read and verify the ledger on a volunteer's disk."""
+    folder = folder_of(volunteer, name)
+    ledger = Ledger(folder.run())
+    anchors = {0: tuple(PeerId(a) for a in ledger.run.recipe.anchors)}
+    for raw in folder.commits():
+        ledger.add(commits.read_untrusted(raw, anchors))
+    return ledger
+
+
+def check_ledgers(volunteers: list[Volunteer], name: str = "run") -> Ledger:
+    """All tell one story, no sample is in it twice; returns the longest."""
+    ledgers = [ledger_of(v, name) for v in volunteers]
+    longest = max(ledgers, key=lambda ledger: ledger.epoch)
+    for ledger in ledgers:
+        assert [s.digest for s in ledger.sealed] == [s.digest for s in longest.sealed[: ledger.epoch]]
+    counted: set[tuple[str, int]] = set()
+    for sealed in longest.sealed:
+        for c in sealed.commit.contributors:
+            draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
+            assert not draws & counted
+            counted |= draws
+    return longest
+
+
+def check_states(volunteers: list[Volunteer], name: str = "run") -> None:
+    """Who holds the state of the same update holds the same bits."""
+    seen: dict[int, str] = {}
+    for volunteer in volunteers:
+        said = run_of(volunteer, name)
+        assert seen.setdefault(said["state_update"], said["state_digest"]) == said["state_digest"]
+
+
+def parameters_of(volunteer: Volunteer, name: str = "run") -> np.ndarray:
+    """The parameters in the newest checkpoint on a volunteer's disk."""
+    with safe_open(str(folder_of(volunteer, name).saved()[0].path), "np") as file:
+        return np.asarray(file.get_tensor("parameters"))
+
+
+def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
+    """What one machine comes to that computes every sample the ledger counted, with torch's own optimizers."""
+    recipe = ledger.run.recipe
+    rows = _rows(recipe, data)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, recipe.precision)).train()
+    parameters = [p for _, p in model.named_parameters()]
+    optimizer = _optimizer(recipe, parameters)
+    for sealed in ledger.sealed:
+        optimizer.zero_grad()
+        for c in sealed.commit.contributors:
+            tokens = torch.as_tensor(np.stack([rows(c.peer, draw) for draw in range(c.first, c.first + c.n)])).long()
+            logits = model(tokens[:, :-1], use_cache=False).logits
+            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            (losses.view(len(tokens), -1).mean(1).sum() / sealed.commit.n_samples).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters]).numpy()
+
+
+def _optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    o = recipe.optimizer
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if o.kind == "sgd":
+        return torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
+    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+
+
+def _rows(recipe: Recipe, data: Path) -> Any:
+    """The row of each draw."""
+    folder = ModelFolder(data, manifest.read_folder(data))
+    shard_rows = rows_of_shards(folder.manifest, recipe.batch.tokens)
+    shards = [read_shard(folder, i) for i in range(len(shard_rows))]
+
+    def row(peer: str, draw: int) -> np.ndarray:
+        shard, place = shard_of(row_of(recipe.seed, peer, draw, shard_rows), shard_rows)
+        return shards[shard][place]
+
+    return row
