@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from swarmd.values import Decision, PeerId
 
 UNKNOWN_BYTES_PER_S = 12.5e6
 UNKNOWN_REDUCE_BYTES_PER_S = 1e9
 LEAST_SHARE = 0.01  # of the vector: less is not worth a connection
-COST_OF_A_SHARE = 1e-6  # among equal plans, the one with equal shares
+TOLERANCE = 1e-6
+Shares = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +48,48 @@ class Plan:
 
 def divide(members: Sequence[Member], n_bytes: int) -> Decision[Plan]:
     """Choose shares. Raises ValueError when nobody can reduce."""
-    from scipy.optimize import linprog  # slow to import, and only leaders need it
-
     able = [i for i, m in enumerate(members) if m.can_reduce]
     if not able:
         raise ValueError("nobody in the group can be dialled: no one can reduce")
-    rows, limits = [], []
-    for i, member in enumerate(members):
-        for fixed, slope, rate in _loads(member, members):
-            row = np.zeros(len(members) + 1)
-            row[i], row[-1] = n_bytes * slope / rate, -1.0
-            rows.append(row)
-            limits.append(-n_bytes * fixed / rate)
-    bounds = [(0.0, 1.0 if m.can_reduce else 0.0) for m in members] + [(0.0, None)]
-    total = np.array([[1.0] * len(members) + [0.0]])
-    cost = np.array([0.0] * len(members) + [1.0])
-    solved = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), A_eq=total, b_eq=[1.0], bounds=bounds)
     equal = np.array([1.0 / len(able) if m.can_reduce else 0.0 for m in members])
-    shares = np.clip(solved.x[:-1], 0.0, 1.0) if solved.success else equal
-    if expected_s(members, equal, n_bytes) <= expected_s(members, shares, n_bytes) * (1 + COST_OF_A_SHARE):
+    shares = _solve(members, n_bytes, set(able))
+    if expected_s(members, equal, n_bytes) <= expected_s(members, shares, n_bytes) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
     shares = np.where(shares < LEAST_SHARE, 0.0, shares)
     shares = shares / shares.sum()
     plan = Plan(tuple(float(s) for s in shares), expected_s(members, shares, n_bytes))
     n = sum(s > 0 for s in plan.shares)
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
+
+
+def _solve(members: Sequence[Member], n_bytes: int, able: set[int]) -> Shares:
+    """The program, again and again without those whom it leaves no part: it balances the others then."""
+    from scipy.optimize import linprog  # slow to import, and only leaders need it
+
+    while True:
+        rows, limits = [], []
+        for i in able:
+            for fixed, slope, rate in _loads(members[i], members):
+                row = np.zeros(len(members) + 1)
+                row[i], row[-1] = n_bytes * slope / rate, -1.0
+                rows.append(row)
+                limits.append(-n_bytes * fixed / rate)
+        bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(len(members))] + [(0.0, None)]
+        total = np.array([[1.0] * len(members) + [0.0]])
+        cost = np.array([0.0] * len(members) + [1.0])
+        solved = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), A_eq=total, b_eq=[1.0], bounds=bounds)
+        if not solved.success:
+            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(len(members))])
+        shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
+        alone = {i for i in able if _least_s(members[i], members, n_bytes) >= solved.x[-1] * (1 - TOLERANCE)}
+        if not alone or alone == able:
+            return shares
+        able -= alone
+
+
+def _least_s(member: Member, members: Sequence[Member], n_bytes: int) -> float:
+    """What a peer takes that reduces nothing."""
+    return max(n_bytes * fixed / rate for fixed, _, rate in _loads(member, members))
 
 
 def equal_parts(members: Sequence[Member], n_bytes: int) -> Plan:
@@ -80,7 +99,7 @@ def equal_parts(members: Sequence[Member], n_bytes: int) -> Plan:
     return Plan(shares, expected_s(members, shares, n_bytes))
 
 
-def expected_s(members: Sequence[Member], shares: Sequence[float] | np.ndarray, n_bytes: int) -> float:
+def expected_s(members: Sequence[Member], shares: Sequence[float] | Shares, n_bytes: int) -> float:
     """The time that the slowest direction of the slowest peer takes."""
     times = [
         n_bytes * (fixed + slope * share) / rate
