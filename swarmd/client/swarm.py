@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 import trio
 
@@ -47,11 +48,12 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.routing import Hop, trips_of
 from swarmd.plan.view import SwarmView
+from swarmd.protocol import records
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.protocol.records import SpanRecord
+from swarmd.protocol.records import AnyRecord, ExchangeBody, SpanRecord
 from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 3.0
 JOIN_TIMEOUT_S = 10.0
+ANNOUNCE_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 
@@ -79,6 +82,14 @@ class Membership:
     weights: Path
 
 
+class RunGuest(Protocol):
+    """What takes part in a training run from a client's process (train.collaboration)."""
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None: ...
+
+    def gone(self, peer: PeerId) -> None: ...
+
+
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
@@ -94,6 +105,7 @@ class AsyncSwarm:
         self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
         self._rng = random.Random()
+        self._runs: dict[str, RunGuest] = {}
         self._nursery: trio.Nursery
 
     def view(self) -> SwarmView:
@@ -191,6 +203,32 @@ class AsyncSwarm:
                 tried.append(str(error))
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
+    @property
+    def identity(self) -> Identity:
+        return self._membership.identity
+
+    def take_part(self, run: str, guest: RunGuest | None) -> None:
+        """Let ``guest`` have what comes about a training run; None: no longer."""
+        if guest is None:
+            self._runs.pop(run, None)
+        else:
+            self._runs[run] = guest
+
+    async def announce(self, record: AnyRecord) -> None:
+        """Tell the members that this client is connected with what it does in a run."""
+        raw = records.sign(record, self._membership.identity)
+        self.exchange.merge_untrusted(raw)
+        body = msgspec.msgpack.encode(ExchangeBody(envelopes=[raw]))
+        for peer in sorted(self.rpc.peers()):
+            channel = self.rpc.existing(peer, "bulk")
+            if channel is not None:
+                with contextlib.suppress(PeerError), trio.move_on_after(ANNOUNCE_TIMEOUT_S):
+                    await channel.send(Records(), body)
+
+    @property
+    def certificate(self) -> tuple[bytes, ...]:
+        return self._membership.certificate
+
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
         """Start work that goes on beside whoever asked for it."""
         self._nursery.start_soon(function)
@@ -242,12 +280,17 @@ class AsyncSwarm:
             await self.exchange.answer(channel, message, frame)
         elif isinstance(message, Ping):
             await channel.send(Pong(re=message.id))
+        elif (guest := self._runs.get(getattr(message, "run", ""))) is not None:
+            await guest.handle(channel, message, frame)
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         kind = {"interactive": ChainSession, "training": Lane}.get(purpose)
         for listener in list(self._listeners.values()):
             if kind is not None and isinstance(listener, kind):
                 listener.on_gone(peer)
+        if purpose in ("bulk", "averaging"):
+            for guest in list(self._runs.values()):
+                guest.gone(peer)
 
 
 @asynccontextmanager
@@ -438,6 +481,15 @@ class Swarm:
     def __init__(self, membership: Membership) -> None:
         self._thread = TrioThread()
         self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
+
+    @property
+    def within(self) -> AsyncSwarm:
+        """The same inside its own thread, for what ``call`` runs there."""
+        return self._swarm
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run an async function in the swarm's thread, and wait for it."""
+        return self._thread.call(function, *args)
 
     def view(self) -> SwarmView:
         """The frozen picture of all records."""

@@ -2,7 +2,8 @@
 
 The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
 they are three or more, else of the latest ones that the ledger counted. A mean of few samples is noisier: where a
-member has fewer than the median one, its limit grows with the square root of the ratio.
+member has fewer than the median of those, its limit grows with the square root of the ratio. If nobody would be left,
+everybody stays: then it is the gradients that have changed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ class Weighed:
     norm: float
 
 
-def outliers(members: Mapping[PeerId, Weighed], history: Sequence[float]) -> dict[PeerId, str]:
+def outliers(members: Mapping[PeerId, Weighed], history: Sequence[Weighed]) -> dict[PeerId, str]:
     """Who must be left out, each with the reason."""
-    known = [m.norm for m in members.values() if math.isfinite(m.norm)]
-    usual = known if len(known) >= LEAST_MEMBERS else list(history[:N_HISTORY])
-    found: dict[PeerId, str] = {}
-    median = statistics.median(usual) if usual else math.inf
-    n_median = statistics.median(m.n_samples for m in members.values()) if members else 1
-    for peer, member in members.items():
+    found = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
+    finite = {p: m for p, m in members.items() if p not in found}
+    usual = list(finite.values()) if len(finite) >= LEAST_MEMBERS else list(history[:N_HISTORY])
+    if not usual:
+        return found
+    median = statistics.median(m.norm for m in usual)
+    n_median = statistics.median(m.n_samples for m in usual)
+    far: dict[PeerId, str] = {}
+    for peer, member in finite.items():
         limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
-        if not math.isfinite(member.norm):
-            found[peer] = "its gradient is not finite"
-        elif member.norm > limit > 0:
-            found[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
-    return found
+        if member.norm > limit > 0:
+            far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
+    return found if len(far) == len(finite) else {**found, **far}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
+from swarmd.plan.contributions import Weighed
 from swarmd.protocol.commit import Commit, Sealed
 from swarmd.protocol.recipe import Run
 
@@ -100,11 +101,11 @@ class Ledger:
             return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
         return ""
 
-    def norms(self, n: int) -> list[float]:
-        """Norms of the latest contributions, as the outlier rule wants them."""
-        found: list[float] = []
+    def contributions(self, n: int) -> list[Weighed]:
+        """The latest ones that were counted, as the outlier rule wants them."""
+        found: list[Weighed] = []
         for sealed in reversed(self.sealed):
-            found += [c.norm for c in sealed.commit.contributors]
+            found += [Weighed(c.n, c.norm) for c in sealed.commit.contributors]
             if len(found) >= n:
                 break
         return found[:n]

@@ -66,9 +66,13 @@ class Prepare(Message, tag="prepare", frozen=True):
 
 
 class Promised(Message, tag="promised", frozen=True):
-    """Yes; under ``accepted`` the commit in the payload was taken before."""
+    """The highest ballot that is promised now: the one asked for, if that is a yes.
+
+    Under ``accepted`` the commit in the payload was taken before.
+    """
 
     re: Count = 0
+    promised: Ballot = (0, "")
     accepted: Ballot = (0, "")
 
 
@@ -81,7 +85,10 @@ class Propose(Message, tag="propose", frozen=True):
 
 
 class Accepted(Message, tag="accepted", frozen=True):
+    """The anchor's signature; without one the commit was not taken, since a higher ballot is ``promised``."""
+
     re: Count = 0
+    promised: Ballot = (0, "")
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 

@@ -38,11 +38,11 @@ class Anchor:
         """Promise, if nothing speaks against it. Raises Refused."""
         async with self._lock:
             acceptor = self._for(message.parent)
-            decision = acceptor.prepare(message.ballot)
-            if decision.action is None:
-                raise Refused(Code.REFUSED, decision.reason, 0.2)
-            await self._keep(decision.action)
-            return Promised(re=message.id, accepted=acceptor.accepted), acceptor.body
+            promised = acceptor.prepare(message.ballot).action
+            if promised is None:
+                return Promised(re=message.id, promised=acceptor.promised), b""
+            await self._keep(promised)
+            return Promised(re=message.id, promised=message.ballot, accepted=acceptor.accepted), acceptor.body
 
     async def propose(self, message: Propose, body: bytes) -> Accepted:
         """Sign a commit that may follow, if nothing speaks against it. Raises Refused."""
@@ -58,11 +58,13 @@ class Anchor:
                 self._ledger.check_next(commit)
             except IntegrityError as error:
                 raise Refused(Code.MALFORMED, str(error)) from None
-            decision = acceptor.accept(message.ballot, body)
-            if decision.action is None:
-                raise Refused(Code.REFUSED, decision.reason, 0.2)
-            await self._keep(decision.action)
-            return Accepted(re=message.id, signature=commits.sign(body, message.ballot, self._identity))
+            accepted = acceptor.accept(message.ballot, body).action
+            if accepted is None:
+                return Accepted(re=message.id, promised=acceptor.promised)
+            await self._keep(accepted)
+            return Accepted(
+                re=message.id, promised=message.ballot, signature=commits.sign(body, message.ballot, self._identity)
+            )
 
     def _for(self, parent: bytes) -> Acceptor:
         """What was promised after a parent. Raises Refused unless that is the newest commit known here."""

@@ -21,7 +21,7 @@ from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavail
 from swarmd.plan import partition
 from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ballot import NO_BALLOT, bound_to, is_majority
-from swarmd.plan.contributions import Weighed, outliers
+from swarmd.plan.contributions import N_HISTORY, Weighed, outliers
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Ballot, Commit, Counted
@@ -140,6 +140,7 @@ class Leader:
         self._news = trio.Event()
         self._began_at = trio.current_time()
         self._ballot: Ballot = NO_BALLOT
+        self._highest = 0
 
     # --- what comes from members -------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Leader:
             for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
                 lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
-            lost |= outliers(reports.weighed, self._ledger.norms(16))
+            lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
     def _received(self) -> _Reports:
@@ -405,26 +406,27 @@ class Leader:
 
     async def _promises(self) -> bytes:
         """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
-        number = self._ballot[0]
-        for attempt in range(10**6):
-            number += 1 + (attempt > 0) * self._rng.randrange(1, 4)
-            self._ballot = (number, self._me)
+        attempt = 0
+        while True:
+            self._ballot = (self._highest + 1, self._me)
             request = partial(_prepare, self._run.id, self.parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
-            promises = [(m.accepted, payload) for _, m, payload in answers if isinstance(m, Promised)]
-            if is_majority(len(promises), len(self._anchors)):
-                return bound_to(promises)
-            self.waits_for = f"a majority of the anchors: {len(promises)} of {len(self._anchors)} answer"
-            await trio.sleep(self._rng.uniform(0.1, 0.5) * min(8, 1 + attempt))
-        raise RoundFailed("no majority of the anchors answers")
+            yes = [
+                (m.accepted, body) for _, m, body in answers if isinstance(m, Promised) and m.promised == self._ballot
+            ]
+            if is_majority(len(yes), len(self._anchors)):
+                return bound_to(yes)
+            await self._back_off("a majority of the anchors", len(yes), attempt)
+            attempt += 1
 
     async def _seal(self, body: bytes) -> bytes:
-        """Have a majority sign one commit, or the one that they are bound to by now."""
+        """Have a majority sign one commit, or the one that they are bound to by now. Waits for as long as it takes."""
+        attempt = 0
         while True:
             request = partial(_propose, self._run.id, self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, body):
-                if isinstance(message, Accepted):
+                if isinstance(message, Accepted) and message.signature:
                     try:
                         commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
                         signatures[place] = message.signature
@@ -432,19 +434,29 @@ class Leader:
                         logger.warning("an anchor's signature does not count: %s", error)
             if is_majority(len(signatures), len(self._anchors)):
                 return commits.seal(body, self._ballot, signatures)
-            self.waits_for = f"a majority of the anchors: {len(signatures)} of {len(self._anchors)} have signed"
+            await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
+            attempt += 1
             body = await self._promises() or body
+
+    async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
+        """Let another proposer finish, longer after each attempt."""
+        self.waits_for = f"{wanted}: {n} of {len(self._anchors)} answer"
+        await trio.sleep(self._rng.uniform(0.0, min(4.0, 0.1 * 2**attempt)))
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or all have answered."""
         answers: list[tuple[int, Message, bytes]] = []
+        said_yes: set[int] = set()
         newer: list[Refused] = []
 
         async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
             try:
                 message, body = await self._ask_anchor(anchor, request, payload)
                 answers.append((place, message, body))
-                if is_majority(len(answers), len(self._anchors)):
+                if isinstance(message, Promised | Accepted):
+                    self._highest = max(self._highest, message.promised[0])
+                    said_yes.add(place) if message.promised == self._ballot else None
+                if is_majority(len(said_yes), len(self._anchors)):
                     scope.cancel()
             except Refused as error:
                 if error.code is Code.STALE_EPOCH:

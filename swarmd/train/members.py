@@ -34,6 +34,7 @@ class Members:
     run: RunId
     me: PeerId
     view: Callable[[], SwarmView]
+    learn: Callable[[PeerId, tuple[str, ...]], None]
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
@@ -48,6 +49,8 @@ class Members:
             heard = self._heard.get(peer)
             if heard is None or heard.sequence != record.sequence:
                 self._heard[peer] = _Heard(record.sequence, now)
+                if (known := self.view().peers.get(peer)) is not None:
+                    self.learn(peer, known.addresses)
                 if heard is not None:
                     self._suspects.pop(peer, None)  # it lives
             if self._suspects.get(peer, 0.0) <= now:

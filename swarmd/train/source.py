@@ -15,8 +15,9 @@ class SourceLost(SwarmUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The summed loss of the samples asked for, and the sum of gradients of all gathered so far."""
+    """How many samples were computed, their summed loss, and the sum of gradients of all gathered so far."""
 
+    n: int
     loss: float
     gathered: Vector
 
@@ -29,7 +30,7 @@ class Source(Protocol):
         while nothing is computed. Raises SwarmError."""
 
     async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
-        """Add the gradients of draws ``first`` to ``first + n`` to what is gathered, or begin anew with them.
+        """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
         What was returned before stays as it is until the call after next. Raises SourceLost.
         """

@@ -68,7 +68,7 @@ class Trainer:
         self.samples_wasted = 0
         self.state: RunState | None = None
         self.gathered = Gathered()
-        self.members = Members(run.id, self.me, world.view)
+        self.members = Members(run.id, self.me, world.view, world.rpc.network.learn)
         self._news = News()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news)
         self.ledger = self.chronicle.ledger
@@ -225,8 +225,8 @@ class Trainer:
                 self._news.notify()
             if gathered is not self.gathered or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
-            gathered.n, gathered.loss, gathered.vector = gathered.n + micro, gathered.loss + done.loss, done.gathered
-            self._note_speed(micro, max(trio.current_time() - begun, 1e-6))
+            gathered.n, gathered.loss, gathered.vector = gathered.n + done.n, gathered.loss + done.loss, done.gathered
+            self._note_speed(done.n, max(trio.current_time() - begun, 1e-6))
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""

@@ -86,7 +86,7 @@ class WorkerSource:
             raise SourceLost(f"the training worker was lost: {error}") from None
         self._took.add(trio.current_time() - begun)
         self._into = into
-        return Computed(answer.loss, self._memory.vectors[1 + into])
+        return Computed(n, answer.loss, self._memory.vectors[1 + into])
 
     async def close(self) -> None:
         process, self._process = self._process, None

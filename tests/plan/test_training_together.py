@@ -217,7 +217,8 @@ def test_outliers_are_named_with_their_reason() -> None:
     assert set(found) == {C, D}
     assert "limit" in found[C]
     assert outliers({A: Weighed(10, 1.0), B: Weighed(10, 30.0)}, []) == {}, "two cannot tell who is right"
-    assert set(outliers({A: Weighed(10, 1.0), B: Weighed(10, 30.0)}, [1.0] * 8)) == {B}
+    assert set(outliers({A: Weighed(10, 1.0), B: Weighed(10, 30.0)}, [Weighed(10, 1.0)] * 8)) == {B}
+    assert outliers({A: Weighed(10, 30.0)}, [Weighed(10, 1.0)] * 8) == {}, "somebody must be left"
     few = {A: Weighed(100, 1.0), B: Weighed(100, 1.0), C: Weighed(1, 30.0)}
     assert outliers(few, []) == {}, "the mean of one sample is noisier"
 

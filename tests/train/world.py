@@ -73,7 +73,7 @@ class ToySource:
             loss += value
             total += change
         self._gathered = self.spoil(total)
-        return Computed(loss, self._gathered)
+        return Computed(n, loss, self._gathered)
 
     async def close(self) -> None: ...
 

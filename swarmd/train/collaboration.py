@@ -1,0 +1,296 @@
+"""Training together from a loop of your own: ``loss.backward(); collaboration.step(n_samples)``.
+
+The loop computes, on whatever data and in whatever way it likes; the swarm decides when enough samples are there,
+averages, and takes the run's own optimizer step, so that all members come to the same bits. This process is a pure
+client then: it reduces nothing, and nobody needs to reach it.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import trio
+from torch import nn
+
+from swarmd.errors import ConfigError, IntegrityError, PeerError, SwarmError, SwarmUnavailable, first_error
+from swarmd.protocol.fields import Message
+from swarmd.protocol.recipe import Recipe, Run, read_run_untrusted
+from swarmd.protocol.records import RunRecord
+from swarmd.protocol.rounds import RunIs, WantRun
+from swarmd.protocol.untrusted import decode
+from swarmd.train import recovery
+from swarmd.train.recovery import Get
+from swarmd.train.report import report
+from swarmd.train.source import Computed
+from swarmd.train.state import Layout, Vector
+from swarmd.train.trainer import Trainer
+from swarmd.train.world import World
+from swarmd.values import PeerId
+from swarmd.weights.pace import Pace
+
+if TYPE_CHECKING:
+    from swarmd.client.swarm import AsyncSwarm, Swarm
+
+RECORD_LIFETIME_S = 60
+ANNOUNCE_INTERVAL_S = 20.0
+CALL_TIMEOUT_S = 10.0
+LOOK_INTERVAL_S = 0.1
+OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step came to: the update whose parameters the model has now, whether they are new, and what goes on."""
+
+    update: int
+    is_new: bool
+    why: str
+    is_over: bool
+
+
+class Collaboration:
+    """A part in a run of the swarm, for one model in this process. A context manager.
+
+    ``run`` is a run's name or hash; the model's trainable parameters must be the run's, in names' order and shapes.
+    The swarm's parameters are copied into it at once, and after each update. An ``optimizer`` may be given for
+    checking: it must be what the recipe says; its own ``step`` is not called. Raises SwarmError.
+    """
+
+    def __init__(
+        self, swarm: Swarm, run: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._call = swarm.call
+        self._swarm = swarm.within
+        self.run: Run = self._call(_find_run, self._swarm, run)
+        _check_optimizer(self.run.recipe, optimizer)
+        self._model = model
+        self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._source = _LoopSource(self._parameters, self.run.recipe)
+        self._folder = tempfile.TemporaryDirectory(prefix="swarmd-run-")
+        self._epoch = -1
+        self._trainer: Trainer
+        self._scope = trio.CancelScope()
+        self._call(self._begin)
+        self._take_parameters()
+
+    def step(self, n_samples: int, loss: float | torch.Tensor = 0.0) -> Stepped:
+        """Give the gradients that ``backward`` left, of the *mean* loss over ``n_samples``; zeroes them.
+
+        Returns once the next samples may be computed: after a round, if one was due, with its parameters in the model.
+        Raises ConfigError for gradients that cannot be used, SwarmError when the run cannot go on here.
+        """
+        if n_samples < 1:
+            raise ConfigError(f"a step counts at least one sample, got {n_samples}")
+        gradient = self._gradient() * n_samples
+        if not np.isfinite(gradient).all():
+            raise ConfigError("the gradient is not finite: this step is not given to the swarm")
+        mean = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        self._call(self._source.give, n_samples, mean * n_samples, gradient)
+        self._model.zero_grad()
+        is_new = self._take_parameters()
+        over = self._trainer.is_over()
+        return Stepped(self._epoch, is_new, self._trainer.doing, bool(over))
+
+    def status(self) -> dict[str, Any]:
+        """What ``swarmd train status --json`` shows of a run."""
+
+        async def look() -> dict[str, Any]:
+            return report(self._trainer)
+
+        found: dict[str, Any] = self._call(look)
+        return found
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._call(self._end)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Collaboration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- this thread -------------------------------------------------------------------------------------------
+
+    def _gradient(self) -> Vector:
+        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in self._parameters]
+        flat = torch.cat([piece.detach().to("cpu").flatten() for piece in pieces])
+        return flat.numpy().astype(self.run.recipe.precision)
+
+    def _take_parameters(self) -> bool:
+        """Copy the swarm's parameters into the model, if they are of another update than its own."""
+        state = self._trainer.state
+        if state is None or state.epoch == self._epoch:
+            return False
+        with torch.no_grad():
+            for (_, parameter), (_, shape, start, end) in zip(self._parameters, state.layout.places(), strict=True):
+                parameter.copy_(torch.from_numpy(state.parameters[start:end].copy()).view(shape))
+        self._epoch = state.epoch
+        return True
+
+    # --- the swarm's thread ------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        swarm = self._swarm
+        world = World(
+            rpc=swarm.rpc,
+            identity=swarm.identity,
+            view=swarm.view,
+            announce=lambda: swarm.start_soon(self._announce),
+            off_loop=trio.to_thread.run_sync,
+            rng=random.Random(),
+            links=lambda: (None, None),
+            can_be_dialled=lambda: False,
+        )
+        self._trainer = Trainer(world, self.run, "train", self._source, None, self._getter)
+        self._source.is_over = self._is_over
+        swarm.take_part(self.run.id, self._trainer)
+        swarm.start_soon(self._live)
+        await self._source.wait_wanted()
+
+    def _is_over(self) -> bool:
+        behind = self._trainer.catching_up
+        return bool(self._trainer.is_over()) and behind is not None and not behind.is_due
+
+    async def _live(self) -> None:
+        failure = "this part in the run has ended"
+        with self._scope:
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._announce_regularly)
+                    await self._trainer.run()
+            except* SwarmError as group:
+                failure = str(first_error(group))
+        self._source.end(failure)
+
+    async def _end(self) -> None:
+        self._scope.cancel()
+        self._swarm.take_part(self.run.id, None)
+
+    async def _announce_regularly(self) -> None:
+        while True:
+            await self._announce()
+            await trio.sleep(ANNOUNCE_INTERVAL_S)
+
+    async def _announce(self) -> None:
+        now = int(time.time())
+        fields = {k: v for k, v in self._trainer.record().items() if k != "kind"}
+        record = RunRecord(
+            peer=self._swarm.identity.peer_id,
+            sequence=int(time.time() * 1000),
+            issued_at=now,
+            expires_at=now + RECORD_LIFETIME_S,
+            certificate=self._swarm.certificate,
+            **fields,
+        )
+        await self._swarm.announce(record)
+
+    def _getter(self, layout: Layout) -> Get:
+        folder = Path(self._folder.name)
+        return recovery.getter(
+            self._swarm.rpc, folder, layout.dtype, layout.n_elements, Pace(lambda: None), lambda peer: None
+        )
+
+
+class _LoopSource:
+    """See ``train.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
+        self._layout = Layout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
+        flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
+        self._vector: Vector = flat.astype(recipe.precision)
+        self._sums: list[Vector] = [np.zeros_like(self._vector), np.zeros_like(self._vector)]
+        self._into = 0
+        self._wanted = trio.Event()
+        self._is_fresh = True
+        self._given: Computed | None = None
+        self._ready = trio.Event()
+        self._failure = ""
+        self.is_over: Callable[[], bool] = lambda: False
+
+    async def open(self) -> tuple[Layout, Vector]:
+        return self._layout, self._vector
+
+    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+        self._is_fresh, self._ready = is_fresh, trio.Event()
+        self._wanted.set()
+        await self._ready.wait()
+        assert self._given is not None
+        return self._given
+
+    async def give(self, n: int, loss: float, gradient: Vector) -> None:
+        """Hand over what a loop computed; returns when more is wanted, or never will be. Raises SwarmUnavailable."""
+        await self.wait_wanted()
+        if not self._wanted.is_set():
+            return
+        self._into = 1 - self._into
+        total = self._sums[self._into]
+        total[:] = gradient if self._is_fresh else self._sums[1 - self._into] + gradient
+        self._given = Computed(n, loss, total)
+        self._wanted = trio.Event()
+        self._ready.set()
+        await self.wait_wanted()
+
+    async def wait_wanted(self) -> None:
+        """Wait until gradients are asked for, or the run is over here. Raises SwarmUnavailable when it has failed."""
+        while not self._wanted.is_set() and not self.is_over():
+            with trio.move_on_after(LOOK_INTERVAL_S):
+                await self._wanted.wait()
+        if self._failure:
+            raise SwarmUnavailable(self._failure)
+
+    def end(self, failure: str) -> None:
+        """No gradients are wanted any more."""
+        self._failure = failure
+        self._wanted.set()
+
+    async def close(self) -> None: ...
+
+
+async def _find_run(swarm: AsyncSwarm, name: str) -> Run:
+    """Have a member tell what a run is. Raises ConfigError or SwarmUnavailable."""
+    await swarm.refresh()
+    found = {r.run for r in swarm.view().runs if name in (r.name, r.run) or (len(name) >= 6 and r.run.startswith(name))}
+    if len(found) != 1:
+        known = ", ".join(sorted({r.name for r in swarm.view().runs})) or "none"
+        raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")
+    (run_id,) = found
+
+    def request(call_id: int) -> Message:
+        return WantRun(id=call_id, run=run_id)
+
+    for record in (r for r in swarm.view().runs if r.run == run_id):
+        peer = PeerId(record.peer)
+        swarm.rpc.network.learn(peer, swarm.addresses_of(peer))
+        try:
+            reply, frame = await swarm.rpc.call(peer, request, timeout_s=CALL_TIMEOUT_S, purpose="bulk")
+            run = read_run_untrusted(decode(frame.payload, tuple[bytes, bytes], "a run")[0])
+        except (PeerError, IntegrityError):
+            continue
+        if isinstance(reply, RunIs) and run.id == run_id:
+            return run
+    raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
+
+
+def _check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an optimizer that is not the run's. Raises ConfigError."""
+    if optimizer is None:
+        return
+    asked = recipe.optimizer
+    if not isinstance(optimizer, OPTIMIZERS[asked.kind]):
+        raise ConfigError(f"the run's optimizer is {asked.kind}, not {type(optimizer).__name__}")
+    for group in optimizer.param_groups:
+        if not np.isclose(group["lr"], asked.learning_rate):
+            raise ConfigError(f"the run's learning rate is {asked.learning_rate}, not {group['lr']}")
