@@ -17,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -220,7 +221,8 @@ def gloo_rounds(n: int, n_rounds: int) -> list[float]:
 def hivemind_rounds(python: str, n: int, n_rounds: int) -> list[float]:
     """The same with hivemind's DecentralizedAverager, float32, in an environment of its own."""
     script = Path(__file__).with_name("averaging_hivemind.py")
-    return _children([python, str(script)], n, n_rounds, dict(os.environ))
+    with tempfile.TemporaryDirectory() as folder:
+        return _children([python, str(script)], n, n_rounds, {**os.environ, "MEETING": f"{folder}/meeting.json"})
 
 
 def _children(command: list[str], n: int, n_rounds: int, environment: dict[str, str]) -> list[float]:
