@@ -80,19 +80,8 @@ class Daemon:
         self.exchange = exchange
         self.rpc = Rpc(network, self)
         peers_file = home.peers_file if home else None
-        self.directory = Directory(
-            identity,
-            certificate,
-            network,
-            self.rpc,
-            store,
-            exchange,
-            wall_clock,
-            rng,
-            bootstrap,
-            peers_file,
-            config.exchange,
-        )
+        told = (bootstrap, peers_file, config.exchange)
+        self.directory = Directory(identity, certificate, network, self.rpc, store, exchange, wall_clock, rng, *told)
         self.directory.describe_with(self._describe, self._likely_next)
         self.server: Server | None = None
         self.lanes: Lanes | None = None
@@ -111,17 +100,8 @@ class Daemon:
             lambda: self.server is not None and self.server.n_decoding() > 0,
         )
         self.store.supply.on_change = self.directory.announce_soon
-        self.runs = Runs(
-            self.rpc,
-            identity,
-            self.directory.view,
-            self.directory.announce_soon,
-            lambda: (self.directory.links.up_bytes_per_s, self.directory.links.down_bytes_per_s),
-            self.store.supply,
-            config,
-            home.runs if home else weights,
-            rng,
-        )
+        runs = home.runs if home else weights
+        self.runs = Runs(self.rpc, identity, self.directory, self.store.supply, config, runs, rng)
         self.store.donor.find = self.runs.find
         self._start_worker = start_worker
         self._home = home
@@ -324,7 +304,7 @@ class Daemon:
             self.server.peer_gone(peer)
         if self.lanes is not None and purpose == "training":
             self.lanes.peer_gone(peer)
-        self.runs.gone(peer, purpose)
+        self.runs.gone(peer)
 
     # --- what this peer says of itself -----------------------------------------------------------------------
 

@@ -40,10 +40,14 @@ def start(
     from swarmd.errors import ConfigError
     from swarmd.protocol.recipe import start_run
     from swarmd.train.disk import RunFolder
+    from swarmd.train.runs import ROLES
 
     state = home()
     state.swarm()
-    ask("status")
+    if role not in ROLES:
+        raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
+    if ask("train")["training"] == "off":
+        raise ConfigError('this machine takes no part in training: its setting "training" is "off"')
     written = _checked(recipe)
     model, folder = _model(state, written, recipe.parent)
     data, n_rows = _data(state, written, recipe.parent, folder)
@@ -83,20 +87,34 @@ def stop(
     """
     if everywhere:
         stopped = ask("train/order", "POST", name=run, state="stopped")
-        print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume lets it go on")
+        print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
     left = ask("train/leave", "POST", timeout_s=120.0, name=run)
     print(f"left {left['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
 
 
+@app.command("pause")
+def pause(run: RunName = "") -> None:
+    """Compute nothing for a run on this machine until swarmd train resume; its state stays and is given to others.
+
+    Example: swarmd train pause demo-run
+    """
+    print(f"{ask('train/pause', 'POST', name=run)['run'][:12]} is paused here")
+
+
 @app.command("resume")
-def resume(run: RunName = "") -> None:
-    """As its owner: let a stopped run go on.
+def resume(
+    run: RunName = "",
+    everywhere: Annotated[bool, typer.Option("--all", help="As its owner: let a stopped run go on.")] = False,
+) -> None:
+    """Go on with a run that was paused here. With --all its owner lets a stopped run go on for everybody.
 
     Example: swarmd train resume demo-run
     """
-    resumed = ask("train/order", "POST", name=run, state="running")
-    print(f"{resumed['run'][:12]} goes on")
+    if everywhere:
+        print(f"{ask('train/order', 'POST', name=run, state='running')['run'][:12]} goes on for everybody")
+        return
+    print(f"{ask('train/unpause', 'POST', name=run)['run'][:12]} goes on here")
 
 
 @app.command("anchors")

@@ -30,6 +30,8 @@ class ControlledRuns(Protocol):
 
     def plan(self, name: str) -> dict[str, Any]: ...
 
+    def pause(self, name: str, is_paused: bool) -> dict[str, Any]: ...
+
     async def join(self, name: str, role: str) -> dict[str, Any]: ...
 
     async def leave(self, name: str) -> dict[str, Any]: ...
@@ -117,6 +119,8 @@ def application(daemon: Controlled) -> Starlette:
             route("/v1/train", lambda _: daemon.runs.status()),
             route("/v1/train/plan", lambda r: daemon.runs.plan(**_named(r, "name"))),
             route("/v1/train/join", lambda r: daemon.runs.join(**_named(r, "name", "role")), "POST"),
+            route("/v1/train/pause", lambda r: daemon.runs.pause(**_named(r, "name"), is_paused=True), "POST"),
+            route("/v1/train/unpause", lambda r: daemon.runs.pause(**_named(r, "name"), is_paused=False), "POST"),
             route("/v1/train/leave", lambda r: daemon.runs.leave(**_named(r, "name")), "POST"),
             route("/v1/train/order", lambda r: daemon.runs.order(**_order(r)), "POST"),
             route("/v1/train/checkpoint", lambda r: daemon.runs.checkpoint(**_named(r, "name")), "POST"),

@@ -26,8 +26,8 @@ class Acceptor:
     body: bytes = b""
 
     def prepare(self, ballot: Ballot) -> Decision[Acceptor | None]:
-        """Promise to take nothing under a lower ballot; None when a higher one was promised."""
-        if ballot < self.promised:
+        """Promise to take nothing under a lower ballot; None when this or a higher one was promised."""
+        if ballot <= self.promised:
             return Decision(None, f"ballot {self.promised[0]} of {self.promised[1][-8:]} was promised")
         return Decision(Acceptor(self.parent, ballot, self.accepted, self.body), "promised")
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
 from swarmd.plan.contributions import Weighed
-from swarmd.protocol.commit import Commit, Sealed
+from swarmd.protocol.commit import Commit, Counted, Sealed
 from swarmd.protocol.recipe import Run
 
 LOSS_WINDOW = 10
+MOST_TARGETS = 4  # what one peer may count at once
 RATE_TOLERANCE = 1e-6
 
 
@@ -69,14 +70,25 @@ class Ledger:
         if self.sealed and commit.generation < self.sealed[-1].commit.generation:
             raise IntegrityError("a commit by anchors that its owner has replaced")
         for counted in commit.contributors:
-            if counted.first < self.next_draw.get(counted.peer, 0):
-                raise IntegrityError(f"samples of {counted.peer[-8:]} would be counted twice")
+            self.check_counted(counted)
         if commit.restores:
             self.restored_epoch(commit)
             return
         rate = self.run.recipe.learning_rate(self.steps + 1)
         if not math.isclose(commit.learning_rate, rate, rel_tol=RATE_TOLERANCE):
             raise IntegrityError(f"a learning rate of {commit.learning_rate}; the recipe says {rate}")
+
+    def check_counted(self, counted: Counted) -> None:
+        """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""
+        expected, who = self.next_draw.get(counted.peer, 0), counted.peer[-8:]
+        if counted.first < expected:
+            raise IntegrityError(f"samples of {who} would be counted twice")
+        batch = self.run.recipe.batch
+        if counted.first > expected or counted.n > MOST_TARGETS * batch.target + batch.micro or counted.loss < 0:
+            raise IntegrityError(
+                f"{who} counts {counted.n} samples from {counted.first} with a loss of {counted.loss:.3g}; expected "
+                f"them from {expected}, at most {MOST_TARGETS} times the target, and a loss that is not negative"
+            )
 
     def restored_epoch(self, commit: Commit) -> int | None:
         """The epoch whose state a commit brings back. Raises IntegrityError when it names none."""

@@ -50,7 +50,7 @@ class Forecast:
 def forecast(members: Iterable[Progress], head: bytes, target: int) -> Forecast:
     """Add up those that build on the same commit."""
     same = [m for m in members if m.head == head]
-    n, rate = sum(m.n_expected() for m in same), sum(m.samples_per_s for m in same)
+    n, rate = sum(min(target, m.n_expected()) for m in same), sum(m.samples_per_s for m in same)
     lacking = max(0.0, target - n)
     return Forecast(n, rate, 0.0 if not lacking else lacking / rate if rate else None)
 

@@ -182,7 +182,8 @@ def read_run_untrusted(raw: bytes) -> Run:
 class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a run's owner says after its start. The highest ``sequence`` counts.
 
-    ``anchors`` replaces the recipe's; ``generation`` counts those replacements, and commits carry it.
+    ``anchors`` replaces the recipe's; ``generation`` counts those replacements, and commits carry it; ``earlier`` are
+    the anchors of generations 1 to ``generation`` - 1, whose commits still count.
     """
 
     run: Name
@@ -191,8 +192,18 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: Count = 0
     anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
 
+    earlier: Annotated[
+        tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)], ...], msgspec.Meta(max_length=16)
+    ] = ()
+
     def anchors_of(self, recipe: Recipe) -> tuple[PeerId, ...]:
         return tuple(PeerId(a) for a in self.anchors or recipe.anchors)
+
+    def sets_of(self, recipe: Recipe) -> dict[int, tuple[PeerId, ...]]:
+        """The anchors of each generation."""
+        first = tuple(PeerId(a) for a in recipe.anchors)
+        between = {i: tuple(PeerId(a) for a in anchors) for i, anchors in enumerate(self.earlier, 1)}
+        return {0: first, **between, self.generation: self.anchors_of(recipe)}
 
 
 def sign_order(order: RunOrder, owner: Identity) -> bytes:
@@ -207,6 +218,8 @@ def read_order_untrusted(raw: bytes, run: Run) -> RunOrder:
         raise IntegrityError("an order that is not signed by the run's owner")
     verify(envelope.owner, _ORDER_DOMAIN, envelope.body, envelope.signature, "a run's order")
     order = decode(envelope.body, RunOrder, "a run's order", IntegrityError)
+    if len(order.earlier) != max(0, order.generation - 1):
+        raise IntegrityError("an order that does not name the anchors of each generation")
     if order.run != run.id or len(set(order.anchors)) != len(order.anchors):
         raise IntegrityError("an order of another run, or one that names an anchor twice")
     for anchor in order.anchors:

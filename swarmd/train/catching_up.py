@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import trio
 
@@ -99,16 +100,24 @@ class CatchingUp:
             return False
         self._begin_anew(commit)
         digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
-        await self._world.off_loop(self._state.apply, commit, digest, average, steps)
+        await self._change(self._state.apply, commit, digest, average, steps)
         return True
+
+    async def _change(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
+        self._state.is_changing = True
+        try:
+            await self._world.off_loop(function, *arguments)
+        finally:
+            self._state.is_changing = False
 
     async def _restore(self, commit: Commit) -> bool:
         """Go back to the state that a commit names, if that is the one here."""
-        if commit.restores != self._state.head:
+        if (commit.restores, commit.state) != (self._state.head, self._state.root):
             return False
         self._begin_anew(commit)
         digest = self._ledger.digest_at(commit.epoch)
-        await self._world.off_loop(self._state.move_to, commit.epoch, digest, self._state.steps)
+        await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
         return True
 
     async def _catch_up(self) -> bool:
@@ -134,8 +143,7 @@ class CatchingUp:
         logger.info("fetching %s", chosen.reason)
         vectors = await self._get(chosen.action.state, chosen.action.donors, tuple(state.vectors))
         self.n_snapshots += 1
-        state.replace(vectors)
-        await self._world.off_loop(self._move_to, chosen.action.epoch)
+        await self._change(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
 
@@ -148,7 +156,8 @@ class CatchingUp:
             return Offer(newest, b"", record.n_averages + 1)
         return Offer(record.state_epoch or 0, record.state, record.n_averages)
 
-    def _move_to(self, epoch: int) -> None:
+    def _take_over(self, vectors: dict[str, Vector], epoch: int) -> None:
+        self._state.replace(vectors)
         self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))
 
     async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:

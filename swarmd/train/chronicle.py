@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from swarmd.errors import Code, IntegrityError, PeerError, Refused
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.plan.ballot import Acceptor
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol import commit as commits
 from swarmd.protocol.fields import Message
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TELL_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 4.0
+N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
 
 class Chronicle:
@@ -40,6 +42,8 @@ class Chronicle:
         self._folder = folder
         self._news = news
         self._anchor: Anchor | None = None
+        self._acceptor: Acceptor | None = None
+        self._is_ready = False
         self._writing = trio.Lock()
 
     @property
@@ -48,16 +52,14 @@ class Chronicle:
 
     async def recall(self) -> None:
         """Read what an earlier life of this peer wrote. Raises ConfigError or IntegrityError when it is damaged."""
-        acceptor = None
         if self._folder is not None:
             if raw := self._folder.order():
                 self.take_order_untrusted(raw)
             for raw in await self._world.off_loop(_all, self._folder.commits):
                 self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
-            acceptor = self._folder.acceptor()
-        if self._me in self.anchors:
-            self._anchor = Anchor(self.ledger, self._world.identity, acceptor, self._folder, self._world.off_loop)
-            self._anchor.order = self.order
+            self._acceptor = self._folder.acceptor()
+        self._is_ready = True
+        self._use_order()
 
     # --- commits -----------------------------------------------------------------------------------------------
 
@@ -65,12 +67,17 @@ class Chronicle:
         """Add what follows the ledger's head; False when something is missing in between. Raises IntegrityError."""
         async with self._writing:
             for raw in raws:
+                if any(raw == known.raw for known in self.ledger.sealed[-N_COMPARED:]):
+                    continue
+                await trio.lowlevel.checkpoint()
                 sealed = commits.read_untrusted(raw, self._anchor_sets())
                 if sealed.commit.epoch > self.ledger.epoch + 1:
                     return False
-                if self.ledger.add(sealed):
-                    if self._folder is not None:
+                if sealed.commit.epoch == self.ledger.epoch + 1:
+                    self.ledger.check_next(sealed.commit)
+                    if self._folder is not None:  # on the disk first: an anchor must not forget what follows
                         await self._world.off_loop(self._folder.append_commit, raw)
+                if self.ledger.add(sealed):
                     contributors = frozenset(c.peer for c in sealed.commit.contributors)
                     self._members.committed(self.ledger.epoch, sealed.digest, contributors, trio.current_time())
                     self._news.notify()
@@ -94,7 +101,7 @@ class Chronicle:
                 logger.info("no commits from %s: %s", peer[-8:], error)
             if self.ledger.epoch > before:
                 return True
-            self._members.suspect(peer, trio.current_time())
+            self._members.distrust(peer)
         return False
 
     def knows(self, parent: bytes) -> bool:
@@ -118,10 +125,17 @@ class Chronicle:
         if order.sequence <= self.order.sequence:
             return False
         self.order, self.order_raw = order, raw
-        if self._anchor is not None:
-            self._anchor.order = order
+        self._use_order()
         self._news.notify()
         return True
+
+    def _use_order(self) -> None:
+        """Be an anchor if the order says so, once what an earlier life promised is known."""
+        if self._anchor is None and self._is_ready and self._me in self.anchors:
+            world = self._world
+            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop)
+        if self._anchor is not None:
+            self._anchor.order = self.order
 
     async def look_for_orders(self) -> bool:
         """Take the newest order that any member's record carries; was there one?"""
@@ -138,18 +152,17 @@ class Chronicle:
 
     def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
         """The anchors of each generation that is known."""
-        first = tuple(PeerId(a) for a in self.run.recipe.anchors)
-        return {0: first, self.order.generation: self.anchors}
+        return self.order.sets_of(self.run.recipe)
 
     # --- anchors -----------------------------------------------------------------------------------------------
 
-    async def be_anchor(self, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
+    async def be_anchor(self, peer: PeerId, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
         """Answer a proposer. Raises Refused."""
         if self._anchor is None:
             raise Refused(Code.REFUSED, "this peer is no anchor of the run")
         if isinstance(message, Prepare):
-            return await self._anchor.prepare(message)
-        return await self._anchor.propose(message, body), b""
+            return await self._anchor.prepare(peer, message)
+        return await self._anchor.propose(peer, message, body), b""
 
     async def ask_anchor(
         self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
@@ -160,17 +173,24 @@ class Chronicle:
         except Refused as error:
             if error.code is not Code.NOT_HELD:
                 raise
-        raws = await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, self.ledger.epoch)
-        if raws and await self.take(raws):
+        before = self.ledger.epoch
+        try:
+            await self.take(await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, before))
+        except IntegrityError as error:
+            self._world.rpc.faults[anchor] += 1
+            raise RemoteProtocolError(f"commits that do not count: {error}") from None
+        if self.ledger.epoch > before:
             raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
-        await self.tell(anchor, [s.raw for s in self.ledger.sealed])
+        record = self._members.look(trio.current_time()).get(anchor)
+        first = record.epoch if record is not None and record.epoch < before else 0
+        await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
         return await self._ask(anchor, request, payload)
 
     async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Message, bytes]:
         if anchor == self._me:
             asked = request(0)
             assert isinstance(asked, Prepare | Propose)
-            return await self.be_anchor(asked, payload)
+            return await self.be_anchor(self._me, asked, payload)
         reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
         return reply, bytes(frame.payload)
 

@@ -104,11 +104,19 @@ class RunFolder:
                 file.truncate(at)
 
     def append_commit(self, raw: bytes) -> None:
+        """Write one commit behind the others, synced. Raises ConfigError, and leaves the file as it was."""
         make_folder(self.folder)
-        with (self.folder / "ledger.bin").open("ab") as file:
-            file.write(_LENGTH.pack(len(raw)) + raw)
-            file.flush()
-            os.fsync(file.fileno())
+        path = self.folder / "ledger.bin"
+        size = path.stat().st_size if path.is_file() else 0
+        try:
+            with path.open("ab") as file:
+                file.write(_LENGTH.pack(len(raw)) + raw)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if path.is_file():
+                os.truncate(path, size)  # half a commit would hide what follows
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     # --- an anchor's promises ---------------------------------------------------------------------------------
 

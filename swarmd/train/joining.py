@@ -24,7 +24,7 @@ from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, 
 from swarmd.train.chronicle import CALL_TIMEOUT_S, TELL_TIMEOUT_S, Chronicle
 from swarmd.train.leader import Leader, Outcome, RoundFailed, RoundTimes, Timing, TooEarly
 from swarmd.train.members import Members
-from swarmd.train.round import Round
+from swarmd.train.round import Round, check_group
 from swarmd.train.state import RunState, Vector, clip_factor, describe_average
 from swarmd.train.world import Gathered, News, World
 from swarmd.values import PeerId
@@ -101,11 +101,12 @@ class Joining:
                     return
                 chosen = self._choose(parent)
                 if chosen == self._me or self.leader is not None:
-                    await self._lead()
+                    await self._lead(is_over)
                 else:
                     await self.follow(chosen, parent)
         finally:
             self._is_in = False
+            self.end_round()  # what was gathered may change from here on
             self.counters.last_part_s = trio.current_time() - begun
 
     def _choose(self, parent: bytes) -> PeerId:
@@ -157,7 +158,7 @@ class Joining:
             loss=gathered.loss,
             n_elements=state.layout.n_elements if state else 0,
             dtype=state.layout.dtype if state else "float32",
-            receives=state is not None,
+            receives=state is not None and (gathered.n > 0 or self._world.can_be_dialled()),
             can_reduce=self._world.can_be_dialled(),
             up_bytes_per_s=up,
             down_bytes_per_s=down,
@@ -180,7 +181,7 @@ class Joining:
             self._clip,
         )
 
-    async def _lead(self) -> None:
+    async def _lead(self, is_over: Callable[[], str]) -> None:
         """Lead the round to its end. Members are told what came of it."""
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self.leader = self.new_leader()
@@ -188,7 +189,7 @@ class Joining:
         self._followed = self._me
         try:
             leader.join(self._me, self._joining(0))
-            outcome = await leader.lead()
+            outcome = await self._lead_on(leader, is_over)
         except* Refused as group:
             self._why = f"the anchors know more: {group.exceptions[0]}"
             if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
@@ -201,12 +202,30 @@ class Joining:
             logger.warning("this round failed: %s", group.exceptions[0])
             await self._news.wait(LOOK_INTERVAL_S)
         else:
-            self.counters.led += 1
-            self.counters.last = outcome.times or self.counters.last
-            await self.spread(outcome, set(leader.joined))
+            if outcome is not None:
+                self.counters.led += 1
+                self.counters.last = outcome.times or self.counters.last
+                await self.spread(outcome, set(leader.joined))
         finally:
             if self.leader is leader:
                 self.leader = None
+
+    async def _lead_on(self, leader: Leader, is_over: Callable[[], str]) -> Outcome | None:
+        """Lead until it is done, or of no use any more: committed by others, other anchors, stopped, paused."""
+        outcome: Outcome | None = None
+        order = self._chronicle.order
+
+        async def lead() -> None:
+            nonlocal outcome
+            outcome = await leader.lead()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lead)
+            while self._chronicle.ledger.head == leader.parent and self._chronicle.order is order and not is_over():
+                await self._news.wait(LOOK_INTERVAL_S)
+            nursery.cancel_scope.cancel()
+        return outcome
 
     async def spread(self, outcome: Outcome, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
@@ -222,6 +241,8 @@ class Joining:
         lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
         wait_s = min(LONGEST_RETRY_S / 2, max(0.2, lacking / rate))
         self.retry_at = now + wait_s
+        for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
+            self._members.suspect(peer, now)
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
         for peer in leader.joined:
             if peer != self._me:
@@ -252,7 +273,7 @@ class Joining:
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self.round is not None and self.leader is None:
-            raise Refused(Code.STRANGER, f"{self._followed} leads this round")
+            raise Refused(Code.NO_CAPACITY, f"{self._followed} leads this round", LOOK_INTERVAL_S)
         if self.leader is None or self.leader.parent != ledger.head:
             self.leader = self.new_leader()
         self.leader.join(peer, message)
@@ -278,10 +299,13 @@ class Joining:
         """The leader that this peer follows has formed, or changed, the group."""
         if peer != self._followed or group.parent != self._chronicle.ledger.head:
             return
-        if self.round is not None and self.round.group.round == group.round:
+        state, gathered = self._mine()
+        before = self.round.group if self.round is not None and self.round.group.round == group.round else None
+        n_elements = state.layout.n_elements if state is not None else None
+        check_group(group, before, n_elements, self._chronicle.run.recipe.precision)
+        if self.round is not None and before is not None:
             self.round.change(group)
             return
-        _, gathered = self._mine()
         mine = next((m for m in group.members if m.peer == self._me), None)
         if mine is None or (mine.n and (mine.first, mine.n) != (gathered.first, gathered.n)):
             return

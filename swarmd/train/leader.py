@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 0.5
 LOOK_INTERVAL_S = 0.1
+LONGEST_S = 3_600.0
+LEAST_BYTES_PER_S = 1e3
 ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
 MAX_ATTEMPTS = 12
 ITEM_BYTES = {"float32": 4, "float64": 8}
@@ -122,6 +124,7 @@ class Leader:
         self.parent = ledger.head
         self.joined: dict[PeerId, JoinRound] = {}
         self.waits_for = "members"
+        self.missing: list[PeerId] = []  # expected, and not there when too few samples were
         self._me = me
         self._ledger = ledger
         self._run = ledger.run
@@ -141,15 +144,21 @@ class Leader:
         self._began_at = trio.current_time()
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0
+        self._name = f"{me}/{os.urandom(8).hex()}"  # an earlier life of this peer must not have used it
 
     # --- what comes from members -------------------------------------------------------------------------------
 
     def join(self, peer: PeerId, message: JoinRound) -> None:
         """Note a member that wants to take part. Raises Refused."""
-        if self._group is not None and peer not in {m.peer for m in self._group.members}:
+        if self._group is not None:
+            if peer in {m.peer for m in self._group.members}:
+                return
             raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
-        if message.n and message.first < self._ledger.next_draw.get(peer, 0):
-            raise Refused(Code.MALFORMED, f"draws before {self._ledger.next_draw[peer]} are counted already")
+        if message.n:
+            try:
+                self._ledger.check_counted(Counted(peer, message.first, message.n, message.loss, 0.0))
+            except IntegrityError as error:
+                raise Refused(Code.MALFORMED, str(error)) from None
         if len(self.joined) >= commits.MAX_CONTRIBUTORS:
             raise Refused(Code.NO_CAPACITY, f"{commits.MAX_CONTRIBUTORS} peers are in this round")
         if peer not in self.joined:
@@ -220,6 +229,7 @@ class Leader:
             if not lacking or waited_s > self._timing.joins.limit_s():
                 if n >= ENOUGH * target:
                     return
+                self.missing = lacking
                 raise TooEarly(f"{n} of {target} samples are here")
             await self._wait(LOOK_INTERVAL_S)
 
@@ -238,22 +248,27 @@ class Leader:
                 await self._announce(before)
             elif self._is_done(now):
                 return
+            elif now - version_at > LONGEST_S:
+                raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
             await self._wait(LOOK_INTERVAL_S)
 
     def _form(self) -> Group:
-        """Divide the work among those who joined with the same state, vector and dtype as most."""
-        kinds = Counter((j.state, j.n_elements, j.dtype) for j in self.joined.values() if j.n)
-        if not kinds:
-            raise RoundFailed("nobody has samples to give")
-        state, n_elements, dtype = kinds.most_common(1)[0][0]
+        """Divide the work among those who joined with the leader's own state, vector and dtype."""
+        own = self.joined[self._me]
+        n_elements, dtype = own.n_elements, own.dtype
         members = [p for p, j in self.joined.items() if p not in self._gone]
-        for peer in [p for p in members if self.joined[p].n]:
+        for peer in [p for p in members if self.joined[p].n or self.joined[p].receives]:
             joined = self.joined[peer]
-            if (joined.state, joined.n_elements, joined.dtype) != (state, n_elements, dtype):
-                self._left_out[peer] = "its state is another than most members'"
+            if (joined.state, joined.n_elements, joined.dtype) != (own.state, n_elements, dtype):
+                self._left_out[peer] = "its state is another than the leader's"
                 members.remove(peer)
+        if not any(self.joined[p].n for p in members):
+            raise RoundFailed("nobody has samples to give")
         known = sorted(members)
-        plan = partition.divide([self._able(p) for p in known], n_elements * ITEM_BYTES[dtype]).action
+        try:
+            plan = partition.divide([self._able(p) for p in known], n_elements * ITEM_BYTES[dtype]).action
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
         ranges = partition.cut(plan.shares, n_elements)
         self._round = os.urandom(16)
         now = trio.current_time()
@@ -273,7 +288,7 @@ class Leader:
 
     def _able(self, peer: PeerId) -> partition.Member:
         joined = self.joined[peer]
-        up, down = joined.up_bytes_per_s, joined.down_bytes_per_s
+        up, down = _rate(joined.up_bytes_per_s), _rate(joined.down_bytes_per_s)
         return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
 
     def _without(self, lost: dict[PeerId, str]) -> Group:
@@ -328,6 +343,9 @@ class Leader:
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
                 lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
+            for peer in [] if reports.incomplete else self._lacking():
+                if peer != self._me:
+                    lost.setdefault(peer, f"it lacks results for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
@@ -375,7 +393,13 @@ class Leader:
         if len(have) == len(wanted):
             return bool(have)
         since = max((self._seen[p].moved_at for p in have), default=now)
-        return 2 * len(have) > len(wanted) and now - since > self._timing.results.limit_s()
+        return self._me in have and 2 * len(have) > len(wanted) and now - since > self._timing.results.limit_s()
+
+    def _lacking(self) -> list[PeerId]:
+        """Members that should have the average and do not."""
+        assert self._group is not None
+        wanted = [PeerId(m.peer) for m in self._group.members if m.receives and m.peer in self._seen]
+        return [p for p in wanted if (b := self._seen[p].beat) is None or not b.result]
 
     def _commit(self, group: Group) -> Commit:
         reports = self._received()
@@ -393,7 +417,7 @@ class Leader:
             generation=self._order.generation,
             contributors=counted,
             average=average,
-            state=self.joined[PeerId(counted[0].peer)].state,
+            state=self.joined[self._me].state,
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
             clip=self._clip(average),
         )
@@ -408,14 +432,14 @@ class Leader:
         """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
         attempt = 0
         while True:
-            self._ballot = (self._highest + 1, self._me)
+            self._ballot = (self._highest + 1, self._name)
             request = partial(_prepare, self._run.id, self.parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
             yes = [
                 (m.accepted, body) for _, m, body in answers if isinstance(m, Promised) and m.promised == self._ballot
             ]
             if is_majority(len(yes), len(self._anchors)):
-                return bound_to(yes)
+                return bound_to([(ballot, body) for ballot, body in yes if not body or self._may_follow(body)])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
 
@@ -438,6 +462,16 @@ class Leader:
             attempt += 1
             body = await self._promises() or body
 
+    def _may_follow(self, body: bytes) -> bool:
+        """Could what an anchor says it has accepted be signed at all?"""
+        try:
+            commit = commits.read_body_untrusted(body)
+            self._ledger.check_next(commit)
+        except IntegrityError as error:
+            logger.warning("an anchor names a commit that cannot follow: %s", error)
+            return False
+        return commit.generation == self._order.generation
+
     async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
         """Let another proposer finish, longer after each attempt."""
         self.waits_for = f"{wanted}: {n} of {len(self._anchors)} answer"
@@ -448,6 +482,7 @@ class Leader:
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
         newer: list[Refused] = []
+        malformed: list[Refused] = []
 
         async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
             try:
@@ -462,6 +497,8 @@ class Leader:
                 if error.code is Code.STALE_EPOCH:
                     newer.append(error)
                     scope.cancel()
+                elif error.code is Code.MALFORMED:
+                    malformed.append(error)
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             except PeerError as error:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
@@ -471,6 +508,8 @@ class Leader:
                 nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
         if newer:
             raise newer[0]
+        if is_majority(len(malformed), len(self._anchors)):
+            raise RoundFailed(f"the anchors do not take this commit: {malformed[0]}")
         return answers
 
     # --- small things ------------------------------------------------------------------------------------------
@@ -482,14 +521,18 @@ class Leader:
                 nursery.start_soon(self._tell, PeerId(member.peer), self._group)
 
     async def _pulse(self) -> None:
-        while True:
-            async with trio.open_nursery() as nursery:
-                for peer in list(self.joined):
-                    if peer not in self._gone:
-                        pulse = Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for)
-                        nursery.start_soon(self._tell, peer, pulse)
-                nursery.cancel_scope.deadline = trio.current_time() + PULSE_INTERVAL_S
-            await trio.sleep(PULSE_INTERVAL_S)
+        under_way: set[PeerId] = set()
+
+        async def tell(peer: PeerId) -> None:
+            under_way.add(peer)
+            await self._tell(peer, Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for))
+            under_way.discard(peer)
+
+        async with trio.open_nursery() as nursery:
+            while True:
+                for peer in set(self.joined) - self._gone - under_way:
+                    nursery.start_soon(tell, peer)
+                await trio.sleep(PULSE_INTERVAL_S)
 
     async def _wait(self, longest_s: float) -> None:
         news = self._news
@@ -506,6 +549,11 @@ class _Reports:
     weighed: dict[PeerId, Weighed] = field(default_factory=dict)
     incomplete: set[PeerId] = field(default_factory=set)
     faults: dict[PeerId, str] = field(default_factory=dict)
+
+
+def _rate(said: float | None) -> float | None:
+    """A bandwidth that somebody says it has, if the program can count with it."""
+    return None if said is None else max(LEAST_BYTES_PER_S, said)
 
 
 def _moved(before: Beat, after: Beat) -> bool:

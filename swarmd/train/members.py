@@ -37,6 +37,7 @@ class Members:
     learn: Callable[[PeerId, tuple[str, ...]], None]
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -53,7 +54,7 @@ class Members:
                     self.learn(peer, known.addresses)
                 if heard is not None:
                     self._suspects.pop(peer, None)  # it lives
-            if self._suspects.get(peer, 0.0) <= now:
+            if self._suspects.get(peer, 0.0) <= now and self._distrusted.get(peer) != record.head:
                 found[peer] = record
         return found
 
@@ -61,9 +62,16 @@ class Members:
         """A peer does not answer: do without it until it says something, or for a while."""
         self._suspects[peer] = now + SUSPECT_FOR_S
 
+    def distrust(self, peer: PeerId) -> None:
+        """It has nothing to show for the commit that it names: do without it until it names another."""
+        for record in self.view().in_run(self.run):
+            if record.peer == peer:
+                self._distrusted[peer] = record.head
+
     def forgive(self) -> None:
         """Nobody else is left: give all another chance."""
         self._suspects.clear()
+        self._distrusted.clear()
 
     def committed(self, epoch: int, head: bytes, contributors: frozenset[str], now: float) -> None:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""

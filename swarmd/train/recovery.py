@@ -31,7 +31,7 @@ from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-COMMITS_TIMEOUT_S = 20.0
+COMMITS_TIMEOUT_S = 8.0
 STATE_TIMEOUT_S = 20.0
 MAX_DONORS = 8
 MAX_REPLY_BYTES = 8 * 2**20

@@ -30,6 +30,8 @@ OffLoop = Callable[..., Awaitable[T]]
 CHUNK_BYTES = 512 * 1024
 BLOCK_ELEMENTS = 1 << 16
 BEAT_INTERVAL_S = 0.5
+MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
+MOST_ELEMENTS = 2**34
 CHANGES_WITHIN_S = 10.0
 
 
@@ -44,6 +46,28 @@ class _Part:
     upto: dict[PeerId, int] = field(default_factory=dict)
     squares: dict[PeerId, float] = field(default_factory=dict)
     reduced_to: int = 0
+
+
+def check_group(group: Group, before: Group | None, n_elements: int | None, dtype: str) -> None:
+    """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
+
+    ``n_elements`` is None where this peer has no vector of its own.
+    """
+    peers = [m.peer for m in group.members]
+    edges = [0, *(p.end for p in group.parts)]
+    is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
+    is_ours = group.dtype == dtype and n_elements in (None, group.n_elements)
+    is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
+    if not is_sound or not is_divided:
+        raise RemoteProtocolError("a group that does not divide the run's vector among its members")
+    if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
+        raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
+    if not any(m.n and m.is_counted for m in group.members):
+        raise RemoteProtocolError("a group of which nobody counts")
+    if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
+        (m.peer, m.first, m.n) for m in group.members
+    ]:
+        raise RemoteProtocolError("another version of a group with other members")
 
 
 class Round:
@@ -120,7 +144,7 @@ class Round:
                 f"a contribution of {peer} to elements [{message.start}, {end}), not reduced here"
             )
         upto = part.upto.get(peer, part.start)
-        if not math.isfinite(part.squares.get(peer, 0.0)):
+        if not part.squares.get(peer, 0.0) < MOST_SQUARES:
             return
         if message.start > upto:
             raise RemoteProtocolError(f"a contribution of {peer} from element {message.start}, expected {upto}")
@@ -128,19 +152,19 @@ class Round:
         if not len(fresh):
             return
         squares = part.squares.get(peer, 0.0) + float(np.dot(fresh, fresh))
-        if math.isfinite(squares):  # else it is not summed, and the leader hears of it
+        if squares < MOST_SQUARES:  # else, and where it is no number, it is not summed, and the leader hears of it
             kept = part.values.setdefault(peer, np.empty(part.end - part.start, self.dtype))
             kept[upto - part.start : end - part.start] = fresh
             part.upto[peer] = end
         part.squares[peer] = squares
-        self._notify(done=end == part.end or not math.isfinite(squares))
+        self._notify(done=end == part.end or not squares < MOST_SQUARES)
 
     async def take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from a reducer. Raises RemoteProtocolError."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while message.version > self.group.version:
                 await self._news.wait()
-        if message.version != self.group.version or self.average is None:
+        if message.version != self.group.version or self.average is None or self.result:
             return
         values = self._values(payload)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
@@ -152,8 +176,9 @@ class Round:
         if not math.isfinite(float(np.dot(values, values))):
             self.faults[peer] = "its results are not finite"
             raise RemoteProtocolError(f"results of {peer} that are not finite")
-        self.average[message.start : message.start + len(values)] = values
-        self._got[part.start] = max(upto, message.start + len(values))
+        fresh = values[upto - message.start :]
+        self.average[upto : upto + len(fresh)] = fresh
+        self._got[part.start] = upto + len(fresh)
         self._notify()
 
     # --- versions ----------------------------------------------------------------------------------------------
@@ -177,7 +202,7 @@ class Round:
         if self._vector is not None:
             own = self._vector[part.start : part.end]
             part.values[self._me], part.squares[self._me] = own, float(np.dot(own, own))
-            part.upto[self._me] = part.end if math.isfinite(part.squares[self._me]) else part.start
+            part.upto[self._me] = part.end if part.squares[self._me] < MOST_SQUARES else part.start
 
     def _own_parts(self) -> list[_Part]:
         """Parts of the present version that are reduced here."""
@@ -308,8 +333,8 @@ class Round:
             if own and self.group.members[place].n:
                 here = sum(p.upto.get(PeerId(peer), p.start) - p.start for p in own)
                 squares = sum(p.squares.get(PeerId(peer), 0.0) for p in own)
-                if not math.isfinite(squares):
-                    received.append(Received(place, here, None, "its gradient is not finite"))
+                if not squares < MOST_SQUARES:
+                    received.append(Received(place, here, None, "its gradient is not finite, or beyond all bounds"))
                 else:
                     is_whole = here == sum(p.end - p.start for p in own)
                     received.append(Received(place, here, squares if is_whole else None))

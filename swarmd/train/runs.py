@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,18 @@ from typing import Any
 import trio
 
 from swarmd.config import Config
-from swarmd.errors import ConfigError, IntegrityError, PeerError, RemoteProtocolError, SwarmError, SwarmUnavailable
-from swarmd.net.api import Purpose, TaskStatus
+from swarmd.errors import (
+    ConfigError,
+    IntegrityError,
+    PeerError,
+    RemoteProtocolError,
+    SwarmError,
+    SwarmUnavailable,
+    first_error,
+)
+from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.plan.view import SwarmView
+from swarmd.node.directory import Directory
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
@@ -60,9 +68,7 @@ class Runs:
         self,
         rpc: Rpc,
         identity: Identity,
-        view: Callable[[], SwarmView],
-        announce: Callable[[], None],
-        links: Callable[[], tuple[float | None, float | None]],
+        directory: Directory,
         supply: Supply,
         config: Config,
         root: Path,
@@ -70,9 +76,7 @@ class Runs:
     ) -> None:
         self._rpc = rpc
         self._identity = identity
-        self._view = view
-        self._announce = announce
-        self._links = links
+        self._directory = directory
         self._supply = supply
         self._config = config
         self._root = root
@@ -84,16 +88,13 @@ class Runs:
         """Go on with the runs that this machine had joined, until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
-            for folder in known_runs(self._root).values():
-                if folder.role:
-                    self._begin(folder.run(), folder)
-            try:
-                await trio.sleep_forever()
-            finally:
-                for taken in self._taken.values():
-                    if taken.source is not None:
-                        with trio.CancelScope(shield=True):
-                            await taken.source.close()
+            for folder in known_runs(self._root).values() if self._config.training != "off" else ():
+                try:
+                    if folder.role in ROLES:
+                        self._begin(folder.run(), folder)
+                except ConfigError as error:
+                    logger.warning("leaving out a run: %s", error)
+            await trio.sleep_forever()
 
     # --- what the control API asks -----------------------------------------------------------------------------
 
@@ -108,20 +109,23 @@ class Runs:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         folder = RunFolder(self._root / run_id)
         run = folder.run() if (folder.folder / "run.bin").is_file() else await self._ask_run(run_id)
+        if run_id in self._taken:  # somebody was faster
+            return {"run": run_id, "name": run.recipe.name, "role": self._taken[run_id].trainer.role}
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
-        await trio.to_thread.run_sync(folder.keep_run, run, role)
+        folder.keep_run(run, role)
         self._begin(run, folder)
         return {"run": run_id, "name": run.recipe.name, "role": role}
 
     async def leave(self, name: str) -> dict[str, Any]:
         """No longer take part. The state stays on the disk."""
         run_id = self._one_taken(name)
-        taken = self._taken.pop(run_id)
+        taken = self._taken[run_id]
         await self._save(taken)
         taken.scope.cancel()
         RunFolder(self._root / run_id).leave()
-        self._announce()
+        self._taken.pop(run_id, None)
+        self._directory.announce_soon()
         return {"run": run_id, "left": True}
 
     async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> dict[str, Any]:
@@ -138,6 +142,7 @@ class Runs:
             state="stopped" if state == "stopped" else "running",
             generation=old.generation + bool(anchors),
             anchors=anchors or old.anchors,
+            earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
         )
         raw = sign_order(order, self._identity)
         try:
@@ -145,7 +150,7 @@ class Runs:
         except IntegrityError as error:
             raise ConfigError(str(error)) from None
         await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
-        self._announce()
+        self._directory.announce_soon()
         return {"run": run_id, "state": order.state, "anchors": list(chronicle.anchors)}
 
     async def checkpoint(self, name: str) -> dict[str, Any]:
@@ -162,7 +167,7 @@ class Runs:
             source = {"device": t.source.device, "worker": t.source.pid} if t.source is not None else {}
             taken.append({**report(t.trainer), **source, "failure": t.failure or t.trainer.trouble})
         others: dict[str, dict[str, Any]] = {}
-        for record in self._view().runs:
+        for record in self._directory.view().runs:
             if RunId(record.run) not in self._taken:
                 row = others.setdefault(record.run, {"run": record.run, "name": record.name, "peers": 0, "update": 0})
                 row["peers"] += 1
@@ -171,11 +176,14 @@ class Runs:
 
     def plan(self, name: str) -> dict[str, Any]:
         """Who would reduce what now, and how long a round is expected to take."""
-        return plan(self._taken[self._one_taken(name)].trainer, self._view().peers)
+        return plan(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
 
-    def pause(self, is_paused: bool) -> None:
-        for taken in self._taken.values():
-            taken.trainer.pause(is_paused)
+    def pause(self, name: str, is_paused: bool) -> dict[str, Any]:
+        """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
+        taken = self._taken[self._one_taken(name)]
+        taken.trainer.pause(is_paused)
+        self._directory.announce_soon()
+        return {"run": taken.trainer.run_spec.id, "paused": is_paused}
 
     # --- what the daemon asks ----------------------------------------------------------------------------------
 
@@ -187,8 +195,9 @@ class Runs:
         await taken.trainer.handle(channel, message, frame)
         return True
 
-    def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        if purpose in ("bulk", "averaging"):
+    def gone(self, peer: PeerId) -> None:
+        """A channel to a peer has ended."""
+        if peer not in self._rpc.peers():  # the last of its channels, of whatever purpose
             for taken in self._taken.values():
                 taken.trainer.gone(peer)
 
@@ -203,39 +212,56 @@ class Runs:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, run: Run, folder: RunFolder) -> None:
+        trainer, source = self._make(run, folder)
+        taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
+        self._nursery.start_soon(self._live, taken, folder)
+
+    def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
         world = World(
             rpc=self._rpc,
             identity=self._identity,
-            view=self._view,
-            announce=self._announce,
+            view=self._directory.view,
+            announce=self._directory.announce_soon,
             off_loop=trio.to_thread.run_sync,
             rng=self._rng,
-            links=self._links,
+            links=lambda: (self._directory.links.up_bytes_per_s, self._directory.links.down_bytes_per_s),
             can_be_dialled=lambda: bool(self._rpc.network.addresses()),
         )
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(world, run, folder.role, source, folder, partial(self._getter, folder))
-        taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
-        self._nursery.start_soon(self._live, taken)
+        return Trainer(world, run, folder.role, source, folder, partial(self._getter, folder)), source
 
-    async def _live(self, taken: _Taken) -> None:
+    async def _live(self, taken: _Taken, folder: RunFolder) -> None:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
-        with taken.scope:
-            while True:
-                try:
-                    await taken.trainer.run()
-                except* SwarmUnavailable as group:
-                    taken.failure = str(group.exceptions[0])
-                except* SwarmError as group:
-                    taken.failure = taken.trainer.why = str(group.exceptions[0])
-                    logger.warning("training stops here: %s", taken.failure)
-                    await trio.sleep_forever()
-                logger.warning("training cannot go on yet: %s", taken.failure)
-                await trio.sleep(RETRY_S)
-        if taken.source is not None:
-            with trio.CancelScope(shield=True):
+        try:
+            with taken.scope:
+                while True:
+                    taken.failure = await self._live_once(taken.trainer)
+                    logger.warning("training ends here for now: %s", taken.failure)
+                    taken.trainer.why = taken.failure
+                    await trio.sleep(RETRY_S)
+                    await self._close(taken)
+                    taken.trainer, taken.source = self._make(taken.trainer.run_spec, folder)
+        finally:
+            await self._close(taken)
+
+    async def _live_once(self, trainer: Trainer) -> str:
+        """Run a trainer to its end; returns why that came. One run's fault ends neither the others nor the daemon."""
+        why = ""
+        try:
+            await trainer.run()
+        except* SwarmError as group:
+            why = str(first_error(group))
+        except* Exception as group:
+            logger.exception("a training run broke: that is a fault of swarmd's")
+            why = f"a fault of swarmd's: {first_error(group)!r}"
+        return why
+
+    @staticmethod
+    async def _close(taken: _Taken) -> None:
+        with trio.CancelScope(shield=True):
+            if taken.source is not None:
                 await taken.source.close()
 
     def _getter(self, folder: RunFolder, layout: Layout) -> Get:
@@ -254,9 +280,10 @@ class Runs:
 
     def _find(self, name: str) -> RunId:
         """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
-        known = {RunId(r.run): r.name for r in self._view().runs}
+        known = {RunId(r.run): r.name for r in self._directory.view().runs}
         for run_id, folder in known_runs(self._root).items():
-            known.setdefault(run_id, folder.run().recipe.name)
+            with suppress(ConfigError):
+                known.setdefault(run_id, folder.run().recipe.name)
         return _one(name, known)
 
     def _one_taken(self, name: str) -> RunId:
@@ -268,9 +295,9 @@ class Runs:
         def request(call_id: int) -> Message:
             return WantRun(id=call_id, run=run_id)
 
-        for record in self._view().in_run(run_id):
+        for record in self._directory.view().in_run(run_id):
             peer = PeerId(record.peer)
-            known = self._view().peers.get(peer)
+            known = self._directory.view().peers.get(peer)
             self._rpc.network.learn(peer, known.addresses if known else ())
             try:
                 reply, frame = await self._rpc.call(peer, request, timeout_s=LOOK_TIMEOUT_S, purpose="bulk")

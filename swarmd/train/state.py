@@ -65,6 +65,7 @@ class RunState:
         self.moments = {name: np.zeros_like(parameters) for name in moment_names(run.recipe.optimizer)}
         self.manifest = Manifest(manifests.VERSION, 0, "", (), ())
         self.root = b""
+        self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
         self.averages: dict[int, Average] = {}
         self._average_limit_bytes = average_limit_bytes
@@ -86,7 +87,9 @@ class RunState:
         self.root = bytes.fromhex(manifests.model_id(self.manifest))
 
     def freeze(self) -> Snapshot:
-        """Keep the state as it is now for whoever fetches it."""
+        """Keep the state as it is now for whoever fetches it. Raises Refused while it changes."""
+        if self.is_changing:
+            raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:
             self.snapshots[self.root] = Snapshot(self.manifest, dict(enumerate(self.vectors.values())))
         return self.snapshots[self.root]

@@ -7,17 +7,19 @@ What to do is decided by ``plan.progress`` from what all members say; this file 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import trio
 
-from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError, SwarmError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
+from swarmd.plan.ledger import MOST_TARGETS
 from swarmd.plan.progress import Action, Progress
 from swarmd.protocol import rounds
 from swarmd.protocol.commit import Commit
@@ -32,7 +34,7 @@ from swarmd.train.disk import RunFolder, read_vectors
 from swarmd.train.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.members import Members
 from swarmd.train.recovery import Get, Givers
-from swarmd.train.source import Source, SourceLost
+from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
 from swarmd.train.world import Gathered, News, World
 from swarmd.values import Decision, PeerId
@@ -119,7 +121,8 @@ class Trainer:
         self.state = state
 
     async def _resume_from_disk(self, state: RunState) -> None:
-        """Begin with the newest checkpoint that is what it says. Raises ConfigError for one that is damaged."""
+        """Begin with the newest checkpoint that is what it says."""
+        first = {name: vector.copy() for name, vector in state.vectors.items()}
         for saved in self._folder.saved() if self._folder is not None else ():
             if saved.epoch > self.ledger.epoch or self.ledger.digest_at(saved.epoch) != saved.head:
                 logger.warning("%s is of no commit that is known here", saved.path)
@@ -132,10 +135,12 @@ class Trainer:
                 continue
             state.replace(vectors)
             await self._world.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
-            if state.root != saved.root:
-                raise ConfigError(f"{saved.path} is damaged: delete it, and the state comes from peers")
-            logger.info("going on from the checkpoint of update %d", saved.epoch)
-            return
+            if state.root == saved.root:
+                logger.info("going on from the checkpoint of update %d", saved.epoch)
+                return
+            logger.warning("%s is damaged: trying the one before", saved.path)
+            state.replace(first)
+            await self._world.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
 
     async def _step(self) -> None:
         """Look, decide, act, once."""
@@ -207,7 +212,7 @@ class Trainer:
         assert self.state is not None
         micro = self.run_spec.recipe.batch.micro
         while True:
-            while not self._may_compute:
+            while not self._may_compute or self.gathered.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
                 await self._news.wait()
             head, gathered, begun = self.state.head, self.gathered, trio.current_time()
             if not gathered.n:
@@ -215,7 +220,7 @@ class Trainer:
             self._is_computing = True
             try:
                 done = await source.compute(gathered.first + gathered.n, micro, is_fresh=not gathered.n)
-            except SourceLost as error:
+            except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
                 await trio.sleep(RETRY_S)
@@ -223,6 +228,10 @@ class Trainer:
             finally:
                 self._is_computing = False
                 self._news.notify()
+            if not math.isfinite(done.loss):
+                self.trouble = "the loss is not finite: what was gathered is dropped"
+                self._begin_anew(None)
+                continue
             if gathered is not self.gathered or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
             gathered.n, gathered.loss, gathered.vector = gathered.n + done.n, gathered.loss + done.loss, done.gathered
@@ -272,6 +281,8 @@ class Trainer:
         """Write the state to this disk; returns where. Training goes on meanwhile. Raises ConfigError."""
         if self.state is None or self._folder is None:
             raise ConfigError("this peer holds no state of the run")
+        while self.state.is_changing:
+            await self._news.wait(LOOK_INTERVAL_S)
         snapshot, n_kept = self.state.freeze(), self.run_spec.recipe.checkpoints.keep
         return str(await self._world.off_loop(self._folder.save, snapshot, n_kept))
 
@@ -309,7 +320,7 @@ class Trainer:
             self.joining.take_join(peer, message)
             await channel.send(rounds.Joined(re=message.id))
         elif isinstance(message, rounds.Prepare | rounds.Propose):
-            answer, body = await self.chronicle.be_anchor(message, bytes(frame.payload))
+            answer, body = await self.chronicle.be_anchor(peer, message, bytes(frame.payload))
             await channel.send(answer, body)
         elif isinstance(message, rounds.Commits):
             await self._take_news(peer, frame)

@@ -142,5 +142,5 @@ def test_run_pauses_without_its_anchors_and_goes_on_with_them(tmp_path: Path) ->
         command(b, "train", "stop", "run", "--all", code=2)  # only the owner
         command(a, "train", "stop", "run", "--all")
         swarm.wait(lambda: "stopped" in run_of(c)["state"], "all hear that it is stopped", c)
-        command(a, "train", "resume", "run")
+        command(a, "train", "resume", "run", "--all")
         wait_update(swarm, [a, b, c], run_of(a)["update"] + 2)

@@ -104,7 +104,8 @@ class Member:
         await self.trainer.handle(channel, message, frame)
 
     def gone(self, peer: PeerId, purpose: str) -> None:
-        self.trainer.gone(peer)
+        if peer not in self.rpc.peers():
+            self.trainer.gone(peer)
 
 
 class TrainingWorld:
