@@ -56,6 +56,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "anchors": list(trainer.chronicle.anchors),
         "losses": ledger.losses(),
         "samples": sum(s.commit.n_samples for s in ledger.sealed),
+        "samples_gathered": trainer.gathered.n,
         "samples_counted": trainer.samples_counted,
         "samples_wasted": trainer.samples_wasted,
         "rounds_led": joining.counters.led,
