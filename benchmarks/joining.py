@@ -17,19 +17,23 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import command, run_of, slowed, start_run, tiny_model, wait_know, wait_update
 
 SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
 SIZE |= {"num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * 5}
-WINDOW_S = 25.0
+WINDOW_S = 20.0
+TARGET = 240
 
 
 def big_model(folder: Path) -> Path:
-    """About 16.7 M parameters: with AdamW's moments 200 MB of float32."""
+    """About 16.7 M parameters: with AdamW's moments 200 MB of float32. Everybody has the first weights."""
     tiny_model(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **SIZE}))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
 
@@ -46,13 +50,13 @@ def computed(donor: Volunteer) -> int:
     return int(said["samples_counted"] + said["samples_wasted"] + said["samples_gathered"])
 
 
-def join(swarm: LocalSwarm, donors: list[Volunteer], kill: bool) -> None:
+def join(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kill: bool) -> None:
     with ExitStack() as stack:
         for donor in donors:
             stack.enter_context(slowed(donor))
         time.sleep(3)
         before = speed(donors, WINDOW_S)
-        joiner = swarm.add("--no-serve")
+        joiner = swarm.add("--no-serve", models=model)
         wait_know(swarm, joiner, "run")
         command(joiner, "train", "join", "run")
         swarm.wait(lambda: run_of(joiner)["why"].startswith("the state of"), "the fetch begins", joiner)
@@ -76,16 +80,16 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         environment = {"SWARMD_UP_LIMIT_MBIT": str(options.mbit)}
-        donors = [swarm.add("--no-serve", **environment) for _ in range(3)]
-        model = big_model(donors[0].home.folder / "big")
-        start_run(donors[0], "run", optimizer="adamw", model=model, target=12)
+        model = {"big": big_model(Path(folder) / "big")}
+        donors = [swarm.add("--no-serve", models=model, **environment) for _ in range(3)]
+        start_run(donors[0], "run", optimizer="adamw", model=model["big"], target=TARGET)
         for donor in donors[1:]:
             wait_know(swarm, donor, "run")
             donor.ask("train/join", "POST", name="run", role="train")
-        wait_update(swarm, donors, 2)
+        wait_update(swarm, donors, 1)
         said = run_of(donors[0])
         print(f"a state of {said['state_bytes'] / 1e6:.0f} MB, links of {options.mbit:.0f} Mbit/s")
-        join(swarm, donors, options.kill)
+        join(swarm, donors, model, options.kill)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ def test_run_survives_its_peers(tmp_path: Path) -> None:
         d.signal(signal.SIGCONT, "daemon")
         wait_update(swarm, [a, b, d, late], run_of(a)["update"] + 2)
 
+        swarm.wait(lambda: run_of(late)["samples_counted"] > 0, "the late one counts", late)
+
         b.stop()  # an anchor and, now and then, the leader
         update = run_of(a)["update"]
         wait_update(swarm, [a, d, late], update + 2)
@@ -116,7 +118,7 @@ def test_run_survives_its_peers(tmp_path: Path) -> None:
         losses = ledger.losses()
         assert np.mean(losses[-5:]) < np.mean(losses[:5])
         counted = {entry.peer for sealed in ledger.sealed for entry in sealed.commit.contributors}
-        assert counted == {v.peer for v in volunteers}
+        assert counted >= {a.peer, b.peer, d.peer, late.peer}
         assert run_of(a)["snapshots_fetched"] == 0, "who is up to date reloads nothing"
 
 
