@@ -70,6 +70,7 @@ class Joining:
         self._followed: PeerId | None = None
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
+        self._pulsing = trio.CancelScope()
         self._nursery: trio.Nursery
 
     def use(self, nursery: trio.Nursery) -> None:
@@ -181,11 +182,23 @@ class Joining:
             self._clip,
         )
 
+    def _open_leader(self) -> Leader:
+        """The one for the round after the newest commit; its members hear from it from now on."""
+        if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
+            self._pulsing.cancel()
+            self._pulsing = trio.CancelScope()
+            self.leader = self.new_leader()
+            self._nursery.start_soon(self._pulse, self.leader, self._pulsing)
+        return self.leader
+
+    @staticmethod
+    async def _pulse(leader: Leader, scope: trio.CancelScope) -> None:
+        with scope:
+            await leader.pulse()
+
     async def _lead(self, is_over: Callable[[], str]) -> None:
         """Lead the round to its end. Members are told what came of it."""
-        if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
-            self.leader = self.new_leader()
-        leader = self.leader
+        leader = self._open_leader()
         self._followed = self._me
         try:
             leader.join(self._me, self._joining(0))
@@ -207,6 +220,7 @@ class Joining:
                 self.counters.last = outcome.times or self.counters.last
                 await self.spread(outcome, set(leader.joined))
         finally:
+            self._pulsing.cancel()
             if self.leader is leader:
                 self.leader = None
 
@@ -274,9 +288,7 @@ class Joining:
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self.round is not None and self.leader is None:
             raise Refused(Code.NO_CAPACITY, f"{self._followed} leads this round", LOOK_INTERVAL_S)
-        if self.leader is None or self.leader.parent != ledger.head:
-            self.leader = self.new_leader()
-        self.leader.join(peer, message)
+        self._open_leader().join(peer, message)
         self._news.notify()
 
     def take_beat(self, peer: PeerId, message: Beat) -> None:

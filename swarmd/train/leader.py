@@ -190,13 +190,6 @@ class Leader:
 
     async def lead(self) -> Outcome:
         """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._pulse)
-            outcome = await self._lead()
-            nursery.cancel_scope.cancel()
-        return outcome
-
-    async def _lead(self) -> Outcome:
         await self._gather()
         gathered_at = trio.current_time()
         bound = await self._promises()
@@ -520,7 +513,8 @@ class Leader:
             for member in members:
                 nursery.start_soon(self._tell, PeerId(member.peer), self._group)
 
-    async def _pulse(self) -> None:
+    async def pulse(self) -> None:
+        """Tell members that this leader lives, from the first that joined until cancelled."""
         under_way: set[PeerId] = set()
 
         async def tell(peer: PeerId) -> None:
