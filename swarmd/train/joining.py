@@ -351,6 +351,11 @@ class Joining:
             self._followed = None
             self._news.notify()
 
+    def close_leader(self) -> None:
+        """This peer leads nobody now; who joined will notice, and follow the next."""
+        self._pulsing.cancel()
+        self.leader = None
+
     def end_round(self) -> None:
         """Whatever round this peer is in, it is over."""
         self._scope.cancel()

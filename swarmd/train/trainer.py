@@ -154,6 +154,7 @@ class Trainer:
             self._news.notify()  # look again at once
         elif over := self.is_over():
             self.why = over
+            self.joining.close_leader()
             await self._hold()
             await self._follow_others()
         else:
