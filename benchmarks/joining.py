@@ -59,7 +59,7 @@ def join(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kil
         joiner = swarm.add("--no-serve", models=model)
         wait_know(swarm, joiner, "run")
         command(joiner, "train", "join", "run")
-        swarm.wait(lambda: run_of(joiner)["why"].startswith("the state of"), "the fetch begins", joiner)
+        swarm.wait(lambda: "fetching the state" in joiner.log(), "the fetch begins", joiner)
         begun = time.monotonic()
         if kill:
             time.sleep(4)

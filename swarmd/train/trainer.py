@@ -363,7 +363,8 @@ class Trainer:
     @property
     def doing(self) -> str:
         """What this peer does now, and why."""
-        return self.joining.doing or self.why
+        behind = self.catching_up
+        return self.joining.doing or (behind.why if behind is not None and behind.is_due else "") or self.why
 
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
