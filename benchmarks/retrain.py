@@ -2,13 +2,14 @@
 
     python benchmarks/retrain.py --out /tmp/retrained [--recipe examples/bundled.toml]
 
-Four daemons on loopback; one is killed and comes back, one is stopped for a while, one joins late. Prints what happened,
-the loss of both models on text that neither run trains on, and writes the loss curve beside the model.
+Four daemons on loopback; one is killed and comes back, one is stopped for a while, one joins late. Prints what happened
+and the loss of both models on text that this run does not train on; writes the loss curve beside the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import runpy
 import shutil
 import signal
 import tempfile
@@ -18,11 +19,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.train_bundled_model import END, corpus
 from swarmd.home import bundled_folder
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import check_ledgers, check_states, command, run_of, wait_know, wait_update
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 HELD_OUT = 40  # every so many paragraphs are not trained on
 PATIENCE_S = 1_800
 
@@ -88,16 +89,18 @@ def live(swarm: LocalSwarm, recipe: Path, steps: int) -> Volunteer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", type=Path, default=Path(__file__).parent.parent / "examples" / "bundled.toml")
+    parser.add_argument("--recipe", type=Path, default=EXAMPLES / "bundled.toml")
     options = parser.parse_args()
     from swarmd.protocol.recipe import read_toml
 
-    paragraphs = corpus().split(END)
-    test = END.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT == 0)
+    source = runpy.run_path(str(EXAMPLES / "train_bundled_model.py"))
+    end = source["END"]
+    paragraphs = source["corpus"]().split(end)
+    test = end.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT == 0)
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         recipe = Path(folder) / "bundled.toml"
         shutil.copy(options.recipe, recipe)
-        (Path(folder) / "corpus.txt").write_text(END.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT))
+        (Path(folder) / "corpus.txt").write_text(end.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT))
         a = live(swarm, recipe, read_toml(recipe).stop.steps)
         options.out.mkdir(parents=True, exist_ok=True)
         print(command(a, "train", "status", "bundled", "--plot", str(options.out / "loss.png")))
