@@ -32,6 +32,7 @@ test: check
 
 prove: setup
 	$(BIN)/python -m tests.prove --seeds $(SEEDS)
+	$(BIN)/python -m tests.prove_training --seeds $(SEEDS) --partitions 1000
 
 bench: setup
 	$(BIN)/python benchmarks/serving.py

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 2.0
 RETRY_S = 1.0
+MICRO_BATCH_S = 1.0
 SMOOTHING = 0.3
 NEWS_AT = 0.2  # of its last announced speed: a change that others should know
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
@@ -211,7 +212,6 @@ class Trainer:
     async def _compute(self, source: Source) -> None:
         """Gather gradients, one micro-batch after the other, while nothing else holds the vectors."""
         assert self.state is not None
-        micro = self.run_spec.recipe.batch.micro
         while True:
             while not self._may_compute or self.gathered.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
                 await self._news.wait()
@@ -220,7 +220,7 @@ class Trainer:
                 gathered.first = self.ledger.next_draw.get(self.me, 0)
             self._is_computing = True
             try:
-                done = await source.compute(gathered.first + gathered.n, micro, is_fresh=not gathered.n)
+                done = await source.compute(gathered.first + gathered.n, self._n_at_once(), is_fresh=not gathered.n)
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
@@ -237,6 +237,11 @@ class Trainer:
                 continue  # it came too late, and was computed on what is no longer the state
             gathered.n, gathered.loss, gathered.vector = gathered.n + done.n, gathered.loss + done.loss, done.gathered
             self._note_speed(done.n, max(trio.current_time() - begun, 1e-6))
+
+    def _n_at_once(self) -> int:
+        """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
+        most = self.run_spec.recipe.batch.micro
+        return most if not self.samples_per_s else max(1, min(most, int(MICRO_BATCH_S * self.samples_per_s)))
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""

@@ -55,11 +55,13 @@ class ToySource:
         self.layout = Layout((("w", (6, 6)), ("b", (N_ELEMENTS - 36,))), dtype)
         self.parameters: Vector = np.full(N_ELEMENTS, 3.0, dtype)
         self.sample_s = sample_s
+        self.began_at = 0.0
         self.spoil: Callable[[Vector], Vector] = lambda vector: vector
         self._seed, self._peer = seed, peer
         self._gathered: Vector = np.zeros(N_ELEMENTS, dtype)
 
     async def open(self) -> tuple[Layout, Vector]:
+        self.began_at = trio.current_time()
         await trio.sleep(0.5)
         return self.layout, self.parameters
 
