@@ -3,12 +3,14 @@
     python benchmarks/retrain.py --out /tmp/retrained [--recipe examples/bundled.toml]
 
 Four daemons on loopback; one is killed and comes back, one is stopped for a while, one joins late. Prints what happened
-and the loss of both models on text that this run does not train on; writes the loss curve beside the model.
+and the loss of both models on the same rows of the text, which both were trained on; writes the loss curve and a record
+beside the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import shutil
 import signal
@@ -21,18 +23,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmd.home import bundled_folder
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.training import check_ledgers, check_states, command, run_of, wait_know, wait_update
+from tests.real.training import check_ledgers, check_states, command, ledger_of, run_of, wait_know, wait_update
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-HELD_OUT = 40  # every so many paragraphs are not trained on
 PATIENCE_S = 1_800
 
 
-def held_out_loss(folder: Path, text: str, n_rows: int = 200) -> float:
-    """Mean loss in nats a token on rows of 256."""
+def loss_on(folder: Path, text: str, n_rows: int = 200) -> float:
+    """Mean loss in nats a token on evenly spread rows of 256."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor(tokenizer(text)["input_ids"])
-    rows = ids[: len(ids) // 257 * 257].view(-1, 257)[:n_rows]
+    rows = ids[: len(ids) // 257 * 257].view(-1, 257)
+    rows = rows[:: max(1, len(rows) // n_rows)]
     with torch.inference_mode():
         logits = model.float()(rows[:, :-1]).logits
         return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
@@ -94,20 +96,28 @@ def main() -> None:
     from swarmd.protocol.recipe import read_toml
 
     source = runpy.run_path(str(EXAMPLES / "train_bundled_model.py"))
-    end = source["END"]
-    paragraphs = source["corpus"]().split(end)
-    test = end.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT == 0)
+    text = source["corpus"]()
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         recipe = Path(folder) / "bundled.toml"
         shutil.copy(options.recipe, recipe)
-        (Path(folder) / "corpus.txt").write_text(end.join(p for i, p in enumerate(paragraphs) if i % HELD_OUT))
+        (Path(folder) / "corpus.txt").write_text(text)
         a = live(swarm, recipe, read_toml(recipe).stop.steps)
+        ledger = ledger_of(a, "bundled")
         options.out.mkdir(parents=True, exist_ok=True)
         print(command(a, "train", "status", "bundled", "--plot", str(options.out / "loss.png")))
         print(command(a, "train", "export", "bundled", "--out", str(options.out)))
     torch.set_num_threads(2)
-    before, after = held_out_loss(bundled_folder(), test), held_out_loss(options.out, test)
-    print(f"loss on held-out text: {before:.4f} before, {after:.4f} after")
+    before, after = loss_on(bundled_folder(), text), loss_on(options.out, text)
+    print(f"loss on the same rows: {before:.4f} before, {after:.4f} after")
+    record = json.loads((bundled_folder() / "training.json").read_text())
+    record["trained_further_by_the_swarm"] = {
+        "recipe": options.recipe.name,
+        "updates": ledger.epoch,
+        "samples": sum(sealed.commit.n_samples for sealed in ledger.sealed),
+        "loss_nats_per_token": {"before": round(before, 4), "after": round(after, 4)},
+    }
+    (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    AutoModelForCausalLM.from_pretrained(options.out).to(torch.bfloat16).save_pretrained(options.out)
 
 
 if __name__ == "__main__":
