@@ -12,7 +12,7 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -144,14 +144,27 @@ class Run:
 
 def read_toml(path: Path) -> Recipe:
     """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
+    written: dict[str, Any] = {}
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), Recipe)
+        written = tomllib.loads(path.read_text())
+        return msgspec.convert(written, Recipe)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {_named(str(error), written)}") from None
+
+
+def _named(error: str, written: dict[str, Any]) -> str:
+    """A refusal with the key as it is written, and the value that was found there."""
+    what, marker, place = error.partition(" - at `$.")
+    if not marker:
+        return error
+    keys, found = place.rstrip("`"), written
+    for key in keys.split("."):
+        found = found.get(key, "nothing") if isinstance(found, dict) else "nothing"
+    return f"{keys}: {what}, got {found!r}"
 
 
 def start_run(recipe: Recipe, owner: Identity, started_at: int) -> Run:
