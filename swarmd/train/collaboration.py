@@ -21,12 +21,9 @@ import torch
 import trio
 from torch import nn
 
-from swarmd.errors import ConfigError, IntegrityError, PeerError, SwarmError, SwarmUnavailable, first_error
-from swarmd.protocol.fields import Message
-from swarmd.protocol.recipe import Recipe, Run, read_run_untrusted
+from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
+from swarmd.protocol.recipe import Recipe, Run
 from swarmd.protocol.records import RunRecord
-from swarmd.protocol.rounds import RunIs, WantRun
-from swarmd.protocol.untrusted import decode
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
 from swarmd.train.report import report
@@ -34,7 +31,7 @@ from swarmd.train.source import Computed
 from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
-from swarmd.values import PeerId
+from swarmd.values import RunId
 from swarmd.weights.pace import Pace
 
 if TYPE_CHECKING:
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 
 RECORD_LIFETIME_S = 60
 ANNOUNCE_INTERVAL_S = 20.0
-CALL_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 0.1
 OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
 
@@ -70,7 +66,8 @@ class Collaboration:
     ) -> None:
         self._call = swarm.call
         self._swarm = swarm.within
-        self.run: Run = self._call(_find_run, self._swarm, run)
+        self.run: Run
+        self.run, self._order = self._call(_find_run, self._swarm, run)
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -155,6 +152,8 @@ class Collaboration:
             can_be_dialled=lambda: False,
         )
         self._trainer = Trainer(world, self.run, "train", self._source, None, self._getter)
+        if self._order:
+            self._trainer.chronicle.take_order_untrusted(self._order)
         self._source.is_over = self._is_over
         swarm.take_part(self.run.id, self._trainer)
         swarm.start_soon(self._live)
@@ -259,29 +258,15 @@ class _LoopSource:
     async def close(self) -> None: ...
 
 
-async def _find_run(swarm: AsyncSwarm, name: str) -> Run:
+async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     """Have a member tell what a run is. Raises ConfigError or SwarmUnavailable."""
     await swarm.refresh()
-    found = {r.run for r in swarm.view().runs if name in (r.name, r.run) or (len(name) >= 6 and r.run.startswith(name))}
+    view = swarm.view()
+    found = {r.run for r in view.runs if name in (r.name, r.run) or (len(name) >= 6 and r.run.startswith(name))}
     if len(found) != 1:
-        known = ", ".join(sorted({r.name for r in swarm.view().runs})) or "none"
+        known = ", ".join(sorted({r.name for r in view.runs})) or "none"
         raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")
-    (run_id,) = found
-
-    def request(call_id: int) -> Message:
-        return WantRun(id=call_id, run=run_id)
-
-    for record in (r for r in swarm.view().runs if r.run == run_id):
-        peer = PeerId(record.peer)
-        swarm.rpc.network.learn(peer, swarm.addresses_of(peer))
-        try:
-            reply, frame = await swarm.rpc.call(peer, request, timeout_s=CALL_TIMEOUT_S, purpose="bulk")
-            run = read_run_untrusted(decode(frame.payload, tuple[bytes, bytes], "a run")[0])
-        except (PeerError, IntegrityError):
-            continue
-        if isinstance(reply, RunIs) and run.id == run_id:
-            return run
-    raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
+    return await recovery.ask_run(swarm.rpc, view, RunId(found.pop()))
 
 
 def _check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:

@@ -15,16 +15,18 @@ from pathlib import Path
 import msgspec
 import trio
 
-from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.recovery import Offer
+from swarmd.plan.view import SwarmView
 from swarmd.protocol.fields import Message
 from swarmd.protocol.manifest import Manifest
-from swarmd.protocol.rounds import Commits, StateIs, WantCommits, WantState
+from swarmd.protocol.recipe import Run, read_order_untrusted, read_run_untrusted
+from swarmd.protocol.rounds import Commits, RunIs, StateIs, WantCommits, WantRun, WantState
 from swarmd.protocol.untrusted import decode
 from swarmd.train.disk import read_vectors
 from swarmd.train.state import DTYPES, Average, RunState, Snapshot, Vector
-from swarmd.values import ModelId, PeerId
+from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights import folder as folders
 from swarmd.weights.fetch import Fetch, fetch_manifest
 from swarmd.weights.pace import Pace
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 COMMITS_TIMEOUT_S = 8.0
 STATE_TIMEOUT_S = 20.0
+RUN_TIMEOUT_S = 10.0
 MAX_DONORS = 8
 MAX_REPLY_BYTES = 8 * 2**20
 MAX_SNAPSHOTS = 2
@@ -69,6 +72,35 @@ def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ..
     wanted = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
     if [(t.name, t.dtype, t.shape) for t in manifest.tensors] != wanted or manifest.files:
         raise SwarmUnavailable("what the donors offer is no state of this run")
+
+
+async def ask_run(rpc: Rpc, view: SwarmView, run_id: RunId) -> tuple[Run, bytes]:
+    """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable."""
+
+    def request(call_id: int) -> Message:
+        return WantRun(id=call_id, run=run_id)
+
+    for record in view.in_run(run_id):
+        peer = PeerId(record.peer)
+        known = view.peers.get(peer)
+        rpc.network.learn(peer, known.addresses if known else ())
+        try:
+            reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+            if not isinstance(reply, RunIs):
+                raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
+            raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
+            run = read_run_untrusted(raw)
+            if run.id != run_id:
+                raise IntegrityError("another run than was asked for")
+            if order:
+                read_order_untrusted(order, run)
+            return run, order
+        except IntegrityError as error:
+            rpc.faults[peer] += 1
+            logger.warning("%s lies about the run: %s", peer[-8:], error)
+        except PeerError as error:
+            logger.info("%s does not tell what the run is: %s", peer[-8:], error)
+    raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
 
 
 async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:

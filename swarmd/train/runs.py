@@ -16,25 +16,19 @@ from swarmd.config import Config
 from swarmd.errors import (
     ConfigError,
     IntegrityError,
-    PeerError,
-    RemoteProtocolError,
     SwarmError,
-    SwarmUnavailable,
     first_error,
 )
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.node.directory import Directory
-from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
-from swarmd.protocol.recipe import Run, RunOrder, read_run_untrusted, sign_order
-from swarmd.protocol.rounds import RunIs, WantRun
-from swarmd.protocol.untrusted import decode
+from swarmd.protocol.recipe import Run, RunOrder, sign_order
 from swarmd.train import recovery
 from swarmd.train.disk import RunFolder, known_runs
-from swarmd.train.recovery import Get
+from swarmd.train.recovery import Get, ask_run
 from swarmd.train.report import plan, report
 from swarmd.train.state import Average, Layout, Snapshot
 from swarmd.train.trainer import Trainer
@@ -47,7 +41,6 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 ROLES = ("train", "reduce", "anchor")
-LOOK_TIMEOUT_S = 10.0
 RETRY_S = 10.0
 
 
@@ -108,12 +101,15 @@ class Runs:
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         folder = RunFolder(self._root / run_id)
-        run = folder.run() if (folder.folder / "run.bin").is_file() else await self._ask_run(run_id)
+        known = (folder.folder / "run.bin").is_file()
+        run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view(), run_id)
         if run_id in self._taken:  # somebody was faster
             return {"run": run_id, "name": run.recipe.name, "role": self._taken[run_id].trainer.role}
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
         folder.keep_run(run, role)
+        if order:
+            folder.keep_order(order)
         self._begin(run, folder)
         return {"run": run_id, "name": run.recipe.name, "role": role}
 
@@ -288,28 +284,6 @@ class Runs:
 
     def _one_taken(self, name: str) -> RunId:
         return _one(name, {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()})
-
-    async def _ask_run(self, run_id: RunId) -> Run:
-        """Have a member tell what the run is. Raises SwarmUnavailable."""
-
-        def request(call_id: int) -> Message:
-            return WantRun(id=call_id, run=run_id)
-
-        for record in self._directory.view().in_run(run_id):
-            peer = PeerId(record.peer)
-            known = self._directory.view().peers.get(peer)
-            self._rpc.network.learn(peer, known.addresses if known else ())
-            try:
-                reply, frame = await self._rpc.call(peer, request, timeout_s=LOOK_TIMEOUT_S, purpose="bulk")
-                if not isinstance(reply, RunIs):
-                    raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
-                run = read_run_untrusted(decode(frame.payload, tuple[bytes, bytes], "a run")[0])
-                if run.id == run_id:
-                    return run
-                logger.warning("%s gives another run than it was asked for", peer[-8:])
-            except (PeerError, IntegrityError) as error:
-                logger.info("%s does not tell what the run is: %s", peer[-8:], error)
-        raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
 
 
 def _one(name: str, known: dict[RunId, str]) -> RunId:
