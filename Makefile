@@ -28,9 +28,11 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -m "not prove"
+	$(BIN)/pytest -p no:cacheprovider -m "not prove and not slow" & others=$$!; \
+	$(BIN)/pytest -m "slow and not prove"; slow=$$?; wait $$others && exit $$slow
 
 prove: setup
+	$(BIN)/pytest -m prove
 	$(BIN)/python -m tests.prove --seeds $(SEEDS)
 	$(BIN)/python -m tests.prove_training --seeds $(SEEDS) --partitions 1000
 

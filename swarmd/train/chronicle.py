@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TELL_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 4.0
+MOST_ASKED = 4
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
 
@@ -84,14 +85,13 @@ class Chronicle:
         return True
 
     async def sync(self, peers: Iterable[PeerId]) -> bool:
-        """Ask one after the other for what is missing here, until one has some; did one?
+        """Ask some at once for what is missing here, until one has some; did one?
 
         What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
         """
-        for peer in dict.fromkeys(peers):
-            if peer == self._me:
-                continue
-            before = self.ledger.epoch
+        before = self.ledger.epoch
+
+        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
             try:
                 await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, before))
             except IntegrityError as error:
@@ -100,9 +100,14 @@ class Chronicle:
             except PeerError as error:
                 logger.info("no commits from %s: %s", peer[-8:], error)
             if self.ledger.epoch > before:
-                return True
-            self._members.distrust(peer)
-        return False
+                scope.cancel()
+            else:
+                self._members.distrust(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in [p for p in dict.fromkeys(peers) if p != self._me][:MOST_ASKED]:
+                nursery.start_soon(ask, peer, nursery.cancel_scope)
+        return self.ledger.epoch > before
 
     def knows(self, parent: bytes) -> bool:
         """Is this the digest of an earlier commit than the newest?"""

@@ -65,7 +65,7 @@ class Timing:
     """What things took so far on this peer; kept from round to round."""
 
     beats: Arrivals = field(default_factory=lambda: Arrivals(least_s=2.0, first_s=5.0))
-    joins: Arrivals = field(default_factory=lambda: Arrivals(least_s=0.5, first_s=4.0))
+    joins: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.5, first_s=4.0))
     results: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.0, first_s=8.0))
 
 

@@ -56,6 +56,7 @@ def test_help_has_an_example_for_every_verb() -> None:
     verbs = re.findall(r"^  (\w+) ", top.stdout.split("Commands:")[1], re.MULTILINE)
     assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= set(verbs)
     groups = {"models": ["ls", "add"], "service": ["install", "uninstall", "status", "logs"]}
+    groups["train"] = ["start", "join", "stop", "pause", "resume", "anchors", "status", "plan", "export"]
     for verb in verbs:
         for words in [[verb, sub] for sub in groups[verb]] if verb in groups else [[verb]]:
             shown = subprocess.run([*program, *words, "--help"], capture_output=True, text=True, check=True)

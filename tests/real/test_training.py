@@ -119,9 +119,9 @@ def test_run_survives_its_peers(tmp_path: Path) -> None:
         assert np.mean(losses[-5:]) < np.mean(losses[:5])
         counted = {entry.peer for sealed in ledger.sealed for entry in sealed.commit.contributors}
         assert counted >= {a.peer, b.peer, d.peer, late.peer}
-        assert run_of(a)["snapshots_fetched"] == 0, "who is up to date reloads nothing"
 
 
+@pytest.mark.prove
 def test_run_pauses_without_its_anchors_and_goes_on_with_them(tmp_path: Path) -> None:
     with local_swarm(tmp_path) as swarm:
         a, b, c = trainers(swarm, 3)

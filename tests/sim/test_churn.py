@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import trio
 import trio._core._run as trio_run
@@ -63,6 +64,7 @@ async def churn(swarm: SimSwarm, until: float, joined: list[float], gone: list[f
     gone.append(trio.current_time() - changed_at)
 
 
+@pytest.mark.prove
 async def test_thirty_peers_for_ten_minutes(virtual_time: trio.testing.MockClock) -> None:
     counts = dict.fromkeys(("tokens", "repairs", "replayed", "done"), 0)
     joined: list[float] = []
