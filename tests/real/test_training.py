@@ -81,6 +81,7 @@ def parameters_there(volunteer: Volunteer, name: str) -> bool:
     return bool(saved) and saved[0].epoch == STEPS
 
 
+@pytest.mark.prove
 def test_run_survives_its_peers(tmp_path: Path) -> None:
     """A member killed, one stopped, an anchor killed, one late, one back after five missed updates."""
     with local_swarm(tmp_path) as swarm:
