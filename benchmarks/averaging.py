@@ -32,14 +32,13 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan import partition
 from swarmd.plan.partition import Member
-from swarmd.protocol import manifest as manifests
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
 from swarmd.train.round import Round
-from swarmd.train.state import Vector, describe_average
-from swarmd.values import PeerId
+from swarmd.train.state import Vector, average_digest
+from swarmd.values import PeerId, RunId
 from swarmd.weights.pace import Pace
 
 N_PEERS = 4
@@ -144,7 +143,8 @@ class Peer:
                 done.set()
 
         begun = time.perf_counter()
-        live = Round(rpc, group, vector, _digest, trio.to_thread.run_sync)
+        digest = partial(average_digest, RunId(group.run), group.parent)
+        live = Round(rpc, group, vector, digest, trio.to_thread.run_sync)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()
@@ -159,13 +159,6 @@ class Peer:
         print(json.dumps([time.perf_counter() - begun, live.result.hex()]), flush=True)
         await trio.to_thread.run_sync(sys.stdin.readline)  # until all have it
         scope.cancel()
-
-
-def _digest(average: Vector) -> bytes:
-    class _Run:
-        id = "run"
-
-    return bytes.fromhex(manifests.model_id(describe_average(_Run, b"", average)))  # type: ignore[arg-type]
 
 
 def swarmd_rounds(n: int, n_rounds: int, links: list[float], equal: bool = False) -> tuple[list[float], float]:

@@ -16,6 +16,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +109,15 @@ def prove(seeds: range, dtype: str, write: Any) -> Counter[str]:
     return counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+@contextmanager
+def evidence(kind: str, command: str) -> Iterator[Callable[[str], None]]:
+    """Give what writes a line to the terminal and to a new log in docs/evidence/, headed by commit and command."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    path = ROOT / "docs" / "evidence" / f"faults-{stamp}.log"
+    path = ROOT / "docs" / "evidence" / f"{kind}-{stamp}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
     with path.open("w") as log:
 
         def write(line: str) -> None:
@@ -127,8 +125,18 @@ def main() -> None:
             log.write(line + "\n")
             log.flush()
 
-        command = f"python -m tests.prove --first {options.first} --seeds {options.seeds}"
-        write(f"commit {commit.stdout.strip()}, command: {command}")
+        write(f"commit {commit.stdout.strip()}, command: python -m {command}")
+        yield write
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    with evidence("faults", f"tests.prove --first {options.first} --seeds {options.seeds}") as write:
         middle = options.first + (options.seeds + 1) // 2
         total = prove(range(options.first, middle), "float32", write)
         total += prove(range(middle, options.first + options.seeds), "bfloat16", write)

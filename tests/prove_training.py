@@ -8,11 +8,9 @@ moment of a round, one that joins late, one that comes back. After each, what ev
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +22,12 @@ import trio
 import trio._core._run as trio_run
 import trio.testing
 
+from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.test_training import is_back
 from tests.real.training import check_ledgers, check_states, run_of, start_run, wait_know, wait_update
 from tests.train.partitions import one_world
 
-ROOT = Path(__file__).parent.parent
 N_PEERS = 5
 BLOWS = ["kill", "stop daemon", "stop worker", "kill worker", "kill anchor", "stop anchor"]
 
@@ -125,20 +123,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--partitions", type=int, default=0)
     options = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    path = ROOT / "docs" / "evidence" / f"training-{stamp}.log"
-    with path.open("w") as log:
-
-        def write(line: str) -> None:
-            print(line, flush=True)
-            log.write(line + "\n")
-            log.flush()
-
-        arguments = f"--first {options.first} --seeds {options.seeds} --partitions {options.partitions}"
-        write(f"commit {commit.stdout.strip()}, command: python -m tests.prove_training {arguments}")
+    arguments = f"--first {options.first} --seeds {options.seeds} --partitions {options.partitions}"
+    with evidence("training", f"tests.prove_training {arguments}") as write:
         failed = prove_partitions(range(options.partitions), write) if options.partitions else 0
         if options.seeds:
             failed += prove(range(options.first, options.first + options.seeds), write)

@@ -37,8 +37,10 @@ def start(
 
     Example: swarmd train start recipe.toml
     """
+    import msgspec
+
     from swarmd.errors import ConfigError
-    from swarmd.protocol.recipe import start_run
+    from swarmd.protocol.recipe import read_toml, start_run
     from swarmd.train.disk import RunFolder
     from swarmd.train.runs import ROLES
 
@@ -48,11 +50,9 @@ def start(
         raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
     if ask("train")["training"] == "off":
         raise ConfigError('this machine takes no part in training: its setting "training" is "off"')
-    written = _checked(recipe)
+    written = read_toml(recipe)
     model, folder = _model(state, written, recipe.parent)
     data, n_rows = _data(state, written, recipe.parent, folder)
-    import msgspec
-
     anchors = written.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
@@ -207,27 +207,15 @@ def export(
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _checked(path: Path) -> Recipe:
-    from swarmd.protocol.recipe import read_toml
-
-    return read_toml(path)
-
-
 def _model(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId, Path]:
     """The model to begin with, on this disk: of the catalog, a checkpoint folder, or one that only has a config."""
     from swarmd.errors import ConfigError
-    from swarmd.protocol import manifest
-    from swarmd.weights.library import Library
 
     folder = beside / recipe.model
     if folder.is_dir():
         if not any(folder.glob("*.safetensors")):
             folder = _initialised(folder, recipe, state)
-        read = manifest.read_folder(folder)
-        Library(state.weights, {}).keep_manifest(read, folder)
-        model = manifest.model_id(read)
-        state.add_folder(model, folder)
-        return model, folder
+        return _adopt(state, folder), folder
     model = state.catalog().hash_of(recipe.model)
     here = ask("here", model=model)
     if not here["here"]:
@@ -265,7 +253,6 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, 
     from swarmd.protocol import manifest
     from swarmd.train.data import pack, rows_of_shards
     from swarmd.values import is_model_hash
-    from swarmd.weights.library import Library
 
     tokens = recipe.batch.tokens
     source = beside / recipe.data
@@ -277,11 +264,19 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, 
     texts, vocabulary = _tokenised(source, model)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
     n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
+    return _adopt(state, folder), n_rows
+
+
+def _adopt(state: Home, folder: Path) -> ModelId:
+    """Hash a folder, and have this machine's daemon hold it for others. Raises ConfigError."""
+    from swarmd.protocol import manifest
+    from swarmd.weights.library import Library
+
     read = manifest.read_folder(folder)
     Library(state.weights, {}).keep_manifest(read, folder)
-    data = manifest.model_id(read)
-    state.add_folder(data, folder)
-    return data, n_rows
+    model = manifest.model_id(read)
+    state.add_folder(model, folder)
+    return model
 
 
 def _tokenised(path: Path, model: Path) -> tuple[list[list[int]], int]:

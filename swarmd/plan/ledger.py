@@ -41,6 +41,10 @@ class Ledger:
     def digest_at(self, epoch: int) -> bytes:
         return self.sealed[epoch - 1].digest if epoch else self.run.genesis
 
+    def knows(self, digest: bytes) -> bool:
+        """Is this what any commit of the run names as its parent, or the newest?"""
+        return digest == self.run.genesis or digest in self._epochs
+
     def steps_at(self, epoch: int) -> int:
         return self._steps[epoch]
 
@@ -108,8 +112,8 @@ class Ledger:
         stop = self.run.recipe.stop
         if self.steps >= stop.steps:
             return f"{stop.steps} updates are done"
-        recent = self.losses()[-LOSS_WINDOW:]
-        if stop.loss and len(recent) == LOSS_WINDOW and sum(recent) / LOSS_WINDOW <= stop.loss:
+        recent = self.losses()[-LOSS_WINDOW:] if stop.loss else []
+        if len(recent) == LOSS_WINDOW and sum(recent) / LOSS_WINDOW <= stop.loss:
             return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
         return ""
 

@@ -13,7 +13,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import RunOrder
 from swarmd.protocol.rounds import Accepted, Prepare, Promised, Propose
 from swarmd.train.disk import RunFolder
-from swarmd.train.round import OffLoop
+from swarmd.train.world import OffLoop
 from swarmd.values import PeerId
 
 MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and nobody may use them up
@@ -77,21 +77,16 @@ class Anchor:
         if self.order.state == "stopped":
             raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
         if parent != self._ledger.head:
-            if self._knows(parent):
+            if self._ledger.knows(parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {self._ledger.epoch} is known here: ask for it")
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
         kept = self._acceptor
         if kept.parent == parent:
             is_old = kept.body and commits.read_body_untrusted(kept.body).generation != self.order.generation
             return Acceptor(parent, kept.promised) if is_old else kept
-        if kept.accepted > NO_BALLOT and not self._knows(
-            kept.parent
-        ):  # the disk lost what followed: it comes from others
+        if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
         return Acceptor(parent)
-
-    def _knows(self, parent: bytes) -> bool:
-        return any(parent == self._ledger.digest_at(epoch) for epoch in range(self._ledger.epoch + 1))
 
     async def _keep(self, acceptor: Acceptor) -> None:
         if self._folder is not None:

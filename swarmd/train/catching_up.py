@@ -16,7 +16,6 @@ from swarmd.plan import progress
 from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Commit
-from swarmd.protocol.records import RunRecord
 from swarmd.train import recovery
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.joining import Joining
@@ -146,15 +145,6 @@ class CatchingUp:
         await self._change(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
-
-    def _offer_of(self, record: RunRecord) -> Offer:
-        """What a record says, or what follows from the newest commit: who contributed to it has its average."""
-        newest = self._ledger.epoch
-        if record.state_epoch == newest - 1 and any(
-            c.peer == record.peer for c in self._ledger.sealed[-1].commit.contributors
-        ):
-            return Offer(newest, b"", record.n_averages + 1)
-        return Offer(record.state_epoch or 0, record.state, record.n_averages)
 
     def _take_over(self, vectors: dict[str, Vector], epoch: int) -> None:
         self._state.replace(vectors)

@@ -18,12 +18,11 @@ from swarmd.train import recovery
 from swarmd.train.anchor import Anchor
 from swarmd.train.disk import RunFolder
 from swarmd.train.members import Members
-from swarmd.train.world import News, World
+from swarmd.train.world import News, World, tell
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-TELL_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 4.0
 MOST_ASKED = 4
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
@@ -56,7 +55,7 @@ class Chronicle:
         if self._folder is not None:
             if raw := self._folder.order():
                 self.take_order_untrusted(raw)
-            for raw in await self._world.off_loop(_all, self._folder.commits):
+            for raw in await self._world.off_loop(list, self._folder.commits()):
                 self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
             self._acceptor = self._folder.acceptor()
         self._is_ready = True
@@ -109,18 +108,9 @@ class Chronicle:
                 nursery.start_soon(ask, peer, nursery.cancel_scope)
         return self.ledger.epoch > before
 
-    def knows(self, parent: bytes) -> bool:
-        """Is this the digest of an earlier commit than the newest?"""
-        return any(parent == self.ledger.digest_at(epoch) for epoch in range(self.ledger.epoch))
-
     async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
-        try:
-            with trio.fail_after(TELL_TIMEOUT_S):
-                channel = await self._world.rpc.channel(peer, "bulk")
-                await recovery.send_commits(channel, self.run.id, raws)
-        except (PeerError, trio.TooSlowError) as error:
-            logger.debug("%s was not told of a commit: %s", peer[-8:], error)
+        await tell(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
 
     # --- the owner's orders ------------------------------------------------------------------------------------
 
@@ -198,7 +188,3 @@ class Chronicle:
             return await self.be_anchor(self._me, asked, payload)
         reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
         return reply, bytes(frame.payload)
-
-
-def _all(commits_on_disk: Callable[[], Iterable[bytes]]) -> list[bytes]:
-    return list(commits_on_disk())

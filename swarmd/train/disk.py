@@ -21,6 +21,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.plan.ballot import Acceptor
 from swarmd.protocol import shards
 from swarmd.protocol.commit import Ballot
+from swarmd.protocol.manifest import model_id
 from swarmd.protocol.recipe import Run, read_run_untrusted
 from swarmd.protocol.untrusted import decode
 from swarmd.train.state import DTYPES, Snapshot, Vector
@@ -155,7 +156,9 @@ class RunFolder:
                         file.write(snapshot.read((index, chunk)))
                 file.flush()
                 os.fsync(file.fileno())
-            write_file(path.with_suffix(".json"), json.dumps({**settings, "root": _root(snapshot)}).encode())
+            write_file(
+                path.with_suffix(".json"), json.dumps({**settings, "root": model_id(snapshot.manifest)}).encode()
+            )
             new.replace(path)
         except OSError as error:
             new.unlink(missing_ok=True)
@@ -198,9 +201,3 @@ def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]
 def known_runs(root: Path) -> dict[RunId, RunFolder]:
     """The runs that this machine takes, or took, part in."""
     return {RunId(path.parent.name): RunFolder(path.parent) for path in root.glob("*/run.bin")}
-
-
-def _root(snapshot: Snapshot) -> str:
-    from swarmd.protocol.manifest import model_id
-
-    return model_id(snapshot.manifest)

@@ -10,23 +10,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import trio
 
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
-from swarmd.protocol import manifest as manifests
 from swarmd.protocol.fields import Message
-from swarmd.protocol.recipe import Run
 from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, Reduced
-from swarmd.train.chronicle import CALL_TIMEOUT_S, TELL_TIMEOUT_S, Chronicle
+from swarmd.train.chronicle import CALL_TIMEOUT_S, Chronicle
 from swarmd.train.leader import Leader, Outcome, RoundFailed, RoundTimes, Timing, TooEarly
 from swarmd.train.members import Members
 from swarmd.train.round import Round, check_group
-from swarmd.train.state import RunState, Vector, clip_factor, describe_average
-from swarmd.train.world import Gathered, News, World
+from swarmd.train.state import RunState, Vector, average_digest, clip_factor
+from swarmd.train.world import Gathered, News, World, tell
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -282,7 +279,7 @@ class Joining:
         if state is None or state.head != ledger.head:
             raise Refused(Code.NO_CAPACITY, "this peer is not up to date itself", LOOK_INTERVAL_S)
         if message.parent != ledger.head:
-            if self._chronicle.knows(message.parent):
+            if ledger.knows(message.parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
@@ -322,7 +319,7 @@ class Joining:
         if mine is None or (mine.n and (mine.first, mine.n) != (gathered.first, gathered.n)):
             return
         self.end_round()
-        digest = partial(_digest_of, self._chronicle.run, group.parent)
+        digest = partial(average_digest, self._chronicle.run.id, group.parent)
         vector = gathered.vector if mine.n else None
         self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
         self._scope = trio.CancelScope()
@@ -380,13 +377,4 @@ class Joining:
             elif isinstance(message, Beat):
                 self.take_beat(peer, message)
             return
-        try:
-            with trio.fail_after(TELL_TIMEOUT_S):
-                channel = await self._world.rpc.channel(peer, "bulk")
-                await channel.send(message)
-        except (PeerError, trio.TooSlowError) as error:
-            logger.debug("%s was not told: %s", peer[-8:], error)
-
-
-def _digest_of(run: Run, parent: bytes, average: Vector) -> Any:
-    return bytes.fromhex(manifests.model_id(describe_average(run, parent, average)))
+        await tell(self._world.rpc, peer, lambda channel: channel.send(message))

@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import trio
+from msgspec.structs import replace
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
 from swarmd.plan import partition
@@ -39,6 +41,7 @@ from swarmd.protocol.rounds import (
     Propose,
     Pulse,
 )
+from swarmd.train.world import News
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -49,7 +52,6 @@ LONGEST_S = 3_600.0
 LEAST_BYTES_PER_S = 1e3
 ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
 MAX_ATTEMPTS = 12
-ITEM_BYTES = {"float32": 4, "float64": 8}
 
 
 class RoundFailed(SwarmUnavailable):
@@ -140,7 +142,7 @@ class Leader:
         self._seen: dict[PeerId, _Seen] = {}
         self._gone: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
-        self._news = trio.Event()
+        self._news = News()
         self._began_at = trio.current_time()
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0
@@ -165,7 +167,7 @@ class Leader:
             self._timing.joins.add(trio.current_time() - self._began_at)
         self._gone.discard(peer)
         self.joined[peer] = message
-        self._notify()
+        self._news.notify()
 
     def beat(self, peer: PeerId, message: Beat) -> None:
         """A sign of life of a member, with how far it is."""
@@ -179,12 +181,12 @@ class Leader:
             if seen.beat is None or _moved(seen.beat, message):
                 seen.moved_at = now
             seen.beat = message
-            self._notify()
+            self._news.notify()
 
     def gone(self, peer: PeerId) -> None:
         """Every connection to a peer has ended."""
         self._gone.add(peer)
-        self._notify()
+        self._news.notify()
 
     # --- the round ---------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class Leader:
                     return
                 self.missing = lacking
                 raise TooEarly(f"{n} of {target} samples are here")
-            await self._wait(LOOK_INTERVAL_S)
+            await self._news.wait(LOOK_INTERVAL_S)
 
     async def _average(self) -> None:
         """Have the group average what it has, in one version after the other, until one holds."""
@@ -243,7 +245,7 @@ class Leader:
                 return
             elif now - version_at > LONGEST_S:
                 raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
-            await self._wait(LOOK_INTERVAL_S)
+            await self._news.wait(LOOK_INTERVAL_S)
 
     def _form(self) -> Group:
         """Divide the work among those who joined with the leader's own state, vector and dtype."""
@@ -259,16 +261,15 @@ class Leader:
             raise RoundFailed("nobody has samples to give")
         known = sorted(members)
         try:
-            plan = partition.divide([self._able(p) for p in known], n_elements * ITEM_BYTES[dtype]).action
+            plan = partition.divide([self._able(p) for p in known], n_elements * np.dtype(dtype).itemsize).action
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         ranges = partition.cut(plan.shares, n_elements)
-        self._round = os.urandom(16)
         now = trio.current_time()
         self._seen = {p: _Seen(now, now) for p in known}
         return Group(
             run=self._run.id,
-            round=self._round,
+            round=os.urandom(16),
             parent=self.parent,
             n_elements=n_elements,
             dtype=dtype,
@@ -291,7 +292,7 @@ class Leader:
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
         old = self._group
-        members = tuple(GroupMember(m.peer, m.first, m.n, False, False) if m.peer in lost else m for m in old.members)
+        members = tuple(replace(m, receives=False, is_counted=False) if m.peer in lost else m for m in old.members)
         able = [
             i for i, m in enumerate(members) if m.peer not in self._left_out and self.joined[PeerId(m.peer)].can_reduce
         ]
@@ -308,17 +309,7 @@ class Leader:
             ]
         now = trio.current_time()
         self._seen = {p: _Seen(seen.beat_at, now) for p, seen in self._seen.items() if p not in self._left_out}
-        return Group(
-            run=old.run,
-            round=old.round,
-            version=old.version + 1,
-            parent=old.parent,
-            n_elements=old.n_elements,
-            dtype=old.dtype,
-            members=members,
-            parts=tuple(parts),
-            expected_s=old.expected_s,
-        )
+        return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
 
     def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
         """Who must be left out now, with the reason."""
@@ -336,8 +327,9 @@ class Leader:
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
                 lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
-            for peer in [] if reports.incomplete else self._lacking():
-                if peer != self._me:
+            wanted, have = self._results()
+            for peer in [] if reports.incomplete else wanted:
+                if peer not in have and peer != self._me:
                     lost.setdefault(peer, f"it lacks results for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
@@ -371,12 +363,10 @@ class Leader:
 
     def _is_done(self, now: float) -> bool:
         """Is the average whole, in the same bytes, at all who are expected to get it, or at enough of them?"""
-        assert self._group is not None
         reports = self._received()
         if reports.incomplete or reports.faults:
             return False
-        wanted = [PeerId(m.peer) for m in self._group.members if m.receives and m.peer in self._seen]
-        have = {p: b.result for p in wanted if (b := self._seen[p].beat) is not None and b.result}
+        wanted, have = self._results()
         results = Counter(have.values())
         if len(results) > 1:
             best = results.most_common(1)[0][0]
@@ -388,11 +378,11 @@ class Leader:
         since = max((self._seen[p].moved_at for p in have), default=now)
         return self._me in have and 2 * len(have) > len(wanted) and now - since > self._timing.results.limit_s()
 
-    def _lacking(self) -> list[PeerId]:
-        """Members that should have the average and do not."""
+    def _results(self) -> tuple[list[PeerId], dict[PeerId, bytes]]:
+        """Members that should have the average, and the hash of it that those have named who do."""
         assert self._group is not None
         wanted = [PeerId(m.peer) for m in self._group.members if m.receives and m.peer in self._seen]
-        return [p for p in wanted if (b := self._seen[p].beat) is None or not b.result]
+        return wanted, {p: b.result for p in wanted if (b := self._seen[p].beat) is not None and b.result}
 
     def _commit(self, group: Group) -> Commit:
         reports = self._received()
@@ -483,7 +473,8 @@ class Leader:
                 answers.append((place, message, body))
                 if isinstance(message, Promised | Accepted):
                     self._highest = max(self._highest, message.promised[0])
-                    said_yes.add(place) if message.promised == self._ballot else None
+                    if message.promised == self._ballot:
+                        said_yes.add(place)
                 if is_majority(len(said_yes), len(self._anchors)):
                     scope.cancel()
             except Refused as error:
@@ -527,15 +518,6 @@ class Leader:
                 for peer in set(self.joined) - self._gone - under_way:
                     nursery.start_soon(tell, peer)
                 await trio.sleep(PULSE_INTERVAL_S)
-
-    async def _wait(self, longest_s: float) -> None:
-        news = self._news
-        with trio.move_on_after(longest_s):
-            await news.wait()
-
-    def _notify(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
 
 
 @dataclass(slots=True)

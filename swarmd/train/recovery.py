@@ -25,7 +25,7 @@ from swarmd.protocol.recipe import Run, read_order_untrusted, read_run_untrusted
 from swarmd.protocol.rounds import Commits, RunIs, StateIs, WantCommits, WantRun, WantState
 from swarmd.protocol.untrusted import decode
 from swarmd.train.disk import read_vectors
-from swarmd.train.state import DTYPES, Average, RunState, Snapshot, Vector
+from swarmd.train.state import DTYPES, RunState, Vector
 from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights import folder as folders
 from swarmd.weights.fetch import Fetch, fetch_manifest
@@ -160,10 +160,6 @@ class Givers:
             elif now - since > lease_s:
                 state.thaw(root)
                 self._renewed.pop(root, None)
-
-    def find(self, state: RunState, wanted: bytes) -> Snapshot | Average | None:
-        """What a hash names here."""
-        return state.snapshots.get(wanted) or next((a for a in state.averages.values() if a.digest == wanted), None)
 
 
 async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: int = 0) -> None:

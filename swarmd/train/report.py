@@ -13,7 +13,6 @@ from swarmd.plan import partition, progress
 from swarmd.plan.partition import Member
 from swarmd.plan.progress import Progress
 from swarmd.protocol.records import PeerRecord
-from swarmd.train.leader import ITEM_BYTES
 from swarmd.train.trainer import Trainer
 from swarmd.values import PeerId
 
@@ -74,8 +73,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
 def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> dict[str, Any]:
     """Roles and expected times of the next round, with what the swarm knows now. Raises ConfigError."""
     records = trainer.members.look(trio.current_time())
-    n_elements = trainer.state.layout.n_elements if trainer.state else 0
-    n_bytes = n_elements * ITEM_BYTES[trainer.run_spec.recipe.precision]
+    n_bytes = trainer.state.layout.n_bytes if trainer.state else 0
     if not n_bytes:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()

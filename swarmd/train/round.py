@@ -10,22 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import trio
 
 from swarmd.errors import PeerError, RemoteProtocolError
-from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Rpc
 from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced
 from swarmd.train.state import Vector
+from swarmd.train.world import News, OffLoop
 from swarmd.values import PeerId
-
-T = TypeVar("T")
-OffLoop = Callable[..., Awaitable[T]]
-"""Runs a function outside the event loop: in a thread, or at once where time is virtual."""
 
 CHUNK_BYTES = 512 * 1024
 BLOCK_ELEMENTS = 1 << 16
@@ -84,8 +79,6 @@ class Round:
         self.group = group
         self.average: Vector | None = None
         self.result = b""
-        self.sent_bytes = 0
-        self.faults: dict[PeerId, str] = {}
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._vector = vector
@@ -93,8 +86,7 @@ class Round:
         self._off_loop = off_loop
         self._parts: dict[tuple[int, int], _Part] = {}
         self._got: dict[int, int] = {}
-        self._result_version = -1
-        self._news = trio.Event()
+        self._news = News()
         self._beat_now = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._sending: set[tuple[str, PeerId]] = set()
@@ -102,16 +94,13 @@ class Round:
 
     # --- what the trainer calls --------------------------------------------------------------------------------
 
-    async def run(
-        self, beat: Callable[[Beat], Awaitable[None]], task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def run(self, beat: Callable[[Beat], Awaitable[None]]) -> None:
         """Take part until cancelled; ``beat`` brings signs of life to the leader."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._start_senders()
             nursery.start_soon(self._reduce)
             nursery.start_soon(self._gather)
-            task_status.started()
             while True:
                 self._beat_now = trio.Event()
                 await beat(self._beat())
@@ -174,7 +163,6 @@ class Round:
         if message.start > upto:
             raise RemoteProtocolError(f"results of {peer} from element {message.start}, expected {upto}")
         if not math.isfinite(float(np.dot(values, values))):
-            self.faults[peer] = "its results are not finite"
             raise RemoteProtocolError(f"results of {peer} that are not finite")
         fresh = values[upto - message.start :]
         self.average[upto : upto + len(fresh)] = fresh
@@ -275,16 +263,14 @@ class Round:
 
     async def _send(self, peer: PeerId, message: Message, values: Vector) -> None:
         channel = await self._rpc.channel(peer, "averaging")
-        payload = values.view(np.uint8).data
-        await channel.send(message, payload)
-        self.sent_bytes += len(payload)
+        await channel.send(message, values.view(np.uint8).data)
 
     # --- reducing and gathering --------------------------------------------------------------------------------
 
     async def _reduce(self) -> None:
         """Sum what is there of every counted member, part by part."""
         while True:
-            version, news = self.group.version, self._news
+            version, news = self.group.version, self._news.mark()
             counted = [PeerId(m.peer) for m in self.group.members if m.n and m.is_counted]
             total = sum(m.n for m in self.group.members if m.is_counted)
             for part in self._own_parts():
@@ -296,14 +282,14 @@ class Round:
                     if version == self.group.version:
                         part.reduced_to = upto
                         self._notify()
-            if news is self._news and version == self.group.version:
+            if version == self.group.version:
                 await news.wait()
 
     async def _gather(self) -> None:
         """Notice when the whole average of a version is here, and hash it."""
         while True:
-            news, version = self._news, self.group.version
-            if self.average is not None and not self.result and version != self._result_version:
+            news, version = self._news.mark(), self.group.version
+            if self.average is not None and not self.result:
                 own = self._own_parts()
                 is_whole = all(
                     self._got.get(p.start, p.start) == p.end
@@ -317,10 +303,9 @@ class Round:
                     digest = await self._off_loop(self._digest, average)
                     if version == self.group.version:
                         assert isinstance(digest, bytes)
-                        self.result, self._result_version = digest, version
+                        self.result = digest
                         self._beat_now.set()
-            if news is self._news:
-                await news.wait()
+            await news.wait()
 
     # --- small things ------------------------------------------------------------------------------------------
 
@@ -361,8 +346,7 @@ class Round:
             yield at, min(end, at + self._chunk())
 
     def _notify(self, done: bool = False) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        self._news.notify()
         if done:
             self._beat_now.set()
 

@@ -22,6 +22,7 @@ from swarmd.protocol import manifest as manifests
 from swarmd.protocol.commit import Commit
 from swarmd.protocol.manifest import CHUNK_BYTES, STATE, Entry, Manifest
 from swarmd.protocol.recipe import Optimizer, Run
+from swarmd.values import RunId
 
 Vector = npt.NDArray[np.floating]
 DTYPES = {"float32": "F32", "float64": "F64"}
@@ -84,7 +85,7 @@ class RunState:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
         settings = {"epoch": self.epoch, "head": self.head.hex(), "run": self.run.id, "steps": self.steps}
         self.manifest = describe(settings, self.vectors)
-        self.root = bytes.fromhex(manifests.model_id(self.manifest))
+        self.root = digest_of(self.manifest)
 
     def freeze(self) -> Snapshot:
         """Keep the state as it is now for whoever fetches it. Raises Refused while it changes."""
@@ -98,10 +99,13 @@ class RunState:
         """Nobody fetches that snapshot any more."""
         self.snapshots.pop(root, None)
 
+    def find(self, wanted: bytes) -> Snapshot | Average | None:
+        """What a hash names here."""
+        return self.snapshots.get(wanted) or next((a for a in self.averages.values() if a.digest == wanted), None)
+
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
         """Take one step of the recipe's optimizer, and hash the outcome. Call it in a thread."""
         live = [s for s in self.snapshots.values() if s.is_live]
-        self.steps = steps
         optimizer = self.run.recipe.optimizer
         update = _UPDATES[optimizer.kind]
         size = CHUNK_BYTES // self.parameters.itemsize
@@ -142,7 +146,7 @@ class RunState:
                 self.parameters[low:high] *= 1 - learning_rate * weight_decay
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
-        self.averages[commit.epoch] = Average(self.run, commit, average)
+        self.averages[commit.epoch] = Average(self.run.id, commit, average)
         for epoch in sorted(self.averages)[: -max(1, self._average_limit_bytes // max(1, average.nbytes))]:
             del self.averages[epoch]
 
@@ -150,7 +154,7 @@ class RunState:
 class Average:
     """The average of one round, readable in chunks by peers that missed it."""
 
-    def __init__(self, run: Run, commit: Commit, values: Vector) -> None:
+    def __init__(self, run: RunId, commit: Commit, values: Vector) -> None:
         self.digest = commit.average
         self.values = values
         self._run = run
@@ -217,9 +221,18 @@ def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> M
     return Manifest(manifests.VERSION, 0, config, (), entries)
 
 
-def describe_average(run: Run, parent: bytes, average: Vector) -> Manifest:
+def describe_average(run: RunId, parent: bytes, average: Vector) -> Manifest:
     """The manifest of a round's average; a commit names its hash."""
-    return describe({"parent": parent.hex(), "run": run.id}, {"average": average})
+    return describe({"parent": parent.hex(), "run": run}, {"average": average})
+
+
+def average_digest(run: RunId, parent: bytes, average: Vector) -> bytes:
+    """What a commit names a round's average by. Call it in a thread."""
+    return digest_of(describe_average(run, parent, average))
+
+
+def digest_of(manifest: Manifest) -> bytes:
+    return bytes.fromhex(manifests.model_id(manifest))
 
 
 def moment_names(optimizer: Optimizer) -> tuple[str, ...]:

@@ -357,7 +357,7 @@ class Trainer:
 
     def find(self, wanted: bytes) -> Snapshot | Average | None:
         """What of this run's state a hash names here."""
-        return self._givers.find(self.state, wanted) if self.state is not None else None
+        return self.state.find(wanted) if self.state is not None else None
 
     def gone(self, peer: PeerId) -> None:
         """Every connection of one kind to a peer has ended."""

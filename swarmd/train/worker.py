@@ -44,7 +44,6 @@ class WorkerSource:
 
     def __init__(self, run: Run, supply: Supply, peer: str, threads: int) -> None:
         self.device = ""
-        self.restarts = -1
         self._run = run
         self._supply = supply
         self._peer = peer
@@ -65,7 +64,6 @@ class WorkerSource:
 
     async def open(self) -> tuple[Layout, Vector]:
         await self._data.open()
-        await self._supply.ensure(ModelId(self._run.recipe.model))
         await self._start()
         assert self._layout is not None
         assert self._memory is not None
@@ -95,10 +93,9 @@ class WorkerSource:
 
     async def _start(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
-        self.restarts += 1
+        folder = await self._supply.ensure(ModelId(self._run.recipe.model))
         self._process, self._frames, self._decoder = SubprocessWorker(MODULE), [], FrameDecoder()
         self._incoming = self._process.received()
-        folder = await self._supply.ensure(ModelId(self._run.recipe.model))
         request = LoadRun(path=str(folder.folder), threads=self._threads)
         loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
         self.device = loaded.device

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
-from swarmd.net.rpc import Rpc
+from swarmd.errors import PeerError
+from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.identity import Identity
-from swarmd.train.round import OffLoop
 from swarmd.train.state import Vector
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+TELL_TIMEOUT_S = 3.0
+T = TypeVar("T")
+OffLoop = Callable[..., Awaitable[T]]
+"""Runs a function outside the event loop: in a thread, or at once where time is virtual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +71,12 @@ class News:
     def mark(self) -> trio.Event:
         """What is set at the next change from now on."""
         return self._event
+
+
+async def tell(rpc: Rpc, peer: PeerId, send: Callable[[Channel], Awaitable[None]]) -> None:
+    """Bring something to a peer within a bounded time; one that cannot be reached is not told, and will ask."""
+    try:
+        with trio.fail_after(TELL_TIMEOUT_S):
+            await send(await rpc.channel(peer, "bulk"))
+    except (PeerError, trio.TooSlowError) as error:
+        logger.debug("%s was not told: %s", peer[-8:], error)

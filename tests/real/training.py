@@ -31,6 +31,7 @@ from swarmd.train.disk import RunFolder, known_runs
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.real.harness import LocalSwarm, Volunteer
+from tests.train.world import check_chains, torch_optimizer
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = """
@@ -166,17 +167,7 @@ def ledger_of(volunteer: Volunteer, name: str = "run") -> Ledger:
 
 def check_ledgers(volunteers: list[Volunteer], name: str = "run") -> Ledger:
     """All tell one story, no sample is in it twice; returns the longest."""
-    ledgers = [ledger_of(v, name) for v in volunteers]
-    longest = max(ledgers, key=lambda ledger: ledger.epoch)
-    for ledger in ledgers:
-        assert [s.digest for s in ledger.sealed] == [s.digest for s in longest.sealed[: ledger.epoch]]
-    counted: set[tuple[str, int]] = set()
-    for sealed in longest.sealed:
-        for c in sealed.commit.contributors:
-            draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
-            assert not draws & counted
-            counted |= draws
-    return longest
+    return check_chains([ledger_of(v, name) for v in volunteers])
 
 
 def check_states(volunteers: list[Volunteer], name: str = "run") -> None:
@@ -199,7 +190,8 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
     rows = _rows(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, recipe.precision)).train()
     parameters = [p for _, p in model.named_parameters()]
-    optimizer = _optimizer(recipe, parameters)
+    matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+    optimizer = torch_optimizer(recipe.optimizer, matrices, rest)
     for sealed in ledger.sealed:
         optimizer.zero_grad()
         for c in sealed.commit.contributors:
@@ -209,17 +201,6 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
             (losses.view(len(tokens), -1).mean(1).sum() / sealed.commit.n_samples).backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in parameters]).numpy()
-
-
-def _optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    o = recipe.optimizer
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if o.kind == "sgd":
-        return torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
-    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
 
 
 def _rows(recipe: Recipe, data: Path) -> Any:

@@ -11,27 +11,11 @@ import random
 import trio
 
 from swarmd.protocol.recipe import Batch
-from tests.train.world import Member, TrainingWorld, fingerprint
+from tests.train.world import Member, TrainingWorld, check_ledger
 
 N_TRAINERS = 4
 N_BLOWS = 8
 PEACE_S = 480
-
-
-def check_ledger(world: TrainingWorld) -> None:
-    """One chain, no sample twice, and whoever holds the same commit holds the same bits."""
-    chains = [m.trainer.ledger.sealed for m in world.members.values()]
-    longest = max(chains, key=len)
-    for chain in chains:
-        assert [s.digest for s in chain] == [s.digest for s in longest[: len(chain)]], "two commits with one parent"
-    counted: set[tuple[str, int]] = set()
-    for sealed in longest:
-        for c in sealed.commit.contributors:
-            draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
-            assert not draws & counted, "a sample is counted twice"
-            counted |= draws
-    states = {(m.trainer.state.epoch, fingerprint(m)) for m in world.trainers() if m.trainer.state is not None}
-    assert len({epoch for epoch, _ in states}) == len(states), "the same commit, other bits"
 
 
 async def one_world(seed: int) -> str:

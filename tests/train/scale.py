@@ -20,8 +20,7 @@ import trio.testing
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
-from tests.train.partitions import check_ledger
-from tests.train.world import Member, TrainingWorld
+from tests.train.world import Member, TrainingWorld, check_ledger
 
 SESSION_S = 4 * 3600
 MBIT = 125_000.0

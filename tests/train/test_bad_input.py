@@ -28,8 +28,7 @@ from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound, Pre
 from swarmd.train.data import pack, read_shard, rows_of_shards
 from swarmd.train.round import check_group
 from swarmd.weights.folder import ModelFolder
-from tests.train.test_trainer import check_ledger
-from tests.train.world import TrainingWorld
+from tests.train.world import TrainingWorld, check_ledger
 
 OWNER = Identity(b"o" * 32)
 RECIPE = Recipe("r", "0" * 64, "1" * 64, anchors=(OWNER.peer_id,))

@@ -16,7 +16,8 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.manifest import model_id
 from swarmd.protocol.recipe import Optimizer, Recipe, Run, start_run
 from swarmd.train.disk import RunFolder, read_vectors
-from swarmd.train.state import Layout, RunState, clip_factor, describe_average
+from swarmd.train.state import Layout, RunState, average_digest, clip_factor
+from tests.train.world import torch_optimizer
 
 OWNER = Identity(b"o" * 32)
 N = 3_000_000  # three chunks of 4 MiB
@@ -36,7 +37,7 @@ def state_of(optimizer: Optimizer, n: int = N, dtype: str = "float32") -> RunSta
 
 
 def commit_for(state: RunState, average: np.ndarray, learning_rate: float) -> Commit:
-    digest = bytes.fromhex(model_id(describe_average(state.run, state.head, average)))
+    digest = average_digest(state.run.id, state.head, average)
     counted = (Counted("p", state.epoch, 1, 1.0, 1.0),)
     return Commit(state.run.genesis, state.epoch + 1, state.head, 0, counted, digest, state.root, learning_rate)
 
@@ -54,17 +55,11 @@ def test_optimizers_do_what_torch_does(optimizer: Optimizer, dtype: str) -> None
     state = state_of(optimizer, 1000, dtype)
     w = torch.tensor(state.parameters[:500].copy(), requires_grad=True)
     b = torch.tensor(state.parameters[500:].copy(), requires_grad=True)
-    groups = [{"params": [w], "weight_decay": optimizer.weight_decay}, {"params": [b], "weight_decay": 0.0}]
-    o = optimizer
-    theirs: torch.optim.Optimizer = (
-        torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
-        if o.kind == "sgd"
-        else torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
-    )
+    theirs = torch_optimizer(optimizer, [w], [b])
     rng = np.random.default_rng(1)
     for step in range(1, 20):
         average = rng.standard_normal(1000).astype(dtype)
-        state.apply(commit_for(state, average, o.learning_rate), bytes([step] * 32), average, step)
+        state.apply(commit_for(state, average, optimizer.learning_rate), bytes([step] * 32), average, step)
         w.grad, b.grad = torch.tensor(average[:500].copy()), torch.tensor(average[500:].copy())
         theirs.step()
     expected = torch.cat([w, b]).detach().numpy()

@@ -10,29 +10,9 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.protocol.recipe import Batch, Optimizer
-from tests.train.world import Member, TrainingWorld, fingerprint, replay
+from tests.train.world import Member, TrainingWorld, check_ledger, replay
 
 LIMIT_S = 400
-
-
-def states_of(world: TrainingWorld) -> set[tuple[int, str]]:
-    return {(m.trainer.state.epoch, fingerprint(m)) for m in world.trainers() if m.trainer.state is not None}
-
-
-def check_ledger(world: TrainingWorld) -> None:
-    """One chain, no sample twice, and whoever holds the same commit holds the same bits."""
-    chains = [m.trainer.ledger.sealed for m in world.members.values()]
-    for chain in chains:
-        longest = max(chains, key=len)
-        assert [s.digest for s in chain] == [s.digest for s in longest[: len(chain)]]
-        counted: set[tuple[str, int]] = set()
-        for sealed in chain:
-            for c in sealed.commit.contributors:
-                draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
-                assert not draws & counted
-                counted |= draws
-    epochs = [epoch for epoch, _ in states_of(world)]
-    assert len(set(epochs)) == len(epochs)
 
 
 @pytest.mark.parametrize(

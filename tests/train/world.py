@@ -24,7 +24,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
-from swarmd.protocol.recipe import Batch, Recipe, Run, Stop, start_run
+from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
 from swarmd.protocol.records import Catalog, RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
@@ -37,7 +37,6 @@ from swarmd.values import PeerId
 N_ELEMENTS = 240
 SHARDS = (40, 24)
 NEWS_DELAY_S = 0.3
-NO_FOLDER = None
 
 
 def gradient(parameters: Vector, seed: int, peer: str, draw: int) -> tuple[float, Vector]:
@@ -273,13 +272,7 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     dtype = getattr(torch, recipe.precision)
     matrix = torch.full((6, 6), 3.0, dtype=dtype, requires_grad=True)
     bias = torch.full((N_ELEMENTS - 36,), 3.0, dtype=dtype, requires_grad=True)
-    o = recipe.optimizer
-    groups = [{"params": [matrix], "weight_decay": o.weight_decay}, {"params": [bias], "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
-        if o.kind == "sgd"
-        else torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
-    )
+    optimizer = torch_optimizer(recipe.optimizer, [matrix], [bias])
     for sealed in ledger.sealed[:epoch]:
         flat = torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
         total = np.zeros(N_ELEMENTS, np.float64)
@@ -288,7 +281,37 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
                 total += gradient(flat, recipe.seed, c.peer, draw)[1]
         mean = torch.as_tensor(total / sealed.commit.n_samples, dtype=dtype)
         matrix.grad, bias.grad = mean[:36].reshape(6, 6).clone(), mean[36:].clone()
-        if o.clip_norm:
-            torch.nn.utils.clip_grad_norm_([matrix, bias], o.clip_norm)
+        if clip_norm := recipe.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_([matrix, bias], clip_norm)
         optimizer.step()
     return torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
+
+
+def torch_optimizer(o: Optimizer, matrices: list[torch.Tensor], rest: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Torch's own, as a recipe asks for it: weight decay on matrices only."""
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if o.kind == "sgd":
+        return torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)
+    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+
+
+def check_chains(ledgers: list[Ledger]) -> Ledger:
+    """All tell one story, and no sample is in it twice; returns the longest."""
+    longest = max(ledgers, key=lambda ledger: ledger.epoch)
+    for ledger in ledgers:
+        one_story = [s.digest for s in ledger.sealed] == [s.digest for s in longest.sealed[: ledger.epoch]]
+        assert one_story, "two commits with one parent"
+    counted: set[tuple[str, int]] = set()
+    for sealed in longest.sealed:
+        for c in sealed.commit.contributors:
+            draws = {(c.peer, draw) for draw in range(c.first, c.first + c.n)}
+            assert not draws & counted, "a sample is counted twice"
+            counted |= draws
+    return longest
+
+
+def check_ledger(world: TrainingWorld) -> None:
+    """One chain, no sample twice, and whoever holds the same commit holds the same bits."""
+    check_chains([m.trainer.ledger for m in world.members.values()])
+    states = {(m.trainer.state.epoch, fingerprint(m)) for m in world.trainers() if m.trainer.state is not None}
+    assert len({epoch for epoch, _ in states}) == len(states), "the same commit, other bits"
