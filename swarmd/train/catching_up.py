@@ -6,7 +6,7 @@ Nobody who is up to date reloads: a state is given up only when a commit shows t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import trio
@@ -135,12 +135,13 @@ class CatchingUp:
         if not way.action.state:
             return await self._replay(way.action.donors, way.action.epoch)
         asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
+        self._leave_out_unreachable(set(way.action.donors) - set(asked))
         chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
         if chosen.action is None:
             self.why = chosen.reason
             return False
         logger.info("fetching %s", chosen.reason)
-        vectors = await self._get(chosen.action.state, chosen.action.donors, tuple(state.vectors))
+        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors))
         self.n_snapshots += 1
         await self._change(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
@@ -157,11 +158,23 @@ class CatchingUp:
             if commit.restores:
                 self._is_mistrusted = not await self._restore(commit)
             else:
-                average = await self._get(commit.average, donors, ("average",))
+                average = await self._fetch(commit.average, donors, ("average",))
                 await self._apply(commit, average["average"])
             if self._is_mistrusted:
                 return True
         return True
+
+    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+        try:
+            return await self._get(digest, donors, names)
+        except SwarmError:
+            self._leave_out_unreachable(donors)
+            raise
+
+    def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
+        """Their records outlive them: do without those that were asked and are not connected even so."""
+        for peer in set(donors) - self._world.rpc.peers():
+            self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self, held: dict[PeerId, int]) -> bool:
         """Where nobody alive has the newest state, the newest that somebody has is where the run goes on."""

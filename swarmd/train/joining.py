@@ -283,6 +283,7 @@ class Joining:
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
+        self._members.vouch(peer)
         if self.round is not None and self.leader is None:
             raise Refused(Code.NO_CAPACITY, f"{self._followed} leads this round", LOOK_INTERVAL_S)
         self._open_leader().join(peer, message)

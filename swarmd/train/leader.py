@@ -59,7 +59,7 @@ class RoundFailed(SwarmUnavailable):
 
 
 class TooEarly(RoundFailed):
-    """Fewer samples are there than were forecast."""
+    """Fewer samples are there than were forecast, or nobody who would hold the average beside the leader."""
 
 
 @dataclass(slots=True)
@@ -141,6 +141,7 @@ class Leader:
         self._group: Group | None = None
         self._seen: dict[PeerId, _Seen] = {}
         self._gone: set[PeerId] = set()
+        self._arrived: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
         self._news = News()
         self._began_at = trio.current_time()
@@ -155,6 +156,7 @@ class Leader:
         if self._group is not None:
             if peer in {m.peer for m in self._group.members}:
                 return
+            self._note_arrival(peer)
             raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
         if message.n:
             try:
@@ -163,11 +165,16 @@ class Leader:
                 raise Refused(Code.MALFORMED, str(error)) from None
         if len(self.joined) >= commits.MAX_CONTRIBUTORS:
             raise Refused(Code.NO_CAPACITY, f"{commits.MAX_CONTRIBUTORS} peers are in this round")
-        if peer not in self.joined:
-            self._timing.joins.add(trio.current_time() - self._began_at)
+        self._note_arrival(peer)
         self._gone.discard(peer)
         self.joined[peer] = message
         self._news.notify()
+
+    def _note_arrival(self, peer: PeerId) -> None:
+        """Remember how long a member took to come, in time or not."""
+        if peer != self._me and peer not in self._arrived:
+            self._arrived.add(peer)
+            self._timing.joins.add(trio.current_time() - self._began_at)
 
     def beat(self, peer: PeerId, message: Beat) -> None:
         """A sign of life of a member, with how far it is."""
@@ -222,11 +229,15 @@ class Leader:
             waited_s = trio.current_time() - self._began_at
             self.waits_for = f"{len(lacking)} more members" if lacking else "nobody"
             if not lacking or waited_s > self._timing.joins.limit_s():
-                if n >= ENOUGH * target:
+                if n >= ENOUGH * target and not (lacking and self._is_alone()):
                     return
                 self.missing = lacking
-                raise TooEarly(f"{n} of {target} samples are here")
+                raise TooEarly(f"{n} of {target} samples are here, members late: {len(lacking)}")
             await self._news.wait(LOOK_INTERVAL_S)
+
+    def _is_alone(self) -> bool:
+        """Would nobody else hold what the round comes to? If this peer vanished then, the commit would be lost."""
+        return not any(j.receives for p, j in self.joined.items() if p != self._me and p not in self._gone)
 
     async def _average(self) -> None:
         """Have the group average what it has, in one version after the other, until one holds."""

@@ -53,7 +53,7 @@ class Members:
                 if (known := self.view().peers.get(peer)) is not None:
                     self.learn(peer, known.addresses)
                 if heard is not None:
-                    self._suspects.pop(peer, None)  # it lives
+                    self.vouch(peer)
             if self._suspects.get(peer, 0.0) <= now and self._distrusted.get(peer) != record.head:
                 found[peer] = record
         return found
@@ -61,6 +61,10 @@ class Members:
     def suspect(self, peer: PeerId, now: float) -> None:
         """A peer does not answer: do without it until it says something, or for a while."""
         self._suspects[peer] = now + SUSPECT_FOR_S
+
+    def vouch(self, peer: PeerId) -> None:
+        """A peer has just said something: it lives."""
+        self._suspects.pop(peer, None)
 
     def distrust(self, peer: PeerId) -> None:
         """It has nothing to show for the commit that it names: do without it until it names another."""

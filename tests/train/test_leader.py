@@ -1,0 +1,100 @@
+"""When a leader begins its round: with whom, and after how long."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.plan.ledger import Ledger
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.recipe import Batch, Recipe, RunOrder, start_run
+from swarmd.protocol.rounds import JoinRound
+from swarmd.train.leader import Leader, Timing, TooEarly
+from swarmd.values import PeerId
+
+OWNER = Identity(b"o" * 32)
+ME, OTHER = PeerId("me"), PeerId("other")
+
+
+class Begun(Exception):
+    """The leader has gone to the anchors."""
+
+
+def leader_among(*expected: PeerId) -> Leader:
+    recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=(OWNER.peer_id,))
+    run = start_run(recipe, OWNER, 1)
+
+    async def tell(peer: PeerId, message: object) -> None: ...
+
+    async def ask_anchor(anchor: PeerId, request: object, payload: bytes) -> tuple[object, bytes]:
+        raise Begun
+
+    return Leader(
+        ME,
+        Ledger(run),
+        RunOrder(run.id, 0),
+        Timing(),
+        random.Random(1),
+        tell,
+        lambda: expected,
+        ask_anchor,  # type: ignore[arg-type]
+        lambda average: 1.0,
+    )
+
+
+def joining(n: int, receives: bool = True) -> JoinRound:
+    return JoinRound(
+        id=1, run="r", parent=b"", state=b"s" * 32, first=0, n=n, loss=1.0, n_elements=8, dtype="float32",
+        receives=receives, can_reduce=True, up_bytes_per_s=None, down_bytes_per_s=None,
+    )  # fmt: skip
+
+
+async def begins(leader: Leader) -> None:
+    with pytest.RaisesGroup(Begun):
+        await leader.lead()
+
+
+async def test_leader_does_not_go_alone_while_others_are_expected(virtual_time: MockClock) -> None:
+    """It would be the only one to hold the average of what it has signed."""
+    leader = leader_among(OTHER)
+    leader.join(ME, joining(8))
+    with pytest.raises(TooEarly, match="members late: 1"):
+        await leader.lead()
+    assert leader.missing == [OTHER]
+
+
+async def test_leader_goes_alone_when_nobody_is_expected(virtual_time: MockClock) -> None:
+    leader = leader_among()
+    leader.join(ME, joining(8))
+    await begins(leader)
+
+
+async def test_leader_goes_without_the_late_when_two_will_hold_the_average(virtual_time: MockClock) -> None:
+    leader = leader_among(OTHER, PeerId("late"))
+    leader.join(ME, joining(8))
+    leader.join(OTHER, joining(0))
+    begun = trio.current_time()
+    await begins(leader)
+    assert trio.current_time() > begun
+
+
+async def test_a_member_that_only_reduces_holds_no_average(virtual_time: MockClock) -> None:
+    leader = leader_among(OTHER, PeerId("late"))
+    leader.join(ME, joining(8))
+    leader.join(OTHER, joining(0, receives=False))
+    with pytest.raises(TooEarly):
+        await leader.lead()
+
+
+async def test_leader_learns_how_late_others_are(virtual_time: MockClock) -> None:
+    leader = leader_among(*(PeerId(f"p{i}") for i in range(5)))
+    leader.join(ME, joining(8))
+    before = leader._timing.joins.limit_s()
+    for i in range(5):
+        await trio.sleep(3.0 if i else 0.0)
+        leader.join(PeerId(f"p{i}"), joining(2))
+    await begins(leader)
+    assert leader._timing.joins.limit_s() > before
