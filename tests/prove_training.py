@@ -1,13 +1,16 @@
 """The promises about training together with many seeds: ``make prove`` runs it, docs/evidence/ keeps its log.
 
-Real daemons train the bundled model; each seed draws blows: a member, the leader or an anchor killed or stopped at any
-moment of a round, one that joins late, one that comes back. After each, what every disk says must be one story.
-``--partitions`` adds simulated worlds (tests/train/partitions.py).
+Real daemons train a model of 3.5 million parameters from its first weights, once undisturbed and once under blows: a
+member, the leader or an anchor killed or stopped, at any time, in the middle of averaging, or just before or after an
+anchor has signed; a worker killed or stopped; somebody who joins late, somebody who comes back after missed updates.
+After each blow, what every disk says must be one story. ``--partitions`` adds simulated worlds
+(tests/train/partitions.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -18,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import trio
 import trio._core._run as trio_run
 import trio.testing
@@ -25,82 +29,185 @@ import trio.testing
 from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.test_training import is_back
-from tests.real.training import check_ledgers, check_states, run_of, start_run, wait_know, wait_update
+from tests.real.training import (
+    TINY,
+    check_ledgers,
+    check_states,
+    command,
+    run_of,
+    start_run,
+    tiny_model,
+    wait_know,
+    wait_update,
+)
 from tests.train.partitions import one_world
 
 N_PEERS = 5
-BLOWS = ["kill", "stop daemon", "stop worker", "kill worker", "kill anchor", "stop anchor"]
+BLOWS = ["kill", "stop", "kill worker", "stop worker", "kill leader", "stop leader", "kill anchor", "kill signer"]
+SMALL = {
+    **TINY,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "layer_types": ["full_attention"] * 6,
+}
+PATIENCE_S = 60.0
+N_CALM = 8  # updates without a blow: how long one takes
+WINDOW = 10  # updates of which the mean losses are compared
+NOISE = 4.0  # standard errors
 
 
 class Trial:
-    """Five volunteers; the first three are anchors, and the first of all is left alone, to be asked."""
+    """Five volunteers and later a sixth; the first three are anchors. The first is left alone, to be asked."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         self.swarm = swarm
         self.volunteers = [swarm.add("--no-serve") for _ in range(N_PEERS)]
-        start_run(self.volunteers[0], "run", anchors=self.volunteers[:3], model="demo", target=48, steps=10**6)
-        for volunteer in self.volunteers[1:]:
-            wait_know(swarm, volunteer, "run")
-            volunteer.ask("train/join", "POST", name="run", role="train")
-        wait_update(swarm, self.volunteers, 2)
+        self.first = self.volunteers[0]
+        self.usual_s = 0.0
 
-    def run(self, seed: int) -> str:
+    def begin(self, name: str, steps: int) -> None:
+        """Start a run with all five."""
+        model = tiny_model(self.first.home.folder / "small")
+        settings = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**settings, **SMALL}))
+        anchors = self.volunteers[:3]
+        start_run(self.first, name, anchors=anchors, model=model, optimizer="adamw", target=48, steps=steps, every=20)
+        for volunteer in self.volunteers[1:]:
+            self.join(volunteer, name)
+        wait_update(self.swarm, self.volunteers, 2, name)
+        begun = time.monotonic()
+        wait_update(self.swarm, self.volunteers, 2 + N_CALM, name)
+        self.usual_s = (time.monotonic() - begun) / N_CALM
+
+    def join(self, volunteer: Volunteer, name: str) -> None:
+        wait_know(self.swarm, volunteer, name)
+        volunteer.ask("train/join", "POST", name=name, role="train")
+
+    def add_late(self) -> None:
+        late = self.swarm.add("--no-serve")
+        self.join(late, "run")
+        self.volunteers.append(late)
+        wait_update(self.swarm, self.volunteers, self.update() + 2)
+
+    def update(self) -> int:
+        return int(run_of(self.first)["update"])
+
+    def blow(self, seed: int) -> str:
+        """Live through one blow; says what came of it. Raises AssertionError where a promise is broken."""
         rng = random.Random(seed)
-        blow = rng.choice(BLOWS)
-        victim = self.volunteers[rng.choice((1, 2) if "anchor" in blow else (3, 4))]
-        before = run_of(self.volunteers[0])["update"]
-        time.sleep(rng.uniform(0.0, 1.0))
+        blow = BLOWS[seed % len(BLOWS)]
+        victim, moment = self._wait_for_moment(blow, rng)
         number = signal.SIGKILL if "kill" in blow else signal.SIGSTOP
-        self._hit(victim, blow, number)
-        hit_at, seen = time.monotonic(), run_of(self.volunteers[0])["update"]
+        pid = self._hit(victim, blow, number)
+        hit_at, seen = time.monotonic(), self.update()
         others = [v for v in self.volunteers if v is not victim]
         wait_update(self.swarm, others, seen + 1)
-        first_s = time.monotonic() - hit_at
-        wait_update(self.swarm, others, seen + 3)
-        self._revive(victim, blow)
-        wait_update(self.swarm, self.volunteers, run_of(self.volunteers[0])["update"] + 2)
+        cost_s = time.monotonic() - hit_at - self.usual_s
+        limit_s = run_of(self.first)["death_costs_at_most_s"]
+        missed = rng.choice((2, 6))
+        wait_update(self.swarm, others, seen + missed)
+        self._revive(victim, pid)
+        wait_update(self.swarm, self.volunteers, self.update() + 2)
         check_states(self.volunteers)
         ledger = check_ledgers(self.volunteers)
-        limit = run_of(self.volunteers[0])["death_costs_at_most_s"]
         return (
-            f"{blow} after update {before}: the next update everywhere after {first_s:.1f} s (a death costs at most "
-            f"{limit:.1f} s more than a round); {ledger.epoch} commits, one story, equal bits"
+            f"{blow} {moment}: the next update everywhere {max(cost_s, 0.0):.1f} s later than usual (adaptive "
+            f"deadline {limit_s:.1f} s), back after {missed} updates; {ledger.epoch} commits, one story, equal bits"
         )
 
+    def _wait_for_moment(self, blow: str, rng: random.Random) -> tuple[Volunteer, str]:
+        """Wait until somebody is in the situation that a blow is meant for."""
+        candidates = self.volunteers[1:3] if blow in ("kill anchor", "kill signer") else self.volunteers[1:]
+        victim = rng.choice(candidates)
+        deadline = time.monotonic() + PATIENCE_S
+        if blow == "kill signer":
+            before = self.update()
+            while self.update() == before and time.monotonic() < deadline:
+                time.sleep(0.002)
+            return victim, "just after it signed"
+        if rng.random() < 0.3 and "leader" not in blow:
+            time.sleep(rng.uniform(0.0, self.usual_s))
+            return victim, "at any time"
+        while time.monotonic() < deadline:
+            for volunteer in candidates if "leader" in blow else [victim]:
+                said = run_of(volunteer)
+                is_meant = "leader" not in blow or said["why"].startswith("leads")
+                if is_meant and 0.0 < (said["average_here"] or 0.0) < 1.0:
+                    return volunteer, f"with {said['average_here']:.0%} of the average"
+        raise AssertionError(f"nobody was in the middle of averaging for {PATIENCE_S:.0f} s")
+
     @staticmethod
-    def _hit(victim: Volunteer, blow: str, number: int) -> None:
+    def _hit(victim: Volunteer, blow: str, number: int) -> int | None:
+        """Returns the worker that was hit, if it was one."""
         if "worker" in blow:
             pid = run_of(victim)["worker"]
-            if pid:
-                os.kill(pid, number)
-        elif number == signal.SIGKILL:
+            os.kill(pid, number)
+            return int(pid)
+        if number == signal.SIGKILL:
             victim.stop()
         else:
-            victim.signal(number)
+            victim.signal(number, "daemon")
+        return None
 
-    def _revive(self, victim: Volunteer, blow: str) -> None:
-        if blow == "stop worker":
-            if pid := run_of(victim)["worker"]:
-                os.kill(pid, signal.SIGCONT)
-        elif blow in ("stop daemon", "stop anchor"):
-            victim.signal(signal.SIGCONT)
-        elif blow in ("kill", "kill anchor"):
+    def _revive(self, victim: Volunteer, worker: int | None) -> None:
+        if worker is not None:
+            try:
+                os.kill(worker, signal.SIGCONT)
+            except ProcessLookupError:
+                return  # it was replaced
+        elif victim.process is not None:
+            victim.signal(signal.SIGCONT, "daemon")
+        else:
             victim.start()
             self.swarm.wait(lambda: is_back(victim), "the killed one back", victim)
+
+    def losses(self, name: str) -> list[float]:
+        return [float(loss) for loss in run_of(self.first, name)["losses"]]
+
+
+def compare(calm: list[float], hit: list[float]) -> tuple[str, bool]:
+    """The two curves, window by window, and whether they differ by more than chance."""
+    n = min(len(calm), len(hit)) // WINDOW * WINDOW
+    worst, rows = 0.0, []
+    for at in range(0, n, WINDOW):
+        a, b = (np.array(losses[at : at + WINDOW]) for losses in (calm, hit))
+        steps = np.arange(WINDOW)
+        noise = [np.std(x - np.polyval(np.polyfit(steps, x, 1), steps), ddof=2) / WINDOW**0.5 for x in (a, b)]
+        z = abs(a.mean() - b.mean()) / float(np.hypot(*noise))
+        worst = max(worst, z)
+        rows.append(f"{a.mean():.3f}/{b.mean():.3f}")
+    means = f"loss, undisturbed/disturbed, means of {WINDOW} updates: {' '.join(rows)}"
+    return f"{means}; at most {worst:.1f} standard errors apart (bound {NOISE:.0f})", worst <= NOISE
 
 
 def prove(seeds: range, write: Callable[[str], None]) -> int:
     """Returns how many failed."""
-    failed = 0
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         trial = Trial(swarm)
-        for seed in seeds:
+        begun = time.monotonic()
+        trial.begin("run", steps=10**6)
+        write(f"an update takes {trial.usual_s:.1f} s undisturbed")
+        for i, seed in enumerate(seeds):
             try:
-                write(f"seed {seed}: {trial.run(seed)}")
+                if i == len(seeds) // 2:
+                    trial.add_late()
+                    write("a sixth has joined late")
+                write(f"seed {seed}: {trial.blow(seed)}")
             except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
                 write(f"seed {seed}: FAILED {error!r}"[:3_000] + f"\n{traceback.format_exc(limit=3)}")
-                return failed + 1  # what it left is no ground for the next one
-    return failed
+                return 1  # what it left is no ground for the next one
+        hit = trial.losses("run")
+        command(trial.first, "train", "stop", "run", "--all")
+        write(f"{len(hit)} updates with {len(seeds)} blows in {time.monotonic() - begun:.0f} s")
+        trial.begin("calm", steps=len(hit))
+        wait_update(swarm, trial.volunteers[:N_PEERS], len(hit), "calm")
+        verdict, is_same = compare(trial.losses("calm"), hit)
+        write(verdict)
+    return 0 if is_same else 1
 
 
 def prove_partitions(seeds: range, write: Callable[[str], None]) -> int:

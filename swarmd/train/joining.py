@@ -84,7 +84,9 @@ class Joining:
         """What this peer does in a round, for people; "" when it is in none."""
         if not self._is_in:
             return ""
-        return f"leads a round; it waits for {self.leader.waits_for}" if self.leader is not None else self._why
+        if self.leader is not None:
+            return f"leads a round; it waits for {self.leader.waits_for}"
+        return self._why if self.round is None else f"averages: {self.round.share_here:.0%} is here"
 
     # --- taking part -------------------------------------------------------------------------------------------
 

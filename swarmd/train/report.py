@@ -58,6 +58,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "samples_gathered": trainer.gathered.n,
         "samples_counted": trainer.samples_counted,
         "samples_wasted": trainer.samples_wasted,
+        "average_here": joining.round.share_here if joining.round else None,
         "rounds_led": joining.counters.led,
         "rounds_failed": joining.counters.failed,
         "last_round": asdict(joining.counters.last) if joining.counters.last else None,

@@ -123,6 +123,12 @@ class Round:
     def receives(self) -> bool:
         return any(m.peer == self._me and m.receives for m in self.group.members)
 
+    @property
+    def share_here(self) -> float:
+        """How much of the average this peer has, or has made, as a share of the whole."""
+        n = sum(upto - start for start, upto in self._got.items())
+        return (n + sum(p.reduced_to - p.start for p in self._own_parts())) / self.group.n_elements
+
     async def take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
         """A member's numbers for a part that is reduced here. Raises RemoteProtocolError."""
         part = await self._part_at(message.start)
