@@ -21,7 +21,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     """Everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
-    joining = trainer.joining
+    version, joining = state.version if state else None, trainer.joining
     me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.gathered.n, trainer.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     others = [
@@ -44,8 +44,8 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "update": ledger.epoch,
         "updates": recipe.stop.steps,
         "head": ledger.head.hex(),
-        "state_update": state.epoch if state else None,
-        "state_digest": state.root.hex() if state else None,
+        "state_update": version.epoch if version else None,
+        "state_digest": version.root.hex() if version else None,
         "state_bytes": state.n_bytes if state else None,
         "parameters": state.layout.n_elements if state else None,
         "gathered": round(total.n_samples),

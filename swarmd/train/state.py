@@ -53,19 +53,29 @@ class Layout:
             at += size
 
 
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Which state it is: the update and its commit, the optimizer's steps so far, and what names its bytes."""
+
+    epoch: int
+    head: bytes
+    steps: int
+    manifest: Manifest
+    root: bytes
+
+
 class RunState:
-    """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs."""
+    """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs.
+
+    Threads change it: whoever needs several facts of one state takes ``version`` once.
+    """
 
     def __init__(self, run: Run, layout: Layout, parameters: Vector, average_limit_bytes: int) -> None:
         self.run = run
         self.layout = layout
         self.parameters = parameters
-        self.epoch = 0
-        self.steps = 0
-        self.head = run.genesis
         self.moments = {name: np.zeros_like(parameters) for name in moment_names(run.recipe.optimizer)}
-        self.manifest = Manifest(manifests.VERSION, 0, "", (), ())
-        self.root = b""
+        self.version = Version(0, run.genesis, 0, Manifest(manifests.VERSION, 0, "", (), ()), b"")
         self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
         self.averages: dict[int, Average] = {}
@@ -81,18 +91,32 @@ class RunState:
     def n_bytes(self) -> int:
         return sum(vector.nbytes for vector in self.vectors.values())
 
+    @property
+    def epoch(self) -> int:
+        return self.version.epoch
+
+    @property
+    def head(self) -> bytes:
+        return self.version.head
+
+    @property
+    def steps(self) -> int:
+        return self.version.steps
+
+    @property
+    def root(self) -> bytes:
+        return self.version.root
+
     def measure(self) -> None:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
-        settings = {"epoch": self.epoch, "head": self.head.hex(), "run": self.run.id, "steps": self.steps}
-        self.manifest = describe(settings, self.vectors)
-        self.root = digest_of(self.manifest)
+        self.move_to(self.epoch, self.head, self.steps)
 
     def freeze(self) -> Snapshot:
         """Keep the state as it is now for whoever fetches it. Raises Refused while it changes."""
         if self.is_changing:
             raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:
-            self.snapshots[self.root] = Snapshot(self.manifest, dict(enumerate(self.vectors.values())))
+            self.snapshots[self.root] = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
         return self.snapshots[self.root]
 
     def thaw(self, root: bytes) -> None:
@@ -105,7 +129,7 @@ class RunState:
 
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
         """Take one step of the recipe's optimizer, and hash the outcome. Call it in a thread."""
-        live = [s for s in self.snapshots.values() if s.is_live]
+        live = [s for s in list(self.snapshots.values()) if s.is_live]
         optimizer = self.run.recipe.optimizer
         update = _UPDATES[optimizer.kind]
         size = CHUNK_BYTES // self.parameters.itemsize
@@ -125,13 +149,13 @@ class RunState:
 
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
         """The vectors are now those after commit ``digest``."""
-        self.epoch, self.head, self.steps = epoch, digest, steps
-        self.measure()
+        settings = {"epoch": epoch, "head": digest.hex(), "run": self.run.id, "steps": steps}
+        manifest = describe(settings, self.vectors)
+        self.version = Version(epoch, digest, steps, manifest, digest_of(manifest))
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
         """Take over other values; snapshots of the old ones end."""
-        self.snapshots.clear()
-        self.averages.clear()
+        self.snapshots, self.averages = {}, {}
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
@@ -146,9 +170,9 @@ class RunState:
                 self.parameters[low:high] *= 1 - learning_rate * weight_decay
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
-        self.averages[commit.epoch] = Average(self.run.id, commit, average)
-        for epoch in sorted(self.averages)[: -max(1, self._average_limit_bytes // max(1, average.nbytes))]:
-            del self.averages[epoch]
+        n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
+        kept = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
+        self.averages = {epoch: kept[epoch] for epoch in sorted(kept)[-n_kept:]}
 
 
 class Average:

@@ -380,7 +380,7 @@ class Trainer:
 
     def record(self) -> dict[str, Any]:
         """This peer's RunRecord, without what all records share."""
-        state = self.state
+        state = self.state.version if self.state else None
         return {
             "kind": "run",
             "run": self.run_spec.id,
@@ -391,7 +391,7 @@ class Trainer:
             "head": self.ledger.head,
             "state_epoch": state.epoch if state else None,
             "state": state.root if state else b"",
-            "n_averages": len(state.averages) if state else 0,
+            "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.gathered.n,
             "samples_per_s": 0.0 if self.is_over() else self.samples_per_s,
             "can_be_dialled": self._world.can_be_dialled(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.manifest import model_id
 from swarmd.protocol.recipe import Optimizer, Recipe, Run, start_run
+from swarmd.train import state as states
 from swarmd.train.disk import RunFolder, read_vectors
 from swarmd.train.state import Layout, RunState, average_digest, clip_factor
 from tests.train.world import torch_optimizer
@@ -147,3 +149,21 @@ def test_anchor_remembers_its_promise_or_refuses_to_start(tmp_path: Path) -> Non
     (tmp_path / "anchor.bin").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="promised"):
         folder.acceptor()
+
+
+def test_state_is_the_old_one_until_the_new_one_has_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others are told meanwhile is one update's number with that update's digest."""
+    state = state_of(Optimizer(kind="sgd"), 1000)
+    before, seen = state.version, []
+    describe = states.describe
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(state.version)
+        return describe(*arguments)
+
+    average = np.ones(1000, np.float32)
+    commit = commit_for(state, average, 0.1)
+    monkeypatch.setattr(states, "describe", watched)
+    state.apply(commit, bytes(32), average, 1)
+    assert seen == [before]
+    assert (state.version.epoch, state.version.root) != (before.epoch, before.root)
