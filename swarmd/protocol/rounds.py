@@ -193,15 +193,16 @@ class Beat(Message, tag="beat", frozen=True):
 
 
 class Pulse(Message, tag="pulse", frozen=True):
-    """Leader to members, twice a second: I am at it, and what is waited for.
+    """Leader to members and, before it has begun, to those it expects, twice a second: I am at it, and for what I wait.
 
-    ``retry_ms``: too few samples are there, go on computing for so long.
+    ``retry_ms``: too few samples are there, go on computing for so long. ``successor`` leads instead.
     """
 
     run: Name = ""
     parent: Digest = b""
     waits_for: Text = ""
     retry_ms: Count | None = None
+    successor: Name = ""
 
 
 # --- between a daemon and its training worker --------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """One peer's way through rounds: under whom it joins, when it leads itself, and what reaches it meanwhile.
 
 A round after a commit is led by the first of those who compute on it, by a rule that all follow; who gives no sign of
-life is passed over. Several may lead at a time where views differ: the anchors then sign one outcome at most.
+life is passed over. Where views differ several begin to lead: all but the first by the rule step down when they hear of
+it. Whatever happens, the anchors sign one outcome at most.
 """
 
 from __future__ import annotations
@@ -118,11 +119,16 @@ class Joining:
             self._members.forgive()
         return progress.leader_order(parent, able)[0] if able else self._me
 
+    def _is_outranked(self, leader: PeerId, parent: bytes) -> bool:
+        """Does somebody lead this round, too, who comes first by the rule?"""
+        leading = self._members.leading(parent, trio.current_time())
+        return progress.leader_order(parent, [leader, *leading])[0] != leader
+
     async def follow(self, leader: PeerId, parent: bytes) -> None:
         """Join under another peer; returns when that is over, whatever came of it."""
         self._followed, self._pulsed_at = leader, trio.current_time()
         try:
-            await self._world.rpc.call(leader, self._joining, timeout_s=CALL_TIMEOUT_S, purpose="bulk")
+            await self._world.rpc.call(leader, self._joining, timeout_s=self.pulses.limit_s(), purpose="bulk")
         except Refused as error:
             self._why = f"{leader[-8:]} leads and refuses: {error}"
             if error.code is Code.STALE_EPOCH:
@@ -141,9 +147,15 @@ class Joining:
                 logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
                 self._members.suspect(leader, now)
                 return
-            if now < self.retry_at:
+            if now < self.retry_at or (self.round is None and self._is_outranked(leader, parent)):
                 return
             await self._news.wait(LOOK_INTERVAL_S)
+        now = trio.current_time()
+        if self.leader is not None and not self._is_followed_alive(now):
+            self._members.suspect(leader, now)  # others have given it up, and it is silent here as well
+
+    def _is_followed_alive(self, now: float) -> bool:
+        return now - self._pulsed_at < self.pulses.limit_s() / 2
 
     def _joining(self, call_id: int) -> JoinRound:
         up, down = self._world.links()
@@ -219,14 +231,16 @@ class Joining:
                 self.counters.last = outcome.times or self.counters.last
                 await self.spread(outcome, set(leader.joined))
         finally:
+            for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
+                self._members.suspect(peer, trio.current_time())
             self._pulsing.cancel()
             if self.leader is leader:
                 self.leader = None
 
     async def _lead_on(self, leader: Leader, is_over: Callable[[], str]) -> Outcome | None:
-        """Lead until it is done, or of no use any more: committed by others, other anchors, stopped, paused."""
+        """Lead until it is done, or of no use: committed or led by others, other anchors, stopped, paused."""
         outcome: Outcome | None = None
-        order = self._chronicle.order
+        order, parent = self._chronicle.order, leader.parent
 
         async def lead() -> None:
             nonlocal outcome
@@ -235,7 +249,10 @@ class Joining:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lead)
-            while self._chronicle.ledger.head == leader.parent and self._chronicle.order is order and not is_over():
+            while self._chronicle.ledger.head == parent and self._chronicle.order is order and not is_over():
+                if not leader.has_begun and self._is_outranked(self._me, parent):
+                    self._step_down(leader)
+                    break
                 await self._news.wait(LOOK_INTERVAL_S)
             nursery.cancel_scope.cancel()
         return outcome
@@ -254,12 +271,19 @@ class Joining:
         lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
         wait_s = min(LONGEST_RETRY_S / 2, max(0.2, lacking / rate))
         self.retry_at = now + wait_s
-        for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
-            self._members.suspect(peer, now)
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
         for peer in leader.joined:
             if peer != self._me:
                 self._nursery.start_soon(self._tell, peer, pulse)
+
+    def _step_down(self, leader: Leader) -> None:
+        """Who joined here learns who leads instead."""
+        parent = leader.parent
+        successor = progress.leader_order(parent, self._members.leading(parent, trio.current_time()))[0]
+        logger.info("%s leads this round, and comes first", successor[-8:])
+        pulse = Pulse(run=self._chronicle.run.id, parent=parent, successor=successor)
+        for peer in set(leader.joined) - {self._me, successor}:
+            self._nursery.start_soon(self._tell, peer, pulse)
 
     def _clip(self, average: bytes) -> float:
         limit = self._chronicle.run.recipe.optimizer.clip_norm
@@ -285,8 +309,8 @@ class Joining:
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
-        self._members.vouch(peer)
-        if self.round is not None and self.leader is None:
+        is_led = self._is_in and self.leader is None and self._followed not in (None, self._me)
+        if is_led and (self.round is not None or self._is_followed_alive(trio.current_time())):
             raise Refused(Code.NO_CAPACITY, f"{self._followed} leads this round", LOOK_INTERVAL_S)
         self._open_leader().join(peer, message)
         self._news.notify()
@@ -296,10 +320,13 @@ class Joining:
             self.leader.beat(peer, message)
 
     def take_pulse(self, peer: PeerId, message: Pulse) -> None:
-        """The leader that this peer follows is at it, or calls the round off."""
+        """A leader is at it, calls the round off, or leaves it to another."""
+        now = trio.current_time()
+        if message.retry_ms is None:
+            self._members.leads(PeerId(message.successor) or peer, message.parent, now)
+            self._news.notify()
         if peer != self._followed or message.parent != self._chronicle.ledger.head:
             return
-        now = trio.current_time()
         self.pulses.add(now - self._pulsed_at)
         self._pulsed_at = now
         if message.retry_ms is not None:
@@ -343,11 +370,11 @@ class Joining:
             await live.take_reduced(peer, message, payload)
 
     def gone(self, peer: PeerId) -> None:
-        """Every connection of one kind to a peer has ended."""
+        """The last connection to a peer has ended: do without it until it says something."""
+        self._members.suspect(peer, trio.current_time())
         if self.leader is not None:
             self.leader.gone(peer)
         if self._followed == peer:
-            self._members.suspect(peer, trio.current_time())
             self._followed = None
             self._news.notify()
 

@@ -126,7 +126,7 @@ class Leader:
         self.parent = ledger.head
         self.joined: dict[PeerId, JoinRound] = {}
         self.waits_for = "members"
-        self.missing: list[PeerId] = []  # expected, and not there when too few samples were
+        self.missing: list[PeerId] = []  # expected, and not there in time
         self._me = me
         self._ledger = ledger
         self._run = ledger.run
@@ -148,6 +148,10 @@ class Leader:
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0
         self._name = f"{me}/{os.urandom(8).hex()}"  # an earlier life of this peer must not have used it
+
+    @property
+    def has_begun(self) -> bool:
+        return self._group is not None
 
     # --- what comes from members -------------------------------------------------------------------------------
 
@@ -229,9 +233,9 @@ class Leader:
             waited_s = trio.current_time() - self._began_at
             self.waits_for = f"{len(lacking)} more members" if lacking else "nobody"
             if not lacking or waited_s > self._timing.joins.limit_s():
+                self.missing = lacking
                 if n >= ENOUGH * target and not (lacking and self._is_alone()):
                     return
-                self.missing = lacking
                 raise TooEarly(f"{n} of {target} samples are here, members late: {len(lacking)}")
             await self._news.wait(LOOK_INTERVAL_S)
 
@@ -516,7 +520,7 @@ class Leader:
                 nursery.start_soon(self._tell, PeerId(member.peer), self._group)
 
     async def pulse(self) -> None:
-        """Tell members that this leader lives, from the first that joined until cancelled."""
+        """Tell members that this leader lives until cancelled; before it begins, those who are expected as well."""
         under_way: set[PeerId] = set()
 
         async def tell(peer: PeerId) -> None:
@@ -526,7 +530,8 @@ class Leader:
 
         async with trio.open_nursery() as nursery:
             while True:
-                for peer in set(self.joined) - self._gone - under_way:
+                members = {*self.joined, *([] if self.has_begun else self._expected())}
+                for peer in members - {self._me} - self._gone - under_way:
                     nursery.start_soon(tell, peer)
                 await trio.sleep(PULSE_INTERVAL_S)
 

@@ -11,6 +11,7 @@ from swarmd.protocol.records import RunRecord
 from swarmd.values import PeerId, RunId
 
 SUSPECT_FOR_S = 15.0
+LEADS_FOR_S = 1.5  # after its last sign of life
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Members:
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
+    _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -65,6 +67,10 @@ class Members:
     def vouch(self, peer: PeerId) -> None:
         """A peer has just said something: it lives."""
         self._suspects.pop(peer, None)
+
+    def leads(self, peer: PeerId, head: bytes, now: float) -> None:
+        """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
+        self._leading[peer] = head, now
 
     def distrust(self, peer: PeerId) -> None:
         """It has nothing to show for the commit that it names: do without it until it names another."""
@@ -99,9 +105,16 @@ class Members:
         return computing + [p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head]
 
     def leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """Who may lead that round: those who compute on it and can be dialled."""
+        """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
-        return [p.peer for p in self.progress(now) if p.head == head and records[p.peer].can_be_dialled]
+        able = [p.peer for p in self.progress(now) if p.head == head and records[p.peer].can_be_dialled]
+        return able + [p for p in self.leading(head, now) if p not in able]
+
+    def leading(self, head: bytes, now: float) -> list[PeerId]:
+        """Members that lead that round, as their latest signs of life say."""
+        records = self.look(now)
+        said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
+        return [p for p in said if p in records and records[p].role == "train"]
 
     def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:
         return peer in self._last.contributors and record.epoch == self._last.epoch - 1

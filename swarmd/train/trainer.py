@@ -312,6 +312,7 @@ class Trainer:
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
         peer = channel.peer
+        self.members.vouch(peer)
         if isinstance(message, rounds.Contribution | rounds.Reduced):
             await self.joining.take_numbers(peer, message, frame.payload)
         elif isinstance(message, rounds.Beat):
@@ -360,7 +361,7 @@ class Trainer:
         return self.state.find(wanted) if self.state is not None else None
 
     def gone(self, peer: PeerId) -> None:
-        """Every connection of one kind to a peer has ended."""
+        """The last connection to a peer has ended."""
         self.joining.gone(peer)
 
     # --- what it says of itself --------------------------------------------------------------------------------

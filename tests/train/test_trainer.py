@@ -62,6 +62,33 @@ async def test_run_goes_on_without(virtual_time: MockClock, victim: str) -> None
         nursery.cancel_scope.cancel()
 
 
+async def test_two_who_begin_to_lead_come_to_one(virtual_time: MockClock) -> None:
+    """Others do not know how far one peer is, which comes first by the rule now and then: no round waits for that."""
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=7)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        begun = await when(world, 10)
+        usual_s = (await when(world, 20) - begun) / 10
+        muted = world.trainers()[0]
+        world.muted.add(muted.peer)
+        before = muted.trainer.joining.counters.led
+        begun, counted = trio.current_time(), muted.trainer.samples_counted
+        times = [await when(world, epoch) for epoch in range(21, 31)]
+        longest_s = max(b - a for a, b in zip([begun, *times], times, strict=False))
+        assert longest_s < 1.5 * usual_s, "somebody waited for who follows another"
+        assert muted.trainer.joining.counters.led > before, "it has led"
+        assert muted.trainer.samples_counted > counted
+        nursery.cancel_scope.cancel()
+
+
+async def when(world: TrainingWorld, epoch: int) -> float:
+    """The time at which all have come to an update."""
+    await world.until(epoch, LIMIT_S)
+    return trio.current_time()
+
+
 async def in_a_round(world: TrainingWorld, which: str) -> Member:
     """Wait until a round runs; returns its leader, or a member of it."""
     while True:

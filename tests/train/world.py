@@ -116,6 +116,7 @@ class TrainingWorld:
         self.world = SimWorld(seed)
         self.rng = random.Random(seed)
         self.members: dict[PeerId, Member] = {}
+        self.muted: set[PeerId] = set()  # whose records reach nobody any more
         self.anchors = [Identity(self.rng.randbytes(32)) for _ in range(n_anchors)]
         self._nursery = nursery
         self._records: dict[PeerId, tuple[float, RunRecord]] = {}
@@ -208,6 +209,8 @@ class TrainingWorld:
             await trio.sleep(20)
 
     def _announce(self, member: Member) -> None:
+        if member.peer in self.muted:
+            return
         fields = {k: v for k, v in member.trainer.record().items() if k != "kind"}
         now = trio.current_time()
         record = RunRecord(
