@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -70,6 +71,7 @@ class Trial:
         self.volunteers = [swarm.add("--no-serve") for _ in range(N_PEERS)]
         self.first = self.volunteers[0]
         self.usual_s = 0.0
+        self.costs_s: list[tuple[float, float]] = []  # of each blow, with the deadline at that time
 
     def begin(self, name: str, steps: int) -> None:
         """Start a run with all five."""
@@ -102,14 +104,15 @@ class Trial:
         """Live through one blow; says what came of it. Raises AssertionError where a promise is broken."""
         rng = random.Random(seed)
         blow = BLOWS[seed % len(BLOWS)]
+        limit_s = max(run_of(v)["death_costs_at_most_s"] for v in self.volunteers)
         victim, moment = self._wait_for_moment(blow, rng)
         number = signal.SIGKILL if "kill" in blow else signal.SIGSTOP
+        others = [v for v in self.volunteers if v is not victim]
         pid = self._hit(victim, blow, number)
         hit_at, seen = time.monotonic(), self.update()
-        others = [v for v in self.volunteers if v is not victim]
         wait_update(self.swarm, others, seen + 1)
-        cost_s = time.monotonic() - hit_at - self.usual_s
-        limit_s = run_of(self.first)["death_costs_at_most_s"]
+        cost_s = max(0.0, time.monotonic() - hit_at - self.usual_s)
+        self.costs_s.append((cost_s, limit_s))
         missed = rng.choice((2, 6))
         wait_update(self.swarm, others, seen + missed)
         self._revive(victim, pid)
@@ -117,7 +120,7 @@ class Trial:
         check_states(self.volunteers)
         ledger = check_ledgers(self.volunteers)
         return (
-            f"{blow} {moment}: the next update everywhere {max(cost_s, 0.0):.1f} s later than usual (adaptive "
+            f"{blow} {moment}: the next update everywhere {cost_s:.1f} s later than usual (adaptive "
             f"deadline {limit_s:.1f} s), back after {missed} updates; {ledger.epoch} commits, one story, equal bits"
         )
 
@@ -210,6 +213,9 @@ def prove(seeds: range, write: Callable[[str], None]) -> int:
             except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
                 write(f"seed {seed}: FAILED {error!r}"[:3_000] + f"\n{traceback.format_exc(limit=3)}")
                 return 1  # what it left is no ground for the next one
+        within = sum(cost <= limit for cost, limit in trial.costs_s)
+        median_s = statistics.median(cost for cost, _ in trial.costs_s)
+        write(f"{within} of {len(trial.costs_s)} blows cost at most the deadline, the median one {median_s:.1f} s")
         hit = trial.losses("run")
         command(trial.first, "train", "stop", "run", "--all")
         write(f"{len(hit)} updates with {len(seeds)} blows in {time.monotonic() - begun:.0f} s")
