@@ -89,6 +89,12 @@ class Joining:
             return f"leads a round; it waits for {self.leader.waits_for}"
         return self._why if self.round is None else f"averages: {self.round.share_here:.0%} is here"
 
+    @property
+    def longest_wait_s(self) -> float:
+        """What a death costs at most: how long a member, or a leader's silence, is waited for here."""
+        timing = self.counters.timing
+        return max(timing.beats.limit_s(), timing.joins.limit_s(), self.pulses.limit_s())
+
     # --- taking part -------------------------------------------------------------------------------------------
 
     async def take_part(self, parent: bytes, is_over: Callable[[], str]) -> None:

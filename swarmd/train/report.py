@@ -66,7 +66,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "catch_ups": trainer.catching_up.n_times if trainer.catching_up else 0,
         "snapshots_fetched": trainer.catching_up.n_snapshots if trainer.catching_up else 0,
         "last_catch_up_s": trainer.catching_up.last_s if trainer.catching_up else None,
-        "death_costs_at_most_s": round(max(joining.counters.timing.beats.limit_s(), joining.pulses.limit_s()), 2),
+        "death_costs_at_most_s": round(joining.longest_wait_s, 2),
         "peers": others,
     }
 

@@ -24,12 +24,6 @@ async def when(members: list[Member], epoch: int) -> float:
     return trio.current_time()
 
 
-def deadline_s(member: Member) -> float:
-    joining = member.trainer.joining
-    timing = joining.counters.timing
-    return max(timing.beats.limit_s(), timing.joins.limit_s(), joining.pulses.limit_s())
-
-
 @pytest.mark.parametrize("way", ["crash", "silence"])
 @pytest.mark.parametrize("seed", range(12))
 async def test_death_costs_one_deadline(virtual_time: MockClock, way: str, seed: int) -> None:
@@ -52,7 +46,7 @@ async def test_death_costs_one_deadline(virtual_time: MockClock, way: str, seed:
         others = [m for m in world.trainers() if m is not victim]
         epoch = max(m.trainer.ledger.epoch for m in world.trainers())
         last += (epoch - 20) * usual_s
-        limit_s = max(deadline_s(m) for m in others)
+        limit_s = max(m.trainer.joining.longest_wait_s for m in others)
         if way == "crash":
             world.crash(victim)
         else:
