@@ -53,11 +53,15 @@ class Channel:
     def __init__(self, stream: Stream, purpose: Purpose) -> None:
         self.peer = stream.peer
         self.purpose = purpose
-        self.is_open = True
+        self.ended = trio.Event()
         self.stream = stream
         self._lock = WriteLock()
         self._pending: dict[int, _Reply] = {}
         self._n_calls = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.ended.is_set()
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self.send_raw(messages.framed(message, payload))
@@ -128,7 +132,7 @@ class Channel:
         await self.stream.reset()
 
     def end(self) -> None:
-        self.is_open = False
+        self.ended.set()
         for reply in self._pending.values():
             reply.arrived.set()
 

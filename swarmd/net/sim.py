@@ -132,6 +132,8 @@ class SimStream:
     def fail(self) -> None:
         for end in (self, self.other):
             end._failed = True
+            end._inbox.clear()  # what had not arrived never will
+            end._inbox_bytes = 0
             network = self._world.networks.get(end.local)
             if network is not None:
                 network.streams.discard(end)

@@ -41,6 +41,7 @@ from swarmd.protocol.rounds import (
     Propose,
     Pulse,
 )
+from swarmd.train.round import CHUNK_BYTES
 from swarmd.train.world import News
 from swarmd.values import PeerId
 
@@ -78,6 +79,7 @@ class _Seen:
     beat_at: float
     moved_at: float
     beat: Beat | None = None
+    had_at: float | None = None  # the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,10 @@ class Leader:
         self._timing.beats.add(now - seen.beat_at)
         seen.beat_at = now
         if message.version == self._group.version:
+            if message.result and not (seen.beat and seen.beat.result):
+                if had := [s.had_at for s in self._seen.values() if s.had_at is not None]:
+                    self._timing.results.add(now - min(had))
+                seen.had_at = now
             if seen.beat is None or _moved(seen.beat, message):
                 seen.moved_at = now
             seen.beat = message
@@ -297,7 +303,7 @@ class Leader:
 
     def _able(self, peer: PeerId) -> partition.Member:
         joined = self.joined[peer]
-        up, down = _rate(joined.up_bytes_per_s), _rate(joined.down_bytes_per_s)
+        up, down = (None if r is None else _rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
         return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
 
     def _without(self, lost: dict[PeerId, str]) -> Group:
@@ -338,7 +344,7 @@ class Leader:
         reports = self._received()
         for peer, faults in reports.faults.items():
             lost.setdefault(peer, faults)
-        stuck_s = max(limit_s, 2 * self._timing.results.limit_s())
+        stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
                 lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
@@ -349,6 +355,11 @@ class Leader:
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
+
+    def _chunk_s(self) -> float:
+        """How long the slowest link that is known takes to show that anything moves."""
+        rates = [r for j in self.joined.values() for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
+        return len(self.joined) * CHUNK_BYTES / _rate(min(rates)) if rates else 0.0
 
     def _received(self) -> _Reports:
         """What the reducers have of each counted member, put together."""
@@ -543,9 +554,9 @@ class _Reports:
     faults: dict[PeerId, str] = field(default_factory=dict)
 
 
-def _rate(said: float | None) -> float | None:
-    """A bandwidth that somebody says it has, if the program can count with it."""
-    return None if said is None else max(LEAST_BYTES_PER_S, said)
+def _rate(said: float) -> float:
+    """A bandwidth that somebody says it has, as one that the program can count with."""
+    return max(LEAST_BYTES_PER_S, said)
 
 
 def _moved(before: Beat, after: Beat) -> bool:

@@ -15,8 +15,7 @@ import numpy as np
 import trio
 
 from swarmd.errors import PeerError, RemoteProtocolError
-from swarmd.net.rpc import Rpc
-from swarmd.protocol.fields import Message
+from swarmd.net.rpc import Channel, Rpc
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced
 from swarmd.train.state import Vector
 from swarmd.train.world import News, OffLoop
@@ -229,27 +228,33 @@ class Round:
 
     async def _contribute(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` reduces, now or in a later version."""
+        channel: Channel | None = None
         done: set[tuple[int, int]] = set()
         while True:
+            if channel is not None and not channel.is_open:  # what it carried may not have arrived
+                channel, done = None, set()
             wanted = [(p.start, p.end) for p in self.group.parts if self.group.members[p.reducer].peer == peer]
             todo = [key for key in wanted if key not in done]
             if not todo:
                 await self._news.wait()
                 continue
             try:
+                channel = channel or await self._open(peer)
                 for at, stop in self._cuts(*todo[0]):
                     assert self._vector is not None
                     message = Contribution(run=self.group.run, round=self.group.round, start=at)
-                    await self._send(peer, message, self._vector[at:stop])
+                    await channel.send(message, self._vector[at:stop].view(np.uint8).data)
+                done.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
-                continue
-            done.add(todo[0])
 
     async def _give_results(self, peer: PeerId) -> None:
         """Send each sum on as soon as it is made, for whatever version is the present one."""
+        channel: Channel | None = None
         version, sent = -1, dict[int, int]()
         while True:
+            if channel is not None and not channel.is_open:
+                channel, sent = None, {}
             if version != self.group.version:
                 version, sent = self.group.version, {}
             ready = [p for p in self._own_parts() if sent.get(p.start, p.start) < p.reduced_to]
@@ -261,15 +266,22 @@ class Round:
             stop = min(part.reduced_to, at + self._chunk())
             message = Reduced(run=self.group.run, round=self.group.round, version=version, start=at)
             try:
-                await self._send(peer, message, part.total[at - part.start : stop - part.start])
+                channel = channel or await self._open(peer)
+                await channel.send(message, part.total[at - part.start : stop - part.start].view(np.uint8).data)
                 sent[part.start] = stop
             except PeerError:
-                sent.pop(part.start, None)
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _send(self, peer: PeerId, message: Message, values: Vector) -> None:
+    async def _open(self, peer: PeerId) -> Channel:
+        """A channel for numbers, whose end will be noticed. Raises PeerError."""
         channel = await self._rpc.channel(peer, "averaging")
-        await channel.send(message, values.view(np.uint8).data)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._notice_end, channel)
+        return channel
+
+    async def _notice_end(self, channel: Channel) -> None:
+        await channel.ended.wait()
+        self._notify()
 
     # --- reducing and gathering --------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ model = "{model}"
 data = "{root}/examples/caesar.jsonl"
 precision = "{precision}"
 anchors = [{anchors}]
+{more}
 [optimizer]
 {optimizer}
 [batch]
@@ -86,8 +87,9 @@ def tiny_model(folder: Path) -> Path:
 
 
 def start_run(volunteer: Volunteer, name: str, anchors: list[Volunteer] | None = None, **settings: Any) -> None:
-    """Write a recipe and start it on one volunteer. ``optimizer``: one of ``OPTIMIZERS``, or the table's lines."""
+    """Write a recipe and start it. ``optimizer``: one of ``OPTIMIZERS``, or its table; ``more``: other keys."""
     chosen = {"optimizer": "sgd", "precision": "float32", "target": 32, "steps": 1000, "every": 1000, **settings}
+    chosen.setdefault("more", "")
     chosen["optimizer"] = OPTIMIZERS.get(chosen["optimizer"], chosen["optimizer"])
     chosen.setdefault("model", tiny_model(volunteer.home.folder / "tiny"))
     listed = ", ".join(f'"{a.peer}"' for a in anchors or [])

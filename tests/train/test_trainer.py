@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
 from tests.train.world import Member, TrainingWorld, check_ledger, replay
 
@@ -59,6 +60,32 @@ async def test_run_goes_on_without(virtual_time: MockClock, victim: str) -> None
             await world.until(epoch + 2, within_s=LIMIT_S)
         await world.until(epoch=8, within_s=LIMIT_S)
         check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClock) -> None:
+    """A channel ends behind numbers that had left: nobody is left out for that, and nobody waits for a deadline."""
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=8)
+        world.world.link = Link(latency_s=0.3)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        begun = await when(world, 6)
+        usual_s = (await when(world, 12) - begun) / 6
+        for broken in range(12, 18):
+            member = await in_a_round(world, "member")
+            await trio.sleep(0.35)
+            for other in world.trainers():
+                if (channel := member.rpc.existing(other.peer, "averaging")) is not None:
+                    await channel.close()
+            begun = trio.current_time()
+            await when(world, broken + 1)
+            assert trio.current_time() - begun < usual_s + 2.0
+        assert not any(m.trainer.joining.counters.failed for m in world.trainers())
+        check_ledger(world)
+        n_contributors = [len(s.commit.contributors) for s in world.trainers()[0].trainer.ledger.sealed[6:18]]
+        assert n_contributors == [4] * 12
         nursery.cancel_scope.cancel()
 
 
