@@ -195,7 +195,8 @@ class Beat(Message, tag="beat", frozen=True):
 class Pulse(Message, tag="pulse", frozen=True):
     """Leader to members and, before it has begun, to those it expects, twice a second: I am at it, and for what I wait.
 
-    ``retry_ms``: too few samples are there, go on computing for so long. ``successor`` leads instead.
+    ``retry_ms``: too few samples are there, go on computing for so long. ``successor`` leads instead; a member
+    says so, too, when it goes over to that one.
     """
 
     run: Name = ""

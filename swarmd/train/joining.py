@@ -8,6 +8,7 @@ it. Whatever happens, the anchors sign one outcome at most.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +16,12 @@ from functools import partial
 import trio
 
 from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.rpc import Channel
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, Reduced
-from swarmd.train.chronicle import CALL_TIMEOUT_S, Chronicle
+from swarmd.train.chronicle import Chronicle
 from swarmd.train.leader import Leader, Outcome, RoundFailed, RoundTimes, Timing, TooEarly
 from swarmd.train.members import Members
 from swarmd.train.round import Round, check_group
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.25
 LONGEST_RETRY_S = 60.0
+GROUP_LATE_S = 1.0
+N_ROUNDS_KNOWN = 16
 
 Mine = Callable[[], tuple[RunState | None, Gathered]]
 """This peer's state, if it has the model, and what it has gathered on it."""
@@ -65,6 +69,7 @@ class Joining:
         self._members = members
         self._news = news
         self._mine = mine
+        self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
         self._followed: PeerId | None = None
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
@@ -125,10 +130,13 @@ class Joining:
             self._members.forgive()
         return progress.leader_order(parent, able)[0] if able else self._me
 
-    def _is_outranked(self, leader: PeerId, parent: bytes) -> bool:
-        """Does somebody lead this round, too, who comes first by the rule?"""
+    def _first(self, leader: PeerId, parent: bytes) -> PeerId:
+        """The first by the rule of those who lead this round at present, ``leader`` among them."""
         leading = self._members.leading(parent, trio.current_time())
-        return progress.leader_order(parent, [leader, *leading])[0] != leader
+        return progress.leader_order(parent, [leader, *leading])[0]
+
+    def _successor(self, parent: bytes, successor: PeerId) -> Pulse:
+        return Pulse(run=self._chronicle.run.id, parent=parent, successor=successor)
 
     async def follow(self, leader: PeerId, parent: bytes) -> None:
         """Join under another peer; returns when that is over, whatever came of it."""
@@ -153,7 +161,10 @@ class Joining:
                 logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
                 self._members.suspect(leader, now)
                 return
-            if now < self.retry_at or (self.round is None and self._is_outranked(leader, parent)):
+            if now < self.retry_at:
+                return
+            if self.round is None and (first := self._first(leader, parent)) != leader:
+                await self._tell(leader, self._successor(parent, first))
                 return
             await self._news.wait(LOOK_INTERVAL_S)
         now = trio.current_time()
@@ -256,8 +267,8 @@ class Joining:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lead)
             while self._chronicle.ledger.head == parent and self._chronicle.order is order and not is_over():
-                if not leader.has_begun and self._is_outranked(self._me, parent):
-                    self._step_down(leader)
+                if not leader.has_begun and (first := self._first(self._me, parent)) != self._me:
+                    self._step_down(leader, first)
                     break
                 await self._news.wait(LOOK_INTERVAL_S)
             nursery.cancel_scope.cancel()
@@ -282,14 +293,11 @@ class Joining:
             if peer != self._me:
                 self._nursery.start_soon(self._tell, peer, pulse)
 
-    def _step_down(self, leader: Leader) -> None:
+    def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Who joined here learns who leads instead."""
-        parent = leader.parent
-        successor = progress.leader_order(parent, self._members.leading(parent, trio.current_time()))[0]
         logger.info("%s leads this round, and comes first", successor[-8:])
-        pulse = Pulse(run=self._chronicle.run.id, parent=parent, successor=successor)
         for peer in set(leader.joined) - {self._me, successor}:
-            self._nursery.start_soon(self._tell, peer, pulse)
+            self._nursery.start_soon(self._tell, peer, self._successor(leader.parent, successor))
 
     def _clip(self, average: bytes) -> float:
         limit = self._chronicle.run.recipe.optimizer.clip_norm
@@ -330,6 +338,8 @@ class Joining:
         now = trio.current_time()
         if message.retry_ms is None:
             self._members.leads(PeerId(message.successor) or peer, message.parent, now)
+            if self.leader is not None and self.leader.parent == message.parent:
+                self.leader.gone(peer)  # it leads this round itself, or follows somebody else
             self._news.notify()
         if peer != self._followed or message.parent != self._chronicle.ledger.head:
             return
@@ -358,22 +368,26 @@ class Joining:
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
         vector = gathered.vector if mine.n else None
         self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
+        self._begun.append(group.round)
         self._scope = trio.CancelScope()
         self._nursery.start_soon(self._live, self.round, self._scope, peer)
         self._news.notify()
 
-    async def take_numbers(self, peer: PeerId, message: Contribution | Reduced, payload: memoryview) -> None:
-        """Parts of a round; the leader's word of it may be on its way by another channel."""
-        with trio.move_on_after(CALL_TIMEOUT_S):
-            while self.round is None or self.round.group.round != message.round:
+    async def take_numbers(self, channel: Channel, message: Contribution | Reduced, payload: memoryview) -> None:
+        """Parts of a round; the leader's word of it may be on its way by another channel, while others wait behind."""
+        before = self.round
+        with trio.move_on_after(GROUP_LATE_S) as waiting:
+            while message.round not in self._begun and self.round in (None, before):
                 await self._news.wait()
+        if waiting.cancelled_caught:
+            await channel.close()  # they are sent again, if they still count
         live = self.round
         if live is None or live.group.round != message.round:
-            return
+            return  # of a round that is over, or that came to nothing
         if isinstance(message, Contribution):
-            await live.take_contribution(peer, message, payload)
+            await live.take_contribution(channel.peer, message, payload)
         else:
-            await live.take_reduced(peer, message, payload)
+            await live.take_reduced(channel.peer, message, payload)
 
     def gone(self, peer: PeerId) -> None:
         """The last connection to a peer has ended: do without it until it says something."""

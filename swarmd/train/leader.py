@@ -201,7 +201,7 @@ class Leader:
             self._news.notify()
 
     def gone(self, peer: PeerId) -> None:
-        """Every connection to a peer has ended."""
+        """A peer takes no part in this round any more: it follows another, or its connections have ended."""
         self._gone.add(peer)
         self._news.notify()
 
@@ -338,7 +338,7 @@ class Leader:
         limit_s = self._timing.beats.limit_s()
         for peer, seen in self._seen.items():
             if peer in self._gone:
-                lost[peer] = "its connection has ended"
+                lost[peer] = "it has gone"
             elif now - seen.beat_at > limit_s:
                 lost[peer] = f"no sign of life for {now - seen.beat_at:.1f} s, the limit here is {limit_s:.1f}"
         reports = self._received()
@@ -487,11 +487,13 @@ class Leader:
         await trio.sleep(self._rng.uniform(0.0, min(4.0, 0.1 * 2**attempt)))
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
-        """Ask all anchors at once; returns as soon as a majority has said yes, or all have answered."""
+        """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
+        asked: set[int] = set()
         newer: list[Refused] = []
         malformed: list[Refused] = []
+        n = len(self._anchors)
 
         async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
             try:
@@ -501,17 +503,18 @@ class Leader:
                     self._highest = max(self._highest, message.promised[0])
                     if message.promised == self._ballot:
                         said_yes.add(place)
-                if is_majority(len(said_yes), len(self._anchors)):
-                    scope.cancel()
             except Refused as error:
                 if error.code is Code.STALE_EPOCH:
                     newer.append(error)
-                    scope.cancel()
                 elif error.code is Code.MALFORMED:
                     malformed.append(error)
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             except PeerError as error:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
+            asked.add(place)
+            can_be = is_majority(n - len(asked - said_yes), n)
+            if newer or is_majority(len(said_yes), n) or not can_be:
+                scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for place, anchor in enumerate(self._anchors):

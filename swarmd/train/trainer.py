@@ -314,7 +314,7 @@ class Trainer:
         peer = channel.peer
         self.members.vouch(peer)
         if isinstance(message, rounds.Contribution | rounds.Reduced):
-            await self.joining.take_numbers(peer, message, frame.payload)
+            await self.joining.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat):
             self.joining.take_beat(peer, message)
         elif isinstance(message, rounds.Group):

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
+from swarmd.protocol.rounds import Contribution
 from tests.train.world import Member, TrainingWorld, check_ledger, replay
 
 LIMIT_S = 400
@@ -86,6 +87,33 @@ async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClo
         check_ledger(world)
         n_contributors = [len(s.commit.contributors) for s in world.trainers()[0].trainer.ledger.sealed[6:18]]
         assert n_contributors == [4] * 12
+        nursery.cancel_scope.cancel()
+
+
+async def test_numbers_of_a_round_that_never_began_hold_nobody_up(virtual_time: MockClock) -> None:
+    """Its leader died before all had heard of it: what others sent for it lies before the next round's numbers."""
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=9)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        begun = await when(world, 6)
+        usual_s = (await when(world, 16) - begun) / 10
+
+        async def disturb() -> None:
+            while True:
+                for member in world.trainers():
+                    for other in world.trainers():
+                        channel = member.rpc.existing(other.peer, "averaging")
+                        if channel is not None and other.trainer.joining.round is None:
+                            lost = Contribution(run=world.run.id, round=world.rng.randbytes(16), start=0)
+                            await channel.send(lost, bytes(4))
+                await trio.sleep(usual_s)
+
+        nursery.start_soon(disturb)
+        begun = trio.current_time()
+        assert (await when(world, 26) - begun) / 10 < 1.5 * usual_s
+        check_ledger(world)
         nursery.cancel_scope.cancel()
 
 
