@@ -63,6 +63,10 @@ class SimWorld:
             for stream in network.streams:
                 stream.wake()
 
+    @property
+    def has_cuts(self) -> bool:
+        return bool(self._cut)
+
     def is_cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cut
 

@@ -6,6 +6,7 @@ Records reach the others after a moment, unless a cut is between; what costs tim
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class TrainingWorld:
         self._nursery = nursery
         self._records: dict[PeerId, tuple[float, RunRecord]] = {}
         self._older: dict[PeerId, tuple[float, RunRecord]] = {}
+        self._shared: tuple[SwarmView, float] = SwarmView({}, (), Catalog(), ()), 0.0
         settings: dict[str, Any] = {
             "name": "toy",
             "model": "0" * 64,
@@ -225,21 +227,32 @@ class TrainingWorld:
         if old is not None and old[0] + NEWS_DELAY_S <= now:
             self._older[member.peer] = old
         self._records[member.peer] = (now, record)
+        self._shared = self._shared[0], 0.0
 
     def _view(self, peer: PeerId) -> SwarmView:
+        """What a peer sees: without cuts the same for all, made anew when a record arrives or expires."""
         now = trio.current_time()
+        if self.world.has_cuts:
+            return self._look(peer)[0]
+        if not self._shared[1] > now:
+            self._shared = self._look(None)
+        return self._shared[0]
+
+    def _look(self, peer: PeerId | None) -> tuple[SwarmView, float]:
+        """The records that have reached a peer (None: anybody), and until when that is so."""
+        now, until = trio.current_time(), math.inf
         seen = []
         for other, (at, record) in self._records.items():
-            if self.world.is_cut(peer, other):
+            if peer is not None and self.world.is_cut(peer, other):
                 continue
+            known: RunRecord | None = record
             if at + NEWS_DELAY_S > now and other != peer:
-                older = self._older.get(other)
-                if older is None:
-                    continue
-                record = older[1]
-            if record.expires_at > now:
-                seen.append(record)
-        return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer)))
+                until = min(until, at + NEWS_DELAY_S)
+                known = self._older[other][1] if other in self._older else None
+            if known is not None and known.expires_at > now:
+                until = min(until, known.expires_at)
+                seen.append(known)
+        return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer))), until
 
     def _getter(self, layout: Layout) -> Get:
         async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
