@@ -47,7 +47,7 @@ def join_all(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, role: st
     ("runs", "bound"),
     [
         ({"sgd": "float32", "adamw": "float64"}, 1e-5),
-        pytest.param({"adamw": "float32"}, 1e-2, marks=pytest.mark.prove),  # sums in another order: it is reported
+        pytest.param({"adamw": "float32"}, 1e-4, marks=pytest.mark.prove),  # sums in another order: it is reported
     ],
 )
 def test_four_peers_are_one_big_machine(tmp_path: Path, runs: dict[str, str], bound: float) -> None:
@@ -78,6 +78,7 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, runs: dict[str, str], bo
             assert error <= bound
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT about transformers
 def test_adapter_is_trained_with_a_peer_that_only_reduces(tmp_path: Path) -> None:
     with local_swarm(tmp_path) as swarm:
         a, b, helper = volunteers = trainers(swarm, 3)
