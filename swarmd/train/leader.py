@@ -346,15 +346,20 @@ class Leader:
             lost.setdefault(peer, faults)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
-            for peer in reports.incomplete:  # everybody lives, and nothing moves: who has not sent all is left out
-                lost.setdefault(peer, f"its parts have not come for {stuck_s:.1f} s")
-            wanted, have = self._results()
-            for peer in [] if reports.incomplete else wanted:
-                if peer not in have and peer != self._me:
-                    lost.setdefault(peer, f"it lacks results for {stuck_s:.1f} s")
+            for peer, why in self._stuck(reports).items():
+                lost.setdefault(peer, f"{why} for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
+
+    def _stuck(self, reports: _Reports) -> dict[PeerId, str]:
+        """Everybody lives, and nothing moves: who is it that holds the round up?"""
+        wanted, have = self._results()
+        if deaf := [p for p, seen in self._seen.items() if seen.beat is None]:
+            return dict.fromkeys(deaf, "it has not taken part")
+        if reports.incomplete:
+            return dict.fromkeys(reports.incomplete, "its parts have not come")
+        return {p: "it lacks results" for p in wanted if p not in have and p != self._me}
 
     def _chunk_s(self) -> float:
         """How long the slowest link that is known takes to show that anything moves."""
@@ -540,6 +545,8 @@ class Leader:
         async def tell(peer: PeerId) -> None:
             under_way.add(peer)
             await self._tell(peer, Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for))
+            if self._group is not None and peer in self._seen and self._seen[peer].beat is None:
+                await self._tell(peer, self._group)  # it may have missed this version
             under_way.discard(peer)
 
         async with trio.open_nursery() as nursery:

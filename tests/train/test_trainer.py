@@ -11,7 +11,8 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.protocol.rounds import Contribution
+from swarmd.protocol.rounds import Contribution, Group
+from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, replay
 
 LIMIT_S = 400
@@ -114,6 +115,27 @@ async def test_numbers_of_a_round_that_never_began_hold_nobody_up(virtual_time: 
         begun = trio.current_time()
         assert (await when(world, 26) - begun) / 10 < 1.5 * usual_s
         check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def test_member_that_missed_the_group_is_told_again(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=10)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        await when(world, 6)
+        deaf = world.trainers()[0].trainer.joining
+        heard, take_group = set[bytes](), deaf.take_group
+
+        async def lose_the_first(peer: PeerId, group: Group) -> None:
+            if group.round in heard or peer == world.trainers()[0].peer:
+                await take_group(peer, group)
+            heard.add(group.round)
+
+        deaf.take_group = lose_the_first
+        await when(world, 16)
+        assert [len(s.commit.contributors) for s in world.trainers()[1].trainer.ledger.sealed[8:16]] == [4] * 8
         nursery.cancel_scope.cancel()
 
 
