@@ -266,7 +266,7 @@ async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     if len(found) != 1:
         known = ", ".join(sorted({r.name for r in view.runs})) or "none"
         raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")
-    return await recovery.ask_run(swarm.rpc, view, RunId(found.pop()))
+    return await recovery.ask_run(swarm.rpc, swarm.view, RunId(found.pop()))
 
 
 def _check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 COMMITS_TIMEOUT_S = 8.0
 STATE_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 10.0
+ASK_AGAIN_S = 8.0
 MAX_DONORS = 8
 MAX_REPLY_BYTES = 8 * 2**20
 MAX_SNAPSHOTS = 2
@@ -74,33 +75,47 @@ def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ..
         raise SwarmUnavailable("what the donors offer is no state of this run")
 
 
-async def ask_run(rpc: Rpc, view: SwarmView, run_id: RunId) -> tuple[Run, bytes]:
-    """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable."""
+async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tuple[Run, bytes]:
+    """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable.
+
+    A member's addresses may come a moment after the word of its run: all are asked again for ``ASK_AGAIN_S``.
+    """
+    reasons: dict[str, str] = {}
+    deadline = trio.current_time() + ASK_AGAIN_S
+    while True:
+        for record in view().in_run(run_id):
+            peer = PeerId(record.peer)
+            known = view().peers.get(peer)
+            rpc.network.learn(peer, known.addresses if known else ())
+            try:
+                return await _ask_run(rpc, peer, run_id)
+            except IntegrityError as error:
+                rpc.faults[peer] += 1
+                reasons[peer] = f"{peer[-8:]} lies about the run: {error}"
+            except PeerError as error:
+                reasons[peer] = f"{peer[-8:]}: {error}"
+        if trio.current_time() > deadline:
+            why = "; ".join(reasons.values()) or "no live member is known"
+            raise SwarmUnavailable(f"nobody who takes part in that run answers ({why}): try again later")
+        await trio.sleep(ASK_AGAIN_S / 10)
+
+
+async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
+    """Raises PeerError, and IntegrityError for a lie."""
 
     def request(call_id: int) -> Message:
         return WantRun(id=call_id, run=run_id)
 
-    for record in view.in_run(run_id):
-        peer = PeerId(record.peer)
-        known = view.peers.get(peer)
-        rpc.network.learn(peer, known.addresses if known else ())
-        try:
-            reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
-            if not isinstance(reply, RunIs):
-                raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
-            raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
-            run = read_run_untrusted(raw)
-            if run.id != run_id:
-                raise IntegrityError("another run than was asked for")
-            if order:
-                read_order_untrusted(order, run)
-            return run, order
-        except IntegrityError as error:
-            rpc.faults[peer] += 1
-            logger.warning("%s lies about the run: %s", peer[-8:], error)
-        except PeerError as error:
-            logger.info("%s does not tell what the run is: %s", peer[-8:], error)
-    raise SwarmUnavailable("nobody who takes part in that run answers: try again later")
+    reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+    if not isinstance(reply, RunIs):
+        raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
+    raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
+    run = read_run_untrusted(raw)
+    if run.id != run_id:
+        raise IntegrityError("another run than was asked for")
+    if order:
+        read_order_untrusted(order, run)
+    return run, order
 
 
 async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:

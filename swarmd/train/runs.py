@@ -102,7 +102,7 @@ class Runs:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         folder = RunFolder(self._root / run_id)
         known = (folder.folder / "run.bin").is_file()
-        run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view(), run_id)
+        run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
             return {"run": run_id, "name": run.recipe.name, "role": self._taken[run_id].trainer.role}
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
