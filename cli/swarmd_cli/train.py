@@ -142,8 +142,13 @@ def status(
 
     Example: swarmd train status --plot loss.png
     """
+    from swarmd.errors import ConfigError
+
     body = ask("train")
     chosen = [r for r in body["runs"] if not run or run == r["name"] or r["run"].startswith(run)]
+    if run and not chosen:
+        there = ", ".join(r["name"] for r in body["runs"]) or "none"
+        raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {there}")
     if plot is not None:
         _plot(chosen, plot)
     if as_json:

@@ -87,6 +87,7 @@ class Trainer:
         self._may_compute = False
         self._is_paused = False
         self._announced_rate = 0.0
+        self._announced_head = b""
         self._nursery: trio.Nursery
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -198,6 +199,9 @@ class Trainer:
         """What a peer without a model does: keep the ledger, and reduce for others when a round is near."""
         await self._follow_others()
         now, head = trio.current_time(), self.ledger.head
+        if head != self._announced_head:
+            self._announced_head = head
+            self._world.announce()
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self.joining.retry_at:
             return

@@ -46,6 +46,7 @@ def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
 
         assert "others take part with" in start(text, code=0)
         swarm.wait(lambda: a.ask("train")["runs"][0]["update"] == 5, "the run's end", a)
+        assert "it is in: run" in command(a, "train", "status", "nosuch", code=2)
         shown = command(a, "train", "status", "run", "--plot", str(tmp_path / "loss.png"))
         assert "5 updates are done" in shown
         assert (tmp_path / "loss.png").stat().st_size > 1_000
