@@ -64,13 +64,14 @@ def join(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kil
         if kill:
             time.sleep(4)
             donors.pop().stop()
-        during = speed(donors, 6.0)
+        during = speed(donors, 5.0 if kill else 9.0)  # while it fetches
         wait_update(swarm, [joiner], 1)
         print(f"caught up {time.monotonic() - begun:.1f} s after the fetch began")
     for line in re.findall(r"snapshot: .*|average: .*", joiner.log()):
         print("  " + line)
     for donor, a, b in zip(donors, before, during, strict=False):
         print(f"  donor {donor.peer[-8:]}: {a:.2f} samples/s before, {b:.2f} while it gives ({b / a:.2f})")
+    print(f"  all of them: {sum(during) / sum(before[: len(during)]):.2f} of what they computed before")
 
 
 def main() -> None:
@@ -86,7 +87,8 @@ def main() -> None:
         for donor in donors[1:]:
             wait_know(swarm, donor, "run")
             donor.ask("train/join", "POST", name="run", role="train")
-        wait_update(swarm, donors, 4)  # so far on that the averages would be more than the state
+        for update in (2, 4):  # so far on that the averages would be more than the state
+            wait_update(swarm, donors, update)
         said = run_of(donors[0])
         print(f"a state of {said['state_bytes'] / 1e6:.0f} MB, links of {options.mbit:.0f} Mbit/s")
         join(swarm, donors, model, options.kill)
