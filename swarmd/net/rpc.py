@@ -165,8 +165,7 @@ class Rpc:
             await trio.sleep_forever()
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
-        channels = self._channels.get((peer, purpose))
-        return channels[0] if channels else None
+        return next((c for c in self._channels.get((peer, purpose), ()) if c.is_open), None)
 
     def peers(self) -> set[PeerId]:
         return {peer for peer, _ in self._channels}

@@ -84,10 +84,14 @@ class CatchingUp:
             self._behind_since = None
 
     async def _apply_next(self) -> bool:
-        """Apply the commit after the state's, if its average is here."""
-        commit = self._ledger.sealed[self._state.epoch].commit
+        """Apply the commit after the state's, if its average is here; or go on from where a later one goes back to."""
+        missed = [s.commit for s in self._ledger.sealed[self._state.epoch :]]
+        back = next((c for c in reversed(missed) if c.restores), None)
+        if back is not None and await self._restore(back):
+            return True
+        commit = missed[0]
         if commit.restores:
-            return await self._restore(commit)
+            return False
         average = self._joining.take_average(commit.average)
         return average is not None and await self._apply(commit, average)
 
@@ -131,11 +135,12 @@ class CatchingUp:
         way = choose_way(mine, newest, offers, state.layout.n_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:
-            return await self._restore_if_lost({p: o.epoch for p, o in offers.items()})
+            return await self._restore_if_lost()
+        self._behind_since = None
         if not way.action.state:
             return await self._replay(way.action.donors, way.action.epoch)
         asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
-        self._leave_out_unreachable(set(way.action.donors) - set(asked))
+        self._leave_out_unreachable(way.action.donors)
         chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
         if chosen.action is None:
             self.why = chosen.reason
@@ -173,14 +178,17 @@ class CatchingUp:
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
         """Their records outlive them: do without those that were asked and are not connected even so."""
-        for peer in set(donors) - self._world.rpc.peers():
+        for peer in set(sorted(donors)[: recovery.MAX_DONORS]) - self._world.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
-    async def _restore_if_lost(self, held: dict[PeerId, int]) -> bool:
-        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on."""
+    async def _restore_if_lost(self) -> bool:
+        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on.
+
+        Whoever says that it has one counts, though it cannot be reached from here: what it has is not lost.
+        """
         now = trio.current_time()
         self._behind_since = self._behind_since or now
-        held = {**held, self._me: self._state.epoch}
+        held = {**self._members.states(), self._me: self._state.epoch}
         best = restorable(self._ledger.epoch, list(held.values()))
         if best is None or now - self._behind_since < RESTORE_AFTER_S:
             return False
@@ -199,6 +207,7 @@ class CatchingUp:
             learning_rate=0.0,
             restores=self._state.head,
         )
+        self._behind_since = None
         raw = await self._joining.new_leader().restore(commits.encode(commit))
         await self._joining.spread(Outcome(raw, None), set())
         return True

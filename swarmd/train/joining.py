@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from swarmd.errors import Code, PeerError, Refused
+from swarmd.errors import Code, PeerError, Refused, Unreachable
 from swarmd.net.rpc import Channel
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.25
 LONGEST_RETRY_S = 60.0
 GROUP_LATE_S = 1.0
+LONGEST_GATHER_S = 30.0
 N_ROUNDS_KNOWN = 16
 
 Mine = Callable[[], tuple[RunState | None, Gathered]]
@@ -118,7 +119,7 @@ class Joining:
                     await self.follow(chosen, parent)
         finally:
             self._is_in = False
-            self.end_round()  # what was gathered may change from here on
+            self.leave()
             self.counters.last_part_s = trio.current_time() - begun
 
     def _choose(self, parent: bytes) -> PeerId:
@@ -155,8 +156,13 @@ class Joining:
             logger.info("%s should lead and does not answer: %s", leader[-8:], error)
             self._members.suspect(leader, trio.current_time())
             return
+        begun = trio.current_time()
         while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
             now = trio.current_time()
+            if self.round is None and now - begun > LONGEST_GATHER_S:
+                logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
+                self._members.suspect(leader, now)
+                return
             if now - self._pulsed_at > self.pulses.limit_s():
                 logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
                 self._members.suspect(leader, now)
@@ -241,6 +247,7 @@ class Joining:
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
+            self._begin_again(leader, 0.2)
             await self._news.wait(LOOK_INTERVAL_S)
         else:
             if outcome is not None:
@@ -288,6 +295,10 @@ class Joining:
         lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
         wait_s = min(LONGEST_RETRY_S / 2, max(0.2, lacking / rate))
         self.retry_at = now + wait_s
+        self._begin_again(leader, wait_s)
+
+    def _begin_again(self, leader: Leader, wait_s: float) -> None:
+        """Who joined here is to join anew."""
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
         for peer in leader.joined:
             if peer != self._me:
@@ -323,6 +334,8 @@ class Joining:
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
+        if (left_s := self.retry_at - trio.current_time()) > 0:
+            raise Refused(Code.NO_CAPACITY, "fewer samples were there than forecast", left_s)
         is_led = self._is_in and self.leader is None and self._followed not in (None, self._me)
         if is_led and (self.round is not None or self._is_followed_alive(trio.current_time())):
             raise Refused(Code.NO_CAPACITY, f"{self._followed} leads this round", LOOK_INTERVAL_S)
@@ -379,8 +392,8 @@ class Joining:
         with trio.move_on_after(GROUP_LATE_S) as waiting:
             while message.round not in self._begun and self.round in (None, before):
                 await self._news.wait()
-        if waiting.cancelled_caught:
-            await channel.close()  # they are sent again, if they still count
+        if waiting.cancelled_caught:  # they are sent again, if they still count
+            raise Unreachable("numbers of a round that has not begun here")
         live = self.round
         if live is None or live.group.round != message.round:
             return  # of a round that is over, or that came to nothing
@@ -402,6 +415,11 @@ class Joining:
         """This peer leads nobody now; who joined will notice, and follow the next."""
         self._pulsing.cancel()
         self.leader = None
+
+    def leave(self) -> None:
+        """Follow nobody any more: what was gathered may change from here on."""
+        self._followed = None
+        self.end_round()
 
     def end_round(self) -> None:
         """Whatever round this peer is in, it is over."""

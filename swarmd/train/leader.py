@@ -52,7 +52,7 @@ LOOK_INTERVAL_S = 0.1
 LONGEST_S = 3_600.0
 LEAST_BYTES_PER_S = 1e3
 ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
-MAX_ATTEMPTS = 12
+LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
 
 class RoundFailed(SwarmUnavailable):
@@ -180,6 +180,7 @@ class Leader:
         """Remember how long a member took to come, in time or not."""
         if peer != self._me and peer not in self._arrived:
             self._arrived.add(peer)
+            self.missing = [p for p in self.missing if p != peer]
             self._timing.joins.add(trio.current_time() - self._began_at)
 
     def beat(self, peer: PeerId, message: Beat) -> None:
@@ -313,7 +314,10 @@ class Leader:
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
         old = self._group
-        members = tuple(replace(m, receives=False, is_counted=False) if m.peer in lost else m for m in old.members)
+        members = tuple(
+            replace(m, receives=m.receives and m.peer == self._me, is_counted=False) if m.peer in lost else m
+            for m in old.members  # the leader needs the average: it says in the commit by how much to clip it
+        )
         able = [
             i for i, m in enumerate(members) if m.peer not in self._left_out and self.joined[PeerId(m.peer)].can_reduce
         ]
@@ -329,7 +333,8 @@ class Leader:
                 GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z
             ]
         now = trio.current_time()
-        self._seen = {p: _Seen(seen.beat_at, now) for p, seen in self._seen.items() if p not in self._left_out}
+        kept = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
+        self._seen = {p: _Seen(seen.beat_at, now) for p, seen in kept.items()}
         return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
 
     def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
@@ -363,8 +368,9 @@ class Leader:
 
     def _chunk_s(self) -> float:
         """How long the slowest link that is known takes to show that anything moves."""
-        rates = [r for j in self.joined.values() for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
-        return len(self.joined) * CHUNK_BYTES / _rate(min(rates)) if rates else 0.0
+        here = [self.joined[p] for p in self._seen]
+        rates = [r for j in here for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
+        return min(LONGEST_CHUNK_S, len(here) * CHUNK_BYTES / _rate(min(rates))) if rates else 0.0
 
     def _received(self) -> _Reports:
         """What the reducers have of each counted member, put together."""
@@ -372,6 +378,13 @@ class Leader:
         group = self._group
         reports = _Reports()
         reducers = {PeerId(group.members[p.reducer].peer) for p in group.parts}
+        counted = sum(1 for m in group.members if m.n and m.is_counted)
+        for reducer in reducers & self._seen.keys():
+            beat = self._seen[reducer].beat
+            if beat is not None and counted > 2 and 2 * sum(1 for r in beat.received if r.fault) > counted:
+                reports.faults[reducer] = "it finds fault with most of the others"
+        if reports.faults:
+            return reports
         for place, member in enumerate(group.members):
             peer = PeerId(member.peer)
             if not member.n or not member.is_counted:

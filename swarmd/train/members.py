@@ -70,7 +70,9 @@ class Members:
 
     def leads(self, peer: PeerId, head: bytes, now: float) -> None:
         """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
-        self._leading[peer] = head, now
+        self._leading = {p: (h, at) for p, (h, at) in self._leading.items() if now - at < LEADS_FOR_S}
+        if peer in self.look(now):
+            self._leading[peer] = head, now
 
     def distrust(self, peer: PeerId) -> None:
         """It has nothing to show for the commit that it names: do without it until it names another."""
@@ -99,6 +101,11 @@ class Members:
                 found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s))
         return found
 
+    def states(self) -> dict[PeerId, int]:
+        """Of which update the others say that they have the state, whether they answer or not."""
+        records = self.view().in_run(self.run)
+        return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None and r.peer != self.me}
+
     def at(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
         computing = [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
@@ -107,7 +114,14 @@ class Members:
     def leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
-        able = [p.peer for p in self.progress(now) if p.head == head and records[p.peer].can_be_dialled]
+        able = [
+            p.peer
+            for p in self.progress(now)
+            if p.head == head
+            and p.samples_per_s > 0
+            and records[p.peer].can_be_dialled
+            and records[p.peer].state_epoch == records[p.peer].epoch
+        ]
         return able + [p for p in self.leading(head, now) if p not in able]
 
     def leading(self, head: bytes, now: float) -> list[PeerId]:

@@ -209,7 +209,7 @@ class Trainer:
         leaders = progress.leader_order(head, self.members.leaders(head, now))
         if total.left_s == 0.0 and leaders:
             await self.joining.follow(leaders[0], head)
-            self.joining.end_round()
+            self.joining.leave()
 
     # --- computing ---------------------------------------------------------------------------------------------
 

@@ -139,6 +139,41 @@ async def test_member_that_missed_the_group_is_told_again(virtual_time: MockCloc
         nursery.cancel_scope.cancel()
 
 
+async def test_run_goes_back_once_when_nobody_has_its_state(virtual_time: MockClock) -> None:
+    """All who had it are gone for good: two newcomers go on from what they have, and the ledger says so."""
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=11)
+        world.add_anchors()
+        for _ in range(3):
+            world.add()
+        await when(world, 5)
+        for member in world.trainers():
+            world.crash(member)
+        for _ in range(2):
+            world.add()
+        epoch = max(m.trainer.ledger.epoch for m in world.members.values())
+        await when(world, epoch + 4)
+        sealed = world.trainers()[0].trainer.ledger.sealed
+        assert [s.commit.epoch for s in sealed if s.commit.restores] == [epoch + 1]
+        assert sealed[-1].commit.contributors
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_pauses_leads_nobody(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=12)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        begun = await when(world, 6)
+        usual_s = (await when(world, 12) - begun) / 6
+        world.trainers()[0].trainer.pause(True)
+        begun = await when(world, 14)
+        assert (await when(world, 24) - begun) / 10 < 2 * usual_s
+        nursery.cancel_scope.cancel()
+
+
 async def test_two_who_begin_to_lead_come_to_one(virtual_time: MockClock) -> None:
     """Others do not know how far one peer is, which comes first by the rule now and then: no round waits for that."""
     async with trio.open_nursery() as nursery:
