@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
+# slow tests that run after the others, beside the remaining slow ones: two cores, two processes
+SECOND = $(addprefix tests/real/test_,training.py tune_command.py tuning.py weights.py)
+
 .PHONY: help setup demo fix check test prove bench clean
 help:
 	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
@@ -28,8 +31,9 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -p no:cacheprovider -m "not prove and not slow" & others=$$!; \
-	$(BIN)/pytest -m "slow and not prove"; slow=$$?; wait $$others && exit $$slow
+	($(BIN)/pytest -p no:cacheprovider -m "not prove and not slow" && \
+	 $(BIN)/pytest -p no:cacheprovider -m "slow and not prove" $(SECOND)) & second=$$!; \
+	$(BIN)/pytest -m "slow and not prove" $(addprefix --ignore=,$(SECOND)); first=$$?; wait $$second && exit $$first
 
 prove: setup
 	$(BIN)/pytest -m prove
