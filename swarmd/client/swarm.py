@@ -288,9 +288,8 @@ class AsyncSwarm:
         for listener in list(self._listeners.values()):
             if kind is not None and isinstance(listener, kind):
                 listener.on_gone(peer)
-        if peer not in self.rpc.peers():
-            for guest in list(self._runs.values()):
-                guest.gone(peer)
+        for guest in list(self._runs.values()):
+            guest.gone(peer)
 
 
 @asynccontextmanager

@@ -167,6 +167,11 @@ def _named(error: str, written: dict[str, Any]) -> str:
     return f"{keys}: {what}, got {found!r}"
 
 
+def is_called(wanted: str, run_id: str, name: str) -> bool:
+    """Does a user mean this run: by its name, its hash, or the first six characters of that and more?"""
+    return wanted in (name, run_id) or (len(wanted) >= 6 and run_id.startswith(wanted))
+
+
 def start_run(recipe: Recipe, owner: Identity, started_at: int) -> Run:
     """Sign a recipe whose model and data are hashes. Raises IntegrityError when it cannot be a run."""
     body = msgspec.msgpack.encode(_RunBody(recipe, started_at))

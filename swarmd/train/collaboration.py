@@ -22,7 +22,7 @@ import trio
 from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
-from swarmd.protocol.recipe import Recipe, Run
+from swarmd.protocol.recipe import Recipe, Run, is_called
 from swarmd.protocol.records import RunRecord
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
@@ -262,7 +262,7 @@ async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     """Have a member tell what a run is. Raises ConfigError or SwarmUnavailable."""
     await swarm.refresh()
     view = swarm.view()
-    found = {r.run for r in view.runs if name in (r.name, r.run) or (len(name) >= 6 and r.run.startswith(name))}
+    found = {r.run for r in view.runs if is_called(name, r.run, r.name)}
     if len(found) != 1:
         known = ", ".join(sorted({r.name for r in view.runs})) or "none"
         raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")

@@ -32,6 +32,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.25
+SHORTEST_RETRY_S = 0.2
 LONGEST_RETRY_S = 60.0
 GROUP_LATE_S = 1.0
 LONGEST_GATHER_S = 30.0
@@ -247,7 +248,7 @@ class Joining:
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
-            self._begin_again(leader, 0.2)
+            self._begin_again(leader, SHORTEST_RETRY_S)
             await self._news.wait(LOOK_INTERVAL_S)
         else:
             if outcome is not None:
@@ -293,7 +294,7 @@ class Joining:
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
         lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
-        wait_s = min(LONGEST_RETRY_S / 2, max(0.2, lacking / rate))
+        wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, lacking / rate))
         self.retry_at = now + wait_s
         self._begin_again(leader, wait_s)
 
@@ -403,7 +404,9 @@ class Joining:
             await live.take_reduced(channel.peer, message, payload)
 
     def gone(self, peer: PeerId) -> None:
-        """The last connection to a peer has ended: do without it until it says something."""
+        """A channel to a peer has ended. If it was the last of them, do without it until it says something."""
+        if peer in self._world.rpc.peers():
+            return
         self._members.suspect(peer, trio.current_time())
         if self.leader is not None:
             self.leader.gone(peer)

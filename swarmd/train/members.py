@@ -108,19 +108,17 @@ class Members:
 
     def at(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
-        computing = [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
-        return computing + [p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head]
+        return self._computing(head, now) + [
+            p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head
+        ]
 
     def leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
         able = [
-            p.peer
-            for p in self.progress(now)
-            if p.head == head
-            and p.samples_per_s > 0
-            and records[p.peer].can_be_dialled
-            and records[p.peer].state_epoch == records[p.peer].epoch
+            p
+            for p in self._computing(head, now)
+            if records[p].can_be_dialled and records[p].state_epoch == records[p].epoch
         ]
         return able + [p for p in self.leading(head, now) if p not in able]
 
@@ -129,6 +127,9 @@ class Members:
         records = self.look(now)
         said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
         return [p for p in said if p in records and records[p].role == "train"]
+
+    def _computing(self, head: bytes, now: float) -> list[PeerId]:
+        return [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
 
     def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:
         return peer in self._last.contributors and record.epoch == self._last.epoch - 1

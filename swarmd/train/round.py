@@ -261,17 +261,14 @@ class Round:
             if not ready:
                 await self._news.wait()
                 continue
-            if channel is None:
-                try:
-                    channel = await self._open(peer)
-                except PeerError:
-                    await trio.sleep(BEAT_INTERVAL_S)
-                continue  # the group may have changed meanwhile
-            part = ready[0]
-            at = sent.get(part.start, part.start)
-            stop = min(part.reduced_to, at + self._chunk())
-            message = Reduced(run=self.group.run, round=self.group.round, version=version, start=at)
             try:
+                if channel is None:
+                    channel = await self._open(peer)
+                    continue  # the group may have changed meanwhile
+                part = ready[0]
+                at = sent.get(part.start, part.start)
+                stop = min(part.reduced_to, at + self._chunk())
+                message = Reduced(run=self.group.run, round=self.group.round, version=version, start=at)
                 await channel.send(message, part.total[at - part.start : stop - part.start].view(np.uint8).data)
                 sent[part.start] = stop
             except PeerError:

@@ -25,7 +25,7 @@ from swarmd.node.directory import Directory
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
-from swarmd.protocol.recipe import Run, RunOrder, sign_order
+from swarmd.protocol.recipe import Run, RunOrder, is_called, sign_order
 from swarmd.train import recovery
 from swarmd.train.disk import RunFolder, known_runs
 from swarmd.train.recovery import Get, ask_run
@@ -193,9 +193,8 @@ class Runs:
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended."""
-        if peer not in self._rpc.peers():  # the last of its channels, of whatever purpose
-            for taken in self._taken.values():
-                taken.trainer.gone(peer)
+        for taken in self._taken.values():
+            taken.trainer.gone(peer)
 
     def records(self) -> list[dict[str, Any]]:
         return [taken.trainer.record() for taken in self._taken.values()]
@@ -287,7 +286,7 @@ class Runs:
 
 
 def _one(name: str, known: dict[RunId, str]) -> RunId:
-    found = [r for r, called in known.items() if name in (called, r) or (len(name) >= 6 and r.startswith(name))]
+    found = [r for r, called in known.items() if is_called(name, r, called)]
     if not name and len(known) == 1:
         return next(iter(known))
     if len(found) != 1:

@@ -365,7 +365,7 @@ class Trainer:
         return self.state.find(wanted) if self.state is not None else None
 
     def gone(self, peer: PeerId) -> None:
-        """The last connection to a peer has ended."""
+        """A channel to a peer has ended."""
         self.joining.gone(peer)
 
     # --- what it says of itself --------------------------------------------------------------------------------

@@ -106,8 +106,7 @@ class Member:
         await self.trainer.handle(channel, message, frame)
 
     def gone(self, peer: PeerId, purpose: str) -> None:
-        if peer not in self.rpc.peers():
-            self.trainer.gone(peer)
+        self.trainer.gone(peer)
 
 
 class TrainingWorld:
