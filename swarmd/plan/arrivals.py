@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 N_REMEMBERED = 64
 N_DEVIATIONS = 6.0
+LEAST_MARGIN = 1.5  # however alike all were: what takes as long as ever is not late
 TO_SIGMA = 1.4826  # the deviation of a normal distribution, from the median of absolute deviations
 
 
@@ -28,4 +29,4 @@ class Arrivals:
             return self.first_s
         middle = statistics.median(self._seen)
         deviation = TO_SIGMA * statistics.median(abs(s - middle) for s in self._seen)
-        return max(self.least_s, middle + N_DEVIATIONS * deviation)
+        return max(self.least_s, LEAST_MARGIN * middle, middle + N_DEVIATIONS * deviation)

@@ -73,6 +73,7 @@ class Joining:
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
         self._followed: PeerId | None = None
+        self._offered = Gathered()  # what this peer joined with; a micro-batch that ends later is not of this round
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
         self._pulsing = trio.CancelScope()
@@ -183,18 +184,18 @@ class Joining:
 
     def _joining(self, call_id: int) -> JoinRound:
         up, down = self._world.links()
-        state, gathered = self._mine()
+        state, self._offered = self._mine()
         return JoinRound(
             id=call_id,
             run=self._chronicle.run.id,
             parent=state.head if state else self._chronicle.ledger.head,
             state=state.root if state else b"",
-            first=gathered.first,
-            n=gathered.n,
-            loss=gathered.loss,
+            first=self._offered.first,
+            n=self._offered.n,
+            loss=self._offered.loss,
             n_elements=state.layout.n_elements if state else 0,
             dtype=state.layout.dtype if state else "float32",
-            receives=state is not None and (gathered.n > 0 or self._world.can_be_dialled()),
+            receives=state is not None and (self._offered.n > 0 or self._world.can_be_dialled()),
             can_reduce=self._world.can_be_dialled(),
             up_bytes_per_s=up,
             down_bytes_per_s=down,
@@ -368,7 +369,7 @@ class Joining:
         """The leader that this peer follows has formed, or changed, the group."""
         if peer != self._followed or group.parent != self._chronicle.ledger.head:
             return
-        state, gathered = self._mine()
+        state, _ = self._mine()
         before = self.round.group if self.round is not None and self.round.group.round == group.round else None
         n_elements = state.layout.n_elements if state is not None else None
         check_group(group, before, n_elements, self._chronicle.run.recipe.precision)
@@ -376,11 +377,11 @@ class Joining:
             self.round.change(group)
             return
         mine = next((m for m in group.members if m.peer == self._me), None)
-        if mine is None or (mine.n and (mine.first, mine.n) != (gathered.first, gathered.n)):
+        if mine is None or (mine.n and (mine.first, mine.n) != (self._offered.first, self._offered.n)):
             return
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
-        vector = gathered.vector if mine.n else None
+        vector = self._offered.vector if mine.n else None
         self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = trio.CancelScope()

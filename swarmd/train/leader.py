@@ -353,6 +353,8 @@ class Leader:
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             for peer, why in self._stuck(reports).items():
                 lost.setdefault(peer, f"{why} for {stuck_s:.1f} s")
+            if not lost.keys() - self._left_out.keys():
+                raise RoundFailed(f"nothing has moved for {stuck_s:.1f} s, and there is nobody to go on without")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}

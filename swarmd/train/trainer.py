@@ -220,11 +220,10 @@ class Trainer:
             while not self._may_compute or self.gathered.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
                 await self._news.wait()
             head, gathered, begun = self.state.head, self.gathered, trio.current_time()
-            if not gathered.n:
-                gathered.first = self.ledger.next_draw.get(self.me, 0)
+            first = gathered.first if gathered.n else self.ledger.next_draw.get(self.me, 0)
             self._is_computing = True
             try:
-                done = await source.compute(gathered.first + gathered.n, self._n_at_once(), is_fresh=not gathered.n)
+                done = await source.compute(first + gathered.n, self._n_at_once(), is_fresh=not gathered.n)
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
@@ -239,7 +238,7 @@ class Trainer:
                 continue
             if gathered is not self.gathered or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
-            gathered.n, gathered.loss, gathered.vector = gathered.n + done.n, gathered.loss + done.loss, done.gathered
+            self.gathered = Gathered(first, gathered.n + done.n, gathered.loss + done.loss, done.gathered)
             self._note_speed(done.n, max(trio.current_time() - begun, 1e-6))
 
     def _n_at_once(self) -> int:
@@ -266,10 +265,9 @@ class Trainer:
         """What was gathered is counted, or can no longer be."""
         old, self.gathered = self.gathered, Gathered()
         contributors = commit.contributors if commit is not None else ()
-        if any((c.peer, c.first, c.n) == (self.me, old.first, old.n) for c in contributors):
-            self.samples_counted += old.n
-        else:
-            self.samples_wasted += old.n
+        n_counted = sum(c.n for c in contributors if (c.peer, c.first) == (self.me, old.first))
+        self.samples_counted += n_counted
+        self.samples_wasted += old.n - n_counted
 
     def _on_state(self, state: RunState) -> None:
         """The state may be that of another update now: say so, and keep it now and then."""

@@ -42,7 +42,7 @@ class World:
     can_be_dialled: Callable[[], bool]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Gathered:
     """What this peer has computed since the last commit: a sum of gradients, and the draws in it."""
 

@@ -173,6 +173,10 @@ def test_deadlines_follow_what_was_seen() -> None:
     for seconds in (1.0, 1.1, 0.9, 1.0, 1.05, 60.0):
         arrivals.add(seconds)
     assert 1.0 < arrivals.limit_s() < 2.0, "one that took for ever moves nothing"
+    steady = Arrivals(least_s=0.1, first_s=9.0)
+    for _ in range(8):
+        steady.add(2.0)
+    assert steady.limit_s() > 2.0, "what takes as long as ever is not late"
 
 
 # --- partition ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import Batch, Recipe, RunOrder, start_run
-from swarmd.protocol.rounds import JoinRound, Prepare, Promised
-from swarmd.train.leader import Leader, Timing, TooEarly
+from swarmd.protocol.rounds import Beat, JoinRound, Prepare, Promised, Received
+from swarmd.train.leader import Leader, RoundFailed, Timing, TooEarly
 from swarmd.values import PeerId
 
 OWNER = Identity(b"o" * 32)
@@ -102,6 +102,31 @@ async def test_leader_learns_how_late_others_are(virtual_time: MockClock) -> Non
         leader.join(PeerId(f"p{i}"), joining(2))
     await begins(leader)
     assert leader._timing.joins.limit_s() > before
+
+
+async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: MockClock) -> None:
+    """All others have the average; it has nothing, and nobody else is to blame."""
+
+    async def promise(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
+        return Promised(promised=request(1).ballot), b""
+
+    leader = leader_among(OTHER, anchors=(OWNER.peer_id,), ask_anchor=promise)
+    leader.join(ME, joining(4))
+    leader.join(OTHER, joining(4))
+
+    async def beats() -> None:
+        while True:
+            await trio.sleep(0.5)
+            if group := leader._group:
+                place = [m.peer for m in group.members].index(OTHER)
+                received = (Received(member=place, n_bytes=32, squares=1.0),)
+                leader.beat(OTHER, Beat(group.run, group.round, group.version, 32, received, b"r" * 32))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(beats)
+        with trio.fail_after(60), pytest.raises(RoundFailed, match="nobody to go on without"):
+            await leader.lead()
+        nursery.cancel_scope.cancel()
 
 
 async def test_silent_anchor_is_not_waited_for_when_the_others_have_said_no(virtual_time: MockClock) -> None:

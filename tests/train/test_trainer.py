@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.protocol.rounds import Contribution, Group
+from swarmd.train.source import Computed
 from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, replay
 
@@ -136,6 +137,31 @@ async def test_member_that_missed_the_group_is_told_again(virtual_time: MockCloc
         deaf.take_group = lose_the_first
         await when(world, 16)
         assert [len(s.commit.contributors) for s in world.trainers()[1].trainer.ledger.sealed[8:16]] == [4] * 8
+        nursery.cancel_scope.cancel()
+
+
+async def test_micro_batch_that_ends_after_its_peer_has_joined_is_not_of_that_round(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed=13)
+        world.add_anchors()
+        for _ in range(4):
+            world.add()
+        await when(world, 6)
+        slow = world.trainers()[0]
+        assert slow.source is not None
+        compute = slow.source.compute
+
+        async def late_now_and_then(first: int, n: int, is_fresh: bool) -> Computed:
+            done = await compute(first, n, is_fresh)
+            while first % 8 == 0 and not is_fresh and not slow.trainer.joining.doing:
+                await trio.sleep(0.01)
+            return done
+
+        slow.source.compute = late_now_and_then  # type: ignore[method-assign]
+        await when(world, 26)
+        assert [len(s.commit.contributors) for s in slow.trainer.ledger.sealed[8:26]] == [4] * 18
+        assert slow.trainer.samples_wasted > 0
+        check_ledger(world)
         nursery.cancel_scope.cancel()
 
 
