@@ -10,7 +10,6 @@ kills one donor half-way: what was verified is not fetched again.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.training import command, run_of, slowed, start_run, tiny_model, wait_know, wait_update
+from tests.real.training import command, join, run_of, slowed, start_run, tiny_model, wait_know, wait_update
 
 SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
 SIZE |= {"num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * 5}
@@ -30,9 +29,7 @@ TARGET = 160
 
 def big_model(folder: Path) -> Path:
     """About 16.7 M parameters: with AdamW's moments 200 MB of float32. Everybody has the first weights."""
-    tiny_model(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **SIZE}))
+    tiny_model(folder, **SIZE)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
@@ -50,7 +47,7 @@ def computed(donor: Volunteer) -> int:
     return int(said["samples_counted"] + said["samples_wasted"] + said["samples_gathered"])
 
 
-def join(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kill: bool) -> None:
+def measure(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kill: bool) -> None:
     with ExitStack() as stack:
         for donor in donors:
             stack.enter_context(slowed(donor))
@@ -84,14 +81,12 @@ def main() -> None:
         model = {"big": big_model(Path(folder) / "big")}
         donors = [swarm.add("--no-serve", models=model, **environment) for _ in range(3)]
         start_run(donors[0], "run", optimizer="adamw", model=model["big"], target=TARGET)
-        for donor in donors[1:]:
-            wait_know(swarm, donor, "run")
-            donor.ask("train/join", "POST", name="run", role="train")
+        join(swarm, donors[1:])
         for update in (2, 4):  # so far on that the averages would be more than the state
             wait_update(swarm, donors, update)
         said = run_of(donors[0])
         print(f"a state of {said['state_bytes'] / 1e6:.0f} MB, links of {options.mbit:.0f} Mbit/s")
-        join(swarm, donors, model, options.kill)
+        measure(swarm, donors, model, options.kill)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ After each blow, what every disk says must be one story. ``--partitions`` adds s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -23,30 +22,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import trio
-import trio._core._run as trio_run
-import trio.testing
 
 from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.test_training import is_back
 from tests.real.training import (
-    TINY,
     check_ledgers,
     check_states,
     command,
+    is_back,
+    join,
     run_of,
     start_run,
     tiny_model,
-    wait_know,
     wait_update,
 )
 from tests.train.partitions import one_world
+from tests.virtual_time import in_virtual_time
 
 N_PEERS = 5
 BLOWS = ["kill", "stop", "kill worker", "stop worker", "kill leader", "stop leader", "kill anchor", "kill signer"]
 SMALL = {
-    **TINY,
     "hidden_size": 192,
     "intermediate_size": 768,
     "num_hidden_layers": 6,
@@ -74,26 +69,21 @@ class Trial:
         self.costs_s: list[tuple[float, float]] = []  # of each blow, with the deadline at that time
 
     def begin(self, name: str, steps: int) -> None:
-        """Start a run with all five."""
-        model = tiny_model(self.first.home.folder / "small")
-        settings = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps({**settings, **SMALL}))
-        anchors = self.volunteers[:3]
-        start_run(self.first, name, anchors=anchors, model=model, optimizer=OPTIMIZER, target=48, steps=steps, every=20)
-        for volunteer in self.volunteers[1:]:
-            self.join(volunteer, name)
-        wait_update(self.swarm, self.volunteers, 2, name)
+        """Start a run with the first five."""
+        model = tiny_model(self.first.home.folder / "small", **SMALL)
+        five = self.volunteers[:N_PEERS]
+        start_run(
+            self.first, name, anchors=five[:3], model=model, optimizer=OPTIMIZER, target=48, steps=steps, every=20
+        )
+        join(self.swarm, five[1:], name)
+        wait_update(self.swarm, five, 2, name)
         begun = time.monotonic()
-        wait_update(self.swarm, self.volunteers, 2 + N_CALM, name)
+        wait_update(self.swarm, five, 2 + N_CALM, name)
         self.usual_s = (time.monotonic() - begun) / N_CALM
-
-    def join(self, volunteer: Volunteer, name: str) -> None:
-        wait_know(self.swarm, volunteer, name)
-        volunteer.ask("train/join", "POST", name=name, role="train")
 
     def add_late(self) -> None:
         late = self.swarm.add("--no-serve")
-        self.join(late, "run")
+        join(self.swarm, [late])
         self.volunteers.append(late)
         wait_update(self.swarm, self.volunteers, self.update() + 2)
 
@@ -238,12 +228,10 @@ def prove(seeds: range, write: Callable[[str], None]) -> int:
 
 
 def prove_partitions(seeds: range, write: Callable[[str], None]) -> int:
-    trio_run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[attr-defined]
     failed, begun = 0, time.monotonic()
     for seed in seeds:
-        trio_run._r.seed(seed)
         try:
-            trio.run(one_world, seed, clock=trio.testing.MockClock(autojump_threshold=0))
+            in_virtual_time(seed, one_world, seed)
         except BaseException as error:  # noqa: BLE001 - the same
             failed += 1
             write(f"partition seed {seed}: FAILED {error!r}"[:500])

@@ -73,6 +73,7 @@ class Joining:
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
         self._followed: PeerId | None = None
+        self._refused_by: PeerId | None = None
         self._offered = Gathered()  # what this peer joined with; a micro-batch that ends later is not of this round
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
@@ -126,9 +127,12 @@ class Joining:
 
     def _choose(self, parent: bytes) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
-        able = self._members.leaders(parent, trio.current_time())
+        now = trio.current_time()
+        able = self._members.leaders(parent, now)
         if self._world.can_be_dialled():
             able.append(self._me)
+        if self._refused_by in able:  # it follows somebody itself: one of those who lead already
+            able = [p for p in self._members.leading(parent, now) if p != self._refused_by] or able
         if not able:
             self._members.forgive()
         return progress.leader_order(parent, able)[0] if able else self._me
@@ -150,7 +154,9 @@ class Joining:
             self._why = f"{leader[-8:]} leads and refuses: {error}"
             if error.code is Code.STALE_EPOCH:
                 await self._chronicle.sync([leader])
-            elif error.code is not Code.NO_CAPACITY:
+            elif error.code is Code.NO_CAPACITY:
+                self._refused_by = leader
+            else:
                 self._members.suspect(leader, trio.current_time())
             await self._news.wait(error.retry_after_s or LOOK_INTERVAL_S)
             return
@@ -158,7 +164,7 @@ class Joining:
             logger.info("%s should lead and does not answer: %s", leader[-8:], error)
             self._members.suspect(leader, trio.current_time())
             return
-        begun = trio.current_time()
+        self._refused_by, begun = None, trio.current_time()
         while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
             now = trio.current_time()
             if self.round is None and now - begun > LONGEST_GATHER_S:

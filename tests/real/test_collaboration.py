@@ -12,7 +12,7 @@ import swarmd
 from swarmd.errors import ConfigError
 from swarmd.train import Collaboration
 from tests.real.harness import local_swarm
-from tests.real.training import check_ledgers, run_of, start_run, wait_know, wait_update
+from tests.real.training import check_ledgers, join, run_of, start_run, wait_update
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,7 @@ def test_loop_of_ones_own_takes_part(tmp_path: Path) -> None:
     with local_swarm(tmp_path) as swarm:
         a, b = (swarm.add("--no-serve") for _ in range(2))
         start_run(a, "run", target=24)
-        wait_know(swarm, b, "run")
-        b.ask("train/join", "POST", name="run", role="train")
+        join(swarm, [b])
         wait_update(swarm, [a, b], 2)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(a.home.folder / "models" / "run-0", dtype=torch.float32)

@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from peft import PeftModel
@@ -18,6 +17,9 @@ from tests.real.training import (
     check_ledgers,
     check_states,
     command,
+    folder_of,
+    is_back,
+    join,
     parameters_of,
     replay,
     run_of,
@@ -37,12 +39,6 @@ def trainers(swarm: LocalSwarm, n: int) -> list[Volunteer]:
     return [swarm.add("--no-serve") for _ in range(n)]
 
 
-def join_all(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, role: str = "train") -> None:
-    for volunteer in volunteers:
-        wait_know(swarm, volunteer, name)
-        volunteer.ask("train/join", "POST", name=name, role=role)
-
-
 @pytest.mark.parametrize(
     ("runs", "bound"),
     [
@@ -56,7 +52,7 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, runs: dict[str, str], bo
         volunteers = trainers(swarm, 4)
         for name, precision in runs.items():
             start_run(volunteers[0], name, optimizer=name, precision=precision, steps=STEPS)
-            join_all(swarm, volunteers[1:], name)
+            join(swarm, volunteers[1:], name)
         for name in runs:
             wait_update(swarm, volunteers, 3, name)
         with ExitStack() as slow:
@@ -83,8 +79,8 @@ def test_adapter_is_trained_with_a_peer_that_only_reduces(tmp_path: Path) -> Non
     with local_swarm(tmp_path) as swarm:
         a, b, helper = volunteers = trainers(swarm, 3)
         start_run(a, "run", optimizer="adamw", more=LORA)
-        join_all(swarm, [b], "run")
-        join_all(swarm, [helper], "run", role="reduce")
+        join(swarm, [b])
+        join(swarm, [helper], role="reduce")
         led = [v for v in volunteers if v is not helper]
         swarm.wait(lambda: any(n_reducers(v) == 3 for v in led), "a round in which all three reduce")
         wait_update(swarm, led, 6)
@@ -101,16 +97,7 @@ def n_reducers(volunteer: Volunteer) -> int:
     return int((run_of(volunteer)["last_round"] or {"n_reducers": 0})["n_reducers"])
 
 
-def is_back(volunteer: Volunteer) -> bool:
-    try:
-        return bool(volunteer.ask("train")["runs"])
-    except httpx.TransportError:
-        return False
-
-
 def parameters_there(volunteer: Volunteer, name: str) -> bool:
-    from tests.real.training import folder_of
-
     saved = folder_of(volunteer, name).saved()
     return bool(saved) and saved[0].epoch == STEPS
 
@@ -122,7 +109,7 @@ def test_run_survives_its_peers(tmp_path: Path) -> None:
         volunteers = trainers(swarm, 5)
         a, b, c, d, late = volunteers
         start_run(a, "run", anchors=[a, b, d])
-        join_all(swarm, [b, c, d], "run")
+        join(swarm, [b, c, d])
         wait_update(swarm, [a, b, c, d], 3)
 
         c.stop()  # SIGKILL, wherever it is in a round
@@ -161,8 +148,8 @@ def test_run_pauses_without_its_anchors_and_goes_on_with_them(tmp_path: Path) ->
     with local_swarm(tmp_path) as swarm:
         a, b, c = trainers(swarm, 3)
         start_run(a, "run", anchors=[a, b, c], target=16)
-        join_all(swarm, [b], "run")
-        join_all(swarm, [c], "run", "anchor")  # signs only: no model, no worker
+        join(swarm, [b])
+        join(swarm, [c], role="anchor")  # signs only: no model, no worker
         wait_update(swarm, [a, b], 2)
         b.signal(signal.SIGSTOP, "daemon")
         c.signal(signal.SIGSTOP, "daemon")

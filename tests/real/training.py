@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -76,10 +77,10 @@ def command(volunteer: Volunteer, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, **size: Any) -> Path:
     """A configuration without weights, and the bundled model's tokenizer: a run makes its own first weights."""
-    folder.mkdir(exist_ok=True)
-    config = {**json.loads((bundled_folder() / "config.json").read_text()), **TINY}
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**json.loads((bundled_folder() / "config.json").read_text()), **TINY, **size}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_folder() / name, folder / name)
@@ -121,6 +122,21 @@ def wait_know(swarm: LocalSwarm, volunteer: Volunteer, name: str) -> None:
         return any(o["name"] == name for o in [*said["others"], *said["runs"]])
 
     swarm.wait(there, f"{name} known")
+
+
+def join(swarm: LocalSwarm, volunteers: list[Volunteer], name: str = "run", role: str = "train") -> None:
+    """Have volunteers take part in a run of another peer, as soon as they know it."""
+    for volunteer in volunteers:
+        wait_know(swarm, volunteer, name)
+        volunteer.ask("train/join", "POST", name=name, role=role)
+
+
+def is_back(volunteer: Volunteer) -> bool:
+    """Has a daemon that was started again found its runs?"""
+    try:
+        return bool(volunteer.ask("train")["runs"])
+    except httpx.TransportError:
+        return False
 
 
 @contextmanager

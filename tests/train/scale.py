@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass
 
 import trio
-import trio._core._run as trio_run
-import trio.testing
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
 from tests.train.world import Member, TrainingWorld, check_ledger
+from tests.virtual_time import in_virtual_time
 
 SESSION_S = 4 * 3600
 MBIT = 125_000.0
@@ -104,11 +103,8 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    trio_run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[attr-defined]
-    trio_run._r.seed(options.seed)
     begun = time.monotonic()
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    outcome = trio.run(simulate, options.peers, options.hours, options.seed, clock=clock)
+    outcome = in_virtual_time(options.seed, simulate, options.peers, options.hours, options.seed)
     print(f"{options.peers} peers, {options.hours} h simulated in {time.monotonic() - begun:.0f} s: {outcome}")
 
 

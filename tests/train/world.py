@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,7 @@ from swarmd.values import PeerId
 N_ELEMENTS = 240
 SHARDS = (40, 24)
 NEWS_DELAY_S = 0.3
+LIMIT_S = 400.0
 
 
 def gradient(parameters: Vector, seed: int, peer: str, draw: int) -> tuple[float, Vector]:
@@ -116,7 +120,6 @@ class TrainingWorld:
         self.world = SimWorld(seed)
         self.rng = random.Random(seed)
         self.members: dict[PeerId, Member] = {}
-        self.muted: set[PeerId] = set()  # whose records reach nobody any more
         self.anchors = [Identity(self.rng.randbytes(32)) for _ in range(n_anchors)]
         self._nursery = nursery
         self._records: dict[PeerId, tuple[float, RunRecord]] = {}
@@ -161,7 +164,7 @@ class TrainingWorld:
             links=lambda: (bytes_per_s, bytes_per_s),
             can_be_dialled=lambda: True,
         )
-        member.trainer = Trainer(world, self.run, role, source, folder, self._getter)
+        member.trainer = Trainer(world, self.run, role, source, folder, partial(self._getter, peer))
         self.members[peer] = member
         self._nursery.start_soon(self._live, member)
         return member
@@ -185,11 +188,37 @@ class TrainingWorld:
         for pair in list(self.world._cut):
             self.world.heal(*pair)
 
-    async def until(self, epoch: int, within_s: float) -> None:
-        """Wait until everybody who computes has come to an update."""
+    @property
+    def epoch(self) -> int:
+        """The newest update that anybody knows."""
+        return max(m.trainer.ledger.epoch for m in self.members.values())
+
+    async def until(self, epoch: int, within_s: float = LIMIT_S) -> float:
+        """Wait until everybody who computes has come to an update; returns the time."""
         with trio.fail_after(within_s):
             while not all(m.trainer.state is not None and m.trainer.state.epoch >= epoch for m in self.trainers()):
                 await trio.sleep(0.1)
+        return trio.current_time()
+
+    async def pace(self, n: int = 8) -> list[float]:
+        """How long each of the next updates takes, until everybody has it."""
+        first = self.epoch + 1
+        times = [await self.until(epoch) for epoch in range(first, first + n + 1)]
+        return [b - a for a, b in pairwise(times)]
+
+    async def in_a_round(self, which: str) -> Member:
+        """Wait until a round runs; returns its leader, or a member of it."""
+        while True:
+            for member in self.trainers():
+                joining = member.trainer.joining
+                if joining.round is not None and (joining.leader is not None) == (which == "leader"):
+                    return member
+            await trio.sleep(0.01)
+
+    def contributors(self, n: int) -> list[set[str]]:
+        """Who was counted in each of the last updates."""
+        longest = max((m.trainer.ledger for m in self.members.values()), key=lambda ledger: ledger.epoch)
+        return [{c.peer for c in s.commit.contributors} for s in longest.sealed[-n:]]
 
     def trainers(self) -> list[Member]:
         return [m for m in self.members.values() if m.source is not None]
@@ -210,8 +239,6 @@ class TrainingWorld:
             await trio.sleep(20)
 
     def _announce(self, member: Member) -> None:
-        if member.peer in self.muted:
-            return
         fields = {k: v for k, v in member.trainer.record().items() if k != "kind"}
         now = trio.current_time()
         record = RunRecord(
@@ -253,11 +280,11 @@ class TrainingWorld:
                 seen.append(known)
         return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer))), until
 
-    def _getter(self, layout: Layout) -> Get:
+    def _getter(self, me: PeerId, layout: Layout) -> Get:
         async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
             await trio.sleep(0.2)
             for peer in donors:
-                member = self.members.get(peer)
+                member = None if self.world.is_cut(me, peer) else self.members.get(peer)
                 found = member.trainer.find(digest) if member is not None else None
                 if found is not None:
                     n = range(len(found.manifest.tensors))
@@ -268,6 +295,19 @@ class TrainingWorld:
             raise Refused(Code.NOT_HELD, "no donor holds it")
 
         return get
+
+
+@asynccontextmanager
+async def training(seed: int, n: int = 4, n_anchors: int = 1, **recipe: Any) -> AsyncIterator[TrainingWorld]:
+    """A run with ``n`` alike trainers for the time of a test; its ledger is checked at the end."""
+    async with trio.open_nursery() as nursery:
+        world = TrainingWorld(nursery, seed, n_anchors, **recipe)
+        world.add_anchors()
+        for _ in range(n):
+            world.add()
+        yield world
+        check_ledger(world)
+        nursery.cancel_scope.cancel()
 
 
 async def _inline(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,0 +1,218 @@
+"""What one peer can do to a run, by accident or on purpose, in virtual time: the others go on at their pace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import trio
+from msgspec.structs import replace
+from trio.testing import MockClock
+
+from swarmd.errors import Refused
+from swarmd.plan.progress import leader_order
+from swarmd.protocol.fields import Message
+from swarmd.protocol.recipe import Batch, Optimizer
+from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
+from swarmd.train.leader import Leader, Outcome, RoundFailed
+from swarmd.train.state import Vector
+from swarmd.values import PeerId
+from tests.train.world import training
+
+# --- what it computes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", [lambda v: v * math.nan, lambda v: v + 1e4])
+async def test_round_goes_on_without_a_liar(virtual_time: MockClock, lie: Callable[[Vector], Vector]) -> None:
+    async with training(seed=5, n=3) as world:
+        honest = world.trainers()
+        liar = world.add()
+        assert liar.source is not None
+        liar.source.spoil = lie
+        await trio.sleep(60)
+        assert world.epoch > 5
+        assert not any(liar.peer in peers for peers in world.contributors(world.epoch))
+        assert all(np.isfinite(m.trainer.state.parameters).all() for m in honest if m.trainer.state is not None)
+
+
+async def test_who_is_left_out_as_it_leads_still_clips_for_all(virtual_time: MockClock) -> None:
+    """Its own numbers are refused; the factor that its commit names is that of the others' average."""
+    async with training(seed=6, n=3, optimizer=Optimizer(kind="sgd", learning_rate=0.001, clip_norm=1.0)) as world:
+        liar = world.add()
+        assert liar.source is not None
+        liar.source.spoil = lambda v: v * math.nan
+        while liar.trainer.joining.counters.led < 2:
+            await trio.sleep(1)
+        assert all(s.commit.clip < 0.5 for s in liar.trainer.ledger.sealed)
+
+
+# --- what it says --------------------------------------------------------------------------------------------------
+
+
+async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: MockClock) -> None:
+    async with training(seed=5) as world:
+        await world.until(6)
+        liar, *honest = world.trainers()
+
+        tell = liar.trainer.joining._tell
+
+        async def blame(peer: PeerId, message: Message) -> None:
+            if isinstance(message, Beat):
+                received = tuple(Received(r.member, r.n_bytes, None, "bad") for r in message.received)
+                message = replace(message, received=received)
+            await tell(peer, message)
+
+        liar.trainer.joining._tell = blame  # type: ignore[method-assign]
+        await world.pace(8)
+        assert all({m.peer for m in honest} <= peers for peers in world.contributors(7))
+
+
+async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) -> None:
+    """It says that its link carries next to nothing, and then sends nothing: that is not waited for."""
+    async with training(seed=7, n=3) as world:
+        crawler = world.add(bytes_per_s=0.0)
+        await world.until(6)
+        joining = crawler.trainer.joining
+        take_group = joining.take_group
+
+        async def send_nothing(peer: PeerId) -> None:
+            await trio.sleep_forever()
+
+        async def take_and_be_silent(peer: PeerId, group: Group) -> None:
+            await take_group(peer, group)
+            if joining.round is not None:
+                joining.round._contribute = send_nothing  # type: ignore[method-assign]
+
+        joining.take_group = take_and_be_silent  # type: ignore[method-assign]
+        assert max(await world.pace(4)) < 60
+
+
+async def test_many_named_successors_are_forgotten(virtual_time: MockClock) -> None:
+    async with training(seed=8) as world:
+        await world.until(6)
+        flooder, victim = world.trainers()[:2]
+        channel = await flooder.rpc.channel(victim.peer, "bulk")
+        for i in range(2000):
+            await channel.send(Pulse(run=world.run.id, parent=b"x" * 32, successor=f"nobody{i}"))
+        await trio.sleep(5)
+        assert len(victim.trainer.members._leading) <= len(world.members)
+
+
+async def test_anchor_that_says_yes_and_does_not_sign_stops_nobody(virtual_time: MockClock) -> None:
+    async with training(seed=5, n_anchors=3) as world:
+        await world.until(6)
+        usual_s = np.mean(await world.pace())
+        chronicle = world.members[world.anchors[0].peer_id].trainer.chronicle
+        be_anchor = chronicle.be_anchor
+
+        async def say_yes(peer: PeerId, message: Prepare | Propose, payload: memoryview) -> tuple[Message, bytes]:
+            if isinstance(message, Propose):
+                return Accepted(re=message.id, promised=message.ballot), b""
+            return await be_anchor(peer, message, payload)
+
+        chronicle.be_anchor = say_yes  # type: ignore[method-assign]
+        assert np.mean(await world.pace()) < 5 * usual_s
+
+
+async def test_join_before_the_agreed_time_is_refused(virtual_time: MockClock) -> None:
+    """Fewer samples were there than forecast, and all compute on: no word that came late keeps one from that."""
+    async with training(seed=9, n=2) as world:
+        await world.until(6)
+        caller, called = world.trainers()
+        called.trainer.joining.retry_at = trio.current_time() + 20
+        with pytest.raises(Refused, match="fewer samples") as refused:
+            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._joining(1))
+        assert refused.value.retry_after_s == pytest.approx(20)
+        assert called.trainer.joining.leader is None
+        called.trainer.joining.retry_at = 0.0
+
+
+# --- what it lacks -------------------------------------------------------------------------------------------------
+
+
+async def test_what_somebody_has_is_not_lost_though_it_does_not_answer(virtual_time: MockClock) -> None:
+    """A newcomer that reaches nobody must not take the run back to what it has itself."""
+    async with training(seed=5, n=3) as world:
+        await world.until(3)
+        me, *others = world.trainers()
+        now = trio.current_time()
+        for other in others:
+            me.trainer.members.suspect(other.peer, now)
+        assert not {m.peer for m in others} & me.trainer.members.look(now).keys()
+        assert min(me.trainer.members.states()[m.peer] for m in others) >= 2
+
+
+# --- when it leads -------------------------------------------------------------------------------------------------
+
+
+async def test_leader_that_never_begins_is_replaced(virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(seed=10) as world:
+        await world.until(6)
+        idler, *others = world.trainers()
+        lead = Leader.lead
+
+        async def never(leader: Leader) -> Outcome:
+            if leader._me == idler.peer:
+                await trio.sleep_forever()
+            return await lead(leader)
+
+        monkeypatch.setattr(Leader, "lead", never)
+        epoch = world.epoch
+        await trio.sleep(200)
+        assert min(m.trainer.ledger.epoch for m in others) > epoch + 8
+
+
+async def test_after_a_round_that_failed_all_join_anew_at_once(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(seed=4) as world:
+        await world.until(12)
+        usual_s = np.mean(await world.pace())
+        average, failed = Leader._average, []
+
+        async def fail_once(leader: Leader) -> None:
+            if not failed:
+                failed.append(leader)
+                raise RoundFailed("once")
+            await average(leader)
+
+        monkeypatch.setattr(Leader, "_average", fail_once)
+        begun = trio.current_time()
+        await world.until(world.epoch + 1)
+        assert trio.current_time() - begun < 2 * usual_s + 1.0
+        assert failed
+        assert world.contributors(1) == [{m.peer for m in world.trainers()}]
+
+
+async def test_two_who_begin_to_lead_come_to_one(virtual_time: MockClock) -> None:
+    """Half of them take one peer for the first by the rule, half another: no round waits for that."""
+    async with training(seed=7) as world:
+        await world.until(6)
+        usual_s = np.mean(await world.pace())
+        everybody = [m.peer for m in world.trainers()]
+
+        def takes(place: int, choose: Callable[[bytes], PeerId]) -> Callable[[bytes], PeerId]:
+            seen = set[bytes]()
+
+            def chosen(parent: bytes) -> PeerId:
+                if parent in seen:
+                    return choose(parent)
+                seen.add(parent)
+                return leader_order(parent, everybody)[place]
+
+            return chosen
+
+        for i, member in enumerate(world.trainers()):
+            joining = member.trainer.joining
+            joining._choose = takes(i % 2, joining._choose)  # type: ignore[method-assign]
+        assert max(await world.pace(12)) < 1.5 * usual_s, "somebody waited for who follows another"
+        assert all(len(peers) == 4 for peers in world.contributors(12))
+
+
+async def test_silence_of_leaders_is_noticed_however_long_updates_take(virtual_time: MockClock) -> None:
+    """The time between two rounds is no gap between signs of life."""
+    async with training(seed=33, n=3, batch=Batch(target=400, micro=2, tokens=8)) as world:
+        await world.until(20)
+        assert all(m.trainer.joining.pulses.limit_s() < 3 for m in world.trainers())
