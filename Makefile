@@ -4,10 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
-# slow tests that run after the others, beside the remaining slow ones: two cores, two processes
-SECOND = $(addprefix tests/real/test_,training.py tune_command.py tuning.py weights.py)
+# slow tests in parts of about the same length: two cores take one part after the other, the quick tests first
+TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py) tests/cli/test_train_commands.py
+TUNING   := $(addprefix tests/real/test_,tuning.py tune_command.py)
+FAULTS   := $(addprefix tests/real/test_,drain.py faults.py)
+PYTEST   := $(BIN)/pytest -p no:cacheprovider
 
-.PHONY: help setup demo fix check test prove bench clean
+.PHONY: help setup demo fix check test quick slow-tuning slow-faults slow-training slow-rest prove bench clean
 help:
 	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
 
@@ -30,10 +33,19 @@ check: setup
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 
-test: check
-	($(BIN)/pytest -p no:cacheprovider -m "not prove and not slow" && \
-	 $(BIN)/pytest -p no:cacheprovider -m "slow and not prove" $(SECOND)) & second=$$!; \
-	$(BIN)/pytest -m "slow and not prove" $(addprefix --ignore=,$(SECOND)); first=$$?; wait $$second && exit $$first
+test: setup
+	@$(MAKE) --no-print-directory -j2 -Otarget check quick slow-tuning slow-faults slow-training slow-rest
+
+quick: setup
+	$(PYTEST) -m "not prove and not slow"
+slow-tuning: setup
+	$(PYTEST) -m "slow and not prove" $(TUNING)
+slow-faults: setup
+	$(PYTEST) -m "slow and not prove" $(FAULTS)
+slow-training: setup
+	$(PYTEST) -m "slow and not prove" $(TRAINING)
+slow-rest: setup
+	$(PYTEST) -m "slow and not prove" $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS))
 
 prove: setup
 	$(BIN)/pytest -m prove

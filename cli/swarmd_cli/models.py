@@ -125,9 +125,9 @@ def _read(folder: Path, base: str) -> tuple[Manifest, str]:
         return adapter.read_folder(folder, home().catalog().hash_of(base)), "adapters"
     if base:
         raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
-    from swarmd.compute.check import check_folder
-
     read = manifest.read_folder(folder)
+    from swarmd.compute.check import check_folder  # after what costs no import of torch
+
     check_folder(folder, read)
     return read, "models"
 

@@ -24,6 +24,8 @@ from tests.real.harness import Volunteer, local_swarm
 
 pytestmark = pytest.mark.slow
 N_TOKENS = 24
+FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt2"]
+FAMILIES += [pytest.param(family, marks=pytest.mark.prove) for family in ("bundled", "bloom")]
 
 
 def cases(vocabulary: int) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ class Stage:
     client: Any
 
 
-@pytest.fixture(scope="module", params=["bundled", "llama", "qwen3_moe", "gemma3_text", "gpt2", "bloom"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     torch.set_num_threads(1)
     family, tmp_path = request.param, tmp_path_factory.mktemp(request.param)
