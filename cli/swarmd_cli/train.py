@@ -359,6 +359,8 @@ def _show(row: dict[str, Any]) -> None:
         [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
     ]
     table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+    if row["shunned"]:
+        print(f"  done without for ten minutes, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
     if len(row["losses"]) > 1:
         print("\n".join(terminal_curve(row["losses"])))
 

@@ -129,6 +129,7 @@ class Leader:
         self.joined: dict[PeerId, JoinRound] = {}
         self.waits_for = "members"
         self.missing: list[PeerId] = []  # expected, and not there in time
+        self.blamed: dict[PeerId, set[PeerId]] = {}  # whose numbers were found faulty, by which others
         self._me = me
         self._ledger = ledger
         self._run = ledger.run
@@ -347,8 +348,10 @@ class Leader:
             elif now - seen.beat_at > limit_s:
                 lost[peer] = f"no sign of life for {now - seen.beat_at:.1f} s, the limit here is {limit_s:.1f}"
         reports = self._received()
-        for peer, faults in reports.faults.items():
-            lost.setdefault(peer, faults)
+        for peer, fault in reports.faults.items():
+            lost.setdefault(peer, fault)
+        for peer, witnesses in reports.witnesses.items():
+            self.blamed.setdefault(peer, set()).update(witnesses)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             for peer, why in self._stuck(reports).items():
@@ -397,6 +400,7 @@ class Leader:
                 said = next((r for r in beat.received if r.member == place), None) if beat else None
                 if said is not None and said.fault:
                     reports.faults[peer] = said.fault
+                    reports.witnesses.setdefault(peer, set()).add(reducer)
                 elif said is None or said.squares is None:
                     is_whole = False
                 else:
@@ -577,6 +581,7 @@ class _Reports:
     weighed: dict[PeerId, Weighed] = field(default_factory=dict)
     incomplete: set[PeerId] = field(default_factory=set)
     faults: dict[PeerId, str] = field(default_factory=dict)
+    witnesses: dict[PeerId, set[PeerId]] = field(default_factory=dict)
 
 
 def _rate(said: float) -> float:

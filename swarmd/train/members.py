@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from swarmd.plan.progress import Progress
@@ -12,6 +12,8 @@ from swarmd.values import PeerId, RunId
 
 SUSPECT_FOR_S = 15.0
 LEADS_FOR_S = 1.5  # after its last sign of life
+SHUNNED_FOR_S = 600.0
+N_WITNESSES = 2  # one reducer's word is not enough: it alone sees its part, and may lie
 
 
 @dataclass(slots=True)
@@ -40,10 +42,11 @@ class Members:
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
+    _blamed: dict[PeerId, dict[PeerId, float]] = field(default_factory=dict)  # by whom, and when last
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
-        """The other members' records, those left out that do not answer."""
+        """The other members' records, those left out that do not answer or have lost their standing."""
         found = {}
         for record in self.view().in_run(self.run):
             peer = PeerId(record.peer)
@@ -56,7 +59,8 @@ class Members:
                     self.learn(peer, known.addresses)
                 if heard is not None:
                     self.vouch(peer)
-            if self._suspects.get(peer, 0.0) <= now and self._distrusted.get(peer) != record.head:
+            is_left_out = self._suspects.get(peer, 0.0) > now or self._distrusted.get(peer) == record.head
+            if not is_left_out and not self.is_shunned(peer, now):
                 found[peer] = record
         return found
 
@@ -73,6 +77,18 @@ class Members:
         self._leading = {p: (h, at) for p, (h, at) in self._leading.items() if now - at < LEADS_FOR_S}
         if peer in self.look(now):
             self._leading[peer] = head, now
+
+    def blame(self, peer: PeerId, witnesses: Iterable[PeerId], now: float) -> None:
+        """Reducers found fault with a peer's numbers."""
+        recent = {w: at for w, at in self._blamed.get(peer, {}).items() if now - at < SHUNNED_FOR_S}
+        self._blamed[peer] = recent | dict.fromkeys(witnesses, now)
+
+    def is_shunned(self, peer: PeerId, now: float) -> bool:
+        """Has a peer lost its standing, since several reducers found fault with its numbers of late?"""
+        return sum(now - at < SHUNNED_FOR_S for at in self._blamed.get(peer, {}).values()) >= N_WITNESSES
+
+    def shunned(self, now: float) -> list[PeerId]:
+        return sorted(peer for peer in self._blamed if self.is_shunned(peer, now))
 
     def distrust(self, peer: PeerId) -> None:
         """It has nothing to show for the commit that it names: do without it until it names another."""

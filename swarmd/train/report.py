@@ -68,6 +68,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
         "last_catch_up_s": trainer.catching_up.last_s if trainer.catching_up else None,
         "death_costs_at_most_s": round(joining.longest_wait_s, 2),
         "peers": others,
+        "shunned": trainer.members.shunned(now),
     }
 
 

@@ -17,6 +17,7 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
 from swarmd.train.leader import Leader, Outcome, RoundFailed
+from swarmd.train.members import SHUNNED_FOR_S
 from swarmd.train.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import training
@@ -35,6 +36,24 @@ async def test_round_goes_on_without_a_liar(virtual_time: MockClock, lie: Callab
         assert world.epoch > 5
         assert not any(liar.peer in peers for peers in world.contributors(world.epoch))
         assert all(np.isfinite(m.trainer.state.parameters).all() for m in honest if m.trainer.state is not None)
+
+
+async def test_whoever_several_reducers_find_fault_with_loses_its_standing(virtual_time: MockClock) -> None:
+    """Nobody waits for it, follows it or counts on its samples any more; after a while it may try again."""
+    async with training(seed=14, n=3) as world:
+        honest = world.trainers()
+        liar = world.add()
+        assert liar.source is not None
+        liar.source.spoil = lambda v: v * math.nan
+        while not all(m.trainer.members.shunned(trio.current_time()) == [liar.peer] for m in honest):
+            await trio.sleep(1)
+        await world.pace(4)
+        last = [m.trainer.joining.counters.last for m in honest]
+        assert all(times is not None and not times.left_out for times in last)
+        liar.source.spoil = lambda v: v
+        await trio.sleep(SHUNNED_FOR_S)
+        await world.pace(4)
+        assert any(liar.peer in peers for peers in world.contributors(4))
 
 
 async def test_who_is_left_out_as_it_leads_still_clips_for_all(virtual_time: MockClock) -> None:
@@ -67,6 +86,9 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
         liar.trainer.joining._tell = blame  # type: ignore[method-assign]
         await world.pace(8)
         assert all({m.peer for m in honest} <= peers for peers in world.contributors(7))
+        assert not any(m.trainer.members.shunned(trio.current_time()) for m in world.trainers()), (
+            "one word is not enough"
+        )
 
 
 async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) -> None:
