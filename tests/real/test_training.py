@@ -25,6 +25,7 @@ from tests.real.training import (
     run_of,
     slowed,
     start_run,
+    start_together,
     wait_know,
     wait_update,
 )
@@ -52,8 +53,7 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
     with local_swarm(tmp_path) as swarm:
         volunteers = trainers(swarm, 4)
         for name, precision in runs.items():
-            start_run(volunteers[0], name, optimizer=name, precision=precision, steps=steps)
-            join(swarm, volunteers[1:], name)
+            start_together(swarm, volunteers, name, optimizer=name, precision=precision, steps=steps)
         for name in runs:
             wait_update(swarm, volunteers, 3, name)
         with ExitStack() as slow:

@@ -131,6 +131,16 @@ def join(swarm: LocalSwarm, volunteers: list[Volunteer], name: str = "run", role
         volunteer.ask("train/join", "POST", name=name, role=role)
 
 
+def start_together(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, **settings: Any) -> None:
+    """Have the first volunteer start a run, and nobody compute before all have loaded the model."""
+    first, *others = volunteers
+    start_run(first, name, **settings)
+    command(first, "train", "stop", name, "--all")
+    join(swarm, others, name)
+    swarm.wait(lambda: all(run_of(v, name)["state_update"] is not None for v in volunteers), f"{name} loaded by all")
+    command(first, "train", "resume", name, "--all")
+
+
 def is_back(volunteer: Volunteer) -> bool:
     """Has a daemon that was started again found its runs?"""
     try:
