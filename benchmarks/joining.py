@@ -1,30 +1,33 @@
 """Joining a run whose state is 200 MB, from three donors of 50 Mbit/s each that go on training.
 
-    python benchmarks/joining.py [--mbit 50] [--kill]
+    python benchmarks/joining.py [--mbit 50] [--times 2] [--kill]
 
-Real daemons; each donor's uplink is held by its own setting ``up_limit_mbit``. Their workers compute for a quarter of
-the time (SIGSTOP and SIGCONT), so that on two cores it is the link and not the processor that is shared. ``--kill``
-kills one donor half-way: what was verified is not fetched again.
+Real daemons; each donor's uplink is held by its own setting ``up_limit_mbit``. The donors' workers share one core,
+their daemons and the joiner have the other: what giving costs a donor with a core for its worker, and beside it the
+share of a core that its daemon takes. All of it lies between two rounds, since nobody computes while a round averages.
+``--kill`` kills one donor half-way: what was verified is not fetched again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tempfile
 import time
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.training import command, join, run_of, slowed, start_run, tiny_model, wait_know, wait_update
+from tests.real.training import command, join, run_of, start_run, tiny_model, wait_know, wait_update
 
 SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
 SIZE |= {"num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * 5}
-WINDOW_S = 20.0
-TARGET = 160
+TARGET = 600  # samples: between two rounds there is time for a measurement before, and for a joiner
+WORKERS, DAEMONS = 0, 1  # cores
 
 
 def big_model(folder: Path) -> Path:
@@ -34,46 +37,78 @@ def big_model(folder: Path) -> Path:
     return folder
 
 
-def speed(donors: list[Volunteer], seconds: float) -> list[float]:
-    """Samples/s of each donor over a while: how far the draws that it gathered have come."""
-    first = [computed(d) for d in donors]
-    begun = time.monotonic()
-    time.sleep(seconds)
-    return [(computed(d) - n) / (time.monotonic() - begun) for d, n in zip(donors, first, strict=True)]
+@dataclass
+class Spent:
+    """What a donor has computed, and its daemon's processor time, up to a moment or between two."""
+
+    samples: int
+    daemon_s: float
+    at_s: float
+
+    def since(self, before: Spent) -> Spent:
+        return Spent(self.samples - before.samples, self.daemon_s - before.daemon_s, self.at_s - before.at_s)
 
 
-def computed(donor: Volunteer) -> int:
+def spent(donor: Volunteer) -> Spent:
     said = run_of(donor)
-    return int(said["samples_counted"] + said["samples_wasted"] + said["samples_gathered"])
+    assert donor.process is not None
+    times = psutil.Process(donor.process.pid).cpu_times()
+    n = said["samples_counted"] + said["samples_wasted"] + said["samples_gathered"]
+    return Spent(n, times.user + times.system, time.monotonic())
 
 
-def measure(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], kill: bool) -> None:
-    with ExitStack() as stack:
-        for donor in donors:
-            stack.enter_context(slowed(donor))
-        time.sleep(3)
-        before = speed(donors, WINDOW_S)
-        joiner = swarm.add("--no-serve", models=model)
-        wait_know(swarm, joiner, "run")
-        command(joiner, "train", "join", "run")
-        swarm.wait(lambda: "fetching the state" in joiner.log(), "the fetch begins", joiner)
-        begun = time.monotonic()
-        if kill:
-            time.sleep(4)
-            donors.pop().stop()
-        during = speed(donors, 5.0 if kill else 9.0)  # while it fetches
-        wait_update(swarm, [joiner], 1)
-        print(f"caught up {time.monotonic() - begun:.1f} s after the fetch began")
+def over(donors: list[Volunteer], seconds: float) -> list[Spent]:
+    first = [spent(d) for d in donors]
+    time.sleep(seconds)
+    return [spent(d).since(before) for d, before in zip(donors, first, strict=True)]
+
+
+def wait_round(donor: Volunteer, update: int) -> None:
+    while run_of(donor)["update"] < update:
+        time.sleep(0.1)
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep a process, whatever threads it has, on one core."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def measure(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], window_s: float, kill: bool) -> None:
+    update = run_of(donors[0])["update"]
+    before = over(donors, 2 * window_s)
+    joiner = swarm.add("--no-serve", models=model)
+    wait_know(swarm, joiner, "run")
+    command(joiner, "train", "join", "run")
+    swarm.wait(lambda: "fetching the state" in joiner.log(), "the fetch begins", joiner)
+    begun = time.monotonic()
+    if kill:
+        time.sleep(window_s / 3)
+        donors.pop().stop()
+    during = over(donors, window_s / 2 if kill else window_s)  # while it fetches
+    is_between = run_of(donors[0])["update"] == update
+    wait_update(swarm, [joiner], 1)
+    print(f"caught up {time.monotonic() - begun:.1f} s after the fetch began")
     for line in re.findall(r"snapshot: .*|average: .*", joiner.log()):
         print("  " + line)
+    rates = []
     for donor, a, b in zip(donors, before, during, strict=False):
-        print(f"  donor {donor.peer[-8:]}: {a:.2f} samples/s before, {b:.2f} while it gives ({b / a:.2f})")
-    print(f"  all of them: {sum(during) / sum(before[: len(during)]):.2f} of what they computed before")
+        rates.append((a.samples / a.at_s, b.samples / b.at_s))
+        print(
+            f"  donor {donor.peer[-8:]}: {rates[-1][0]:.2f} samples/s before, {rates[-1][1]:.2f} while it gives; its "
+            f"daemon takes {a.daemon_s / a.at_s:.0%} of a core before, {b.daemon_s / b.at_s:.0%} while it gives"
+        )
+    print(
+        f"  all of them: {sum(b for _, b in rates) / sum(a for a, _ in rates):.2f} of what they computed before"
+        + ("" if is_between else "; but a round came between")
+    )
+    joiner.stop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, default=50.0)
+    parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--kill", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
@@ -82,11 +117,18 @@ def main() -> None:
         donors = [swarm.add("--no-serve", models=model, **environment) for _ in range(3)]
         start_run(donors[0], "run", optimizer="adamw", model=model["big"], target=TARGET)
         join(swarm, donors[1:])
-        for update in (2, 4):  # so far on that the averages would be more than the state
-            wait_update(swarm, donors, update)
+        wait_round(donors[0], 4)  # so far on that the averages would be more than the state
         said = run_of(donors[0])
         print(f"a state of {said['state_bytes'] / 1e6:.0f} MB, links of {options.mbit:.0f} Mbit/s")
-        measure(swarm, donors, model, options.kill)
+        window_s = 0.8 * said["state_bytes"] / (3 * options.mbit * 125_000)
+        os.sched_setaffinity(0, {DAEMONS})  # this program's, and the joiners'
+        for donor in donors:
+            assert donor.process is not None
+            pin(donor.process.pid, DAEMONS)
+            pin(run_of(donor)["worker"], WORKERS)
+        for _ in range(1 if options.kill else options.times):
+            wait_round(donors[0], run_of(donors[0])["update"] + 1)
+            measure(swarm, donors, model, window_s, options.kill)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_what_is_wrong_is_said_before_training_starts(stage: Stage, arguments: t
     assert not (stage.folder / "never").exists()
 
 
-@pytest.mark.parametrize("example", ["tune.py", "tune.ipynb"])
+@pytest.mark.parametrize("example", [pytest.param("tune.py", marks=pytest.mark.prove), "tune.ipynb"])
 def test_the_examples_run(stage: Stage, example: str) -> None:
     """The notebook's cells one after the other, beside its data."""
     script = EXAMPLES / example
