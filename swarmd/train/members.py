@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -13,7 +14,8 @@ from swarmd.values import PeerId, RunId
 SUSPECT_FOR_S = 15.0
 LEADS_FOR_S = 1.5  # after its last sign of life
 SHUNNED_FOR_S = 600.0
-N_WITNESSES = 2  # one reducer's word is not enough: it alone sees its part, and may lie
+N_BLAMES = 2
+N_BLAMES_KEPT = 8
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class Members:
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
-    _blamed: dict[PeerId, dict[PeerId, float]] = field(default_factory=dict)  # by whom, and when last
+    _blamed: dict[PeerId, deque[tuple[PeerId, float]]] = field(default_factory=dict)  # by whom, and when
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -80,12 +82,13 @@ class Members:
 
     def blame(self, peer: PeerId, witnesses: Iterable[PeerId], now: float) -> None:
         """Reducers found fault with a peer's numbers."""
-        recent = {w: at for w, at in self._blamed.get(peer, {}).items() if now - at < SHUNNED_FOR_S}
-        self._blamed[peer] = recent | dict.fromkeys(witnesses, now)
+        self._blamed.setdefault(peer, deque(maxlen=N_BLAMES_KEPT)).extend((w, now) for w in witnesses)
 
     def is_shunned(self, peer: PeerId, now: float) -> bool:
-        """Has a peer lost its standing, since several reducers found fault with its numbers of late?"""
-        return sum(now - at < SHUNNED_FOR_S for at in self._blamed.get(peer, {}).values()) >= N_WITNESSES
+        """Has a peer lost its standing, since fault was found with its numbers several times of late?"""
+        recent = [w for w, at in self._blamed.get(peer, ()) if now - at < SHUNNED_FOR_S]
+        certain = [w for w in recent if w in (self.me, peer)]  # seen here, or said by the peer itself
+        return len(certain) + len({*recent} - {*certain}) >= N_BLAMES  # others may lie: each counts once
 
     def shunned(self, now: float) -> list[PeerId]:
         return sorted(peer for peer in self._blamed if self.is_shunned(peer, now))

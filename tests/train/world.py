@@ -305,7 +305,8 @@ async def training(seed: int, n: int = 4, n_anchors: int = 1, **recipe: Any) -> 
         world.add_anchors()
         for _ in range(n):
             world.add()
-        yield world
+        with trio.fail_after(10 * LIMIT_S):
+            yield world
         check_ledger(world)
         nursery.cancel_scope.cancel()
 
