@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmd.plan.progress import Progress
@@ -80,15 +80,16 @@ class Members:
         if peer in self.look(now):
             self._leading[peer] = head, now
 
-    def blame(self, peer: PeerId, witnesses: Iterable[PeerId], now: float) -> None:
-        """Reducers found fault with a peer's numbers."""
+    def blame(self, peer: PeerId, witnesses: set[PeerId], now: float) -> None:
+        """In a round that was led here, reducers found fault with a peer's numbers."""
+        if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
+            witnesses = {self.me}
         self._blamed.setdefault(peer, deque(maxlen=N_BLAMES_KEPT)).extend((w, now) for w in witnesses)
 
     def is_shunned(self, peer: PeerId, now: float) -> bool:
         """Has a peer lost its standing, since fault was found with its numbers several times of late?"""
         recent = [w for w, at in self._blamed.get(peer, ()) if now - at < SHUNNED_FOR_S]
-        certain = [w for w in recent if w in (self.me, peer)]  # seen here, or said by the peer itself
-        return len(certain) + len({*recent} - {*certain}) >= N_BLAMES  # others may lie: each counts once
+        return recent.count(self.me) + len({*recent} - {self.me}) >= N_BLAMES  # others may lie: each counts once
 
     def shunned(self, now: float) -> list[PeerId]:
         return sorted(peer for peer in self._blamed if self.is_shunned(peer, now))
