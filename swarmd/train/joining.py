@@ -59,7 +59,7 @@ class Joining:
     def __init__(self, world: World, chronicle: Chronicle, members: Members, news: News, mine: Mine) -> None:
         self._averages: dict[bytes, tuple[bytes, Vector]] = {}  # by hash, with the parent of their round
         self.counters = RoundCounters()
-        self.pulses = Arrivals(least_s=2.0, first_s=5.0)
+        self.pulses = Arrivals(least_s=2.0, first_s=3.0)
         self.retry_at = 0.0
         self._why = ""
         self._is_in = False
