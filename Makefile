@@ -8,9 +8,11 @@ SEEDS  ?= 20
 TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py) tests/cli/test_train_commands.py
 TUNING   := $(addprefix tests/real/test_,tuning.py tune_command.py)
 FAULTS   := $(addprefix tests/real/test_,drain.py faults.py)
+PARTS    := quick slow-tuning slow-faults slow-training slow-rest
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
+SLOW     := $(PYTEST) -m "slow and not prove"
 
-.PHONY: help setup demo fix check test quick slow-tuning slow-faults slow-training slow-rest prove bench clean
+.PHONY: help setup demo fix check test $(PARTS) prove bench clean
 help:
 	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
 
@@ -34,18 +36,18 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	@$(MAKE) --no-print-directory -j2 -Otarget check quick slow-tuning slow-faults slow-training slow-rest
+	@$(MAKE) --no-print-directory -j2 -Otarget check $(PARTS)
 
 quick: setup
 	$(PYTEST) -m "not prove and not slow"
 slow-tuning: setup
-	$(PYTEST) -m "slow and not prove" $(TUNING)
+	$(SLOW) $(TUNING)
 slow-faults: setup
-	$(PYTEST) -m "slow and not prove" $(FAULTS)
+	$(SLOW) $(FAULTS)
 slow-training: setup
-	$(PYTEST) -m "slow and not prove" $(TRAINING)
+	$(SLOW) $(TRAINING)
 slow-rest: setup
-	$(PYTEST) -m "slow and not prove" $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS))
+	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS))
 
 prove: setup
 	$(BIN)/pytest -m prove

@@ -22,7 +22,7 @@ import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.training import command, join, run_of, start_run, tiny_model, wait_know, wait_update
+from tests.real.training import join, run_of, start_run, tiny_model, wait_update
 
 SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
 SIZE |= {"num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * 5}
@@ -78,8 +78,7 @@ def measure(swarm: LocalSwarm, donors: list[Volunteer], model: dict[str, Path], 
     update = run_of(donors[0])["update"]
     before = over(donors, 2 * window_s)
     joiner = swarm.add("--no-serve", models=model)
-    wait_know(swarm, joiner, "run")
-    command(joiner, "train", "join", "run")
+    join(swarm, [joiner])
     swarm.wait(lambda: "fetching the state" in joiner.log(), "the fetch begins", joiner)
     begun = time.monotonic()
     if kill:

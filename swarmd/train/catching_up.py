@@ -178,7 +178,7 @@ class CatchingUp:
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
         """Their records outlive them: do without those that were asked and are not connected even so."""
-        for peer in set(sorted(donors)[: recovery.MAX_DONORS]) - self._world.rpc.peers():
+        for peer in set(recovery.asked_of(donors)) - self._world.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:

@@ -130,6 +130,11 @@ async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[by
     return decode(frame.payload, list[bytes], "a list of commits")
 
 
+def asked_of(peers: Iterable[PeerId]) -> list[PeerId]:
+    """Who of many is asked: as few as can give a state well, and always the same."""
+    return sorted(peers)[:MAX_DONORS]
+
+
 async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, Offer]:
     """Have donors keep their present state; returns who keeps what."""
     offers: dict[PeerId, Offer] = {}
@@ -146,7 +151,7 @@ async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId
             logger.info("%s keeps no state for us: %s", peer[-8:], error)
 
     async with trio.open_nursery() as nursery:
-        for peer in sorted(peers)[:MAX_DONORS]:
+        for peer in asked_of(peers):
             nursery.start_soon(ask, peer)
     return offers
 

@@ -32,7 +32,7 @@ async def one_world(seed: int) -> str:
             await trio.sleep(rng.expovariate(1 / 4))
             blows.append(_blow(world, anchors, rng))
         world.heal()
-        before = max(m.trainer.ledger.epoch for m in world.members.values())
+        before = world.epoch
         with trio.fail_after(PEACE_S):
             while min(m.trainer.ledger.epoch for m in world.members.values()) < before + 2:
                 await trio.sleep(0.5)

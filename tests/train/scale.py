@@ -76,8 +76,7 @@ async def simulate(n_peers: int, hours: float, seed: int) -> Outcome:
             begun = member.source.began_at if member.source is not None else 0.0
             _count(member, outcome, trio.current_time() - begun)
         check_ledger(world)
-        longest = max((m.trainer.ledger for m in world.members.values()), key=lambda ledger: ledger.epoch)
-        outcome.updates, outcome.counted = longest.epoch, sum(s.commit.n_samples for s in longest.sealed)
+        outcome.updates, outcome.counted = world.epoch, sum(s.commit.n_samples for s in world.ledger.sealed)
         nursery.cancel_scope.cancel()
     return outcome
 

@@ -189,9 +189,14 @@ class TrainingWorld:
             self.world.heal(*pair)
 
     @property
+    def ledger(self) -> Ledger:
+        """The longest that anybody has."""
+        return max((m.trainer.ledger for m in self.members.values()), key=lambda ledger: ledger.epoch)
+
+    @property
     def epoch(self) -> int:
         """The newest update that anybody knows."""
-        return max(m.trainer.ledger.epoch for m in self.members.values())
+        return self.ledger.epoch
 
     async def until(self, epoch: int, within_s: float = LIMIT_S) -> float:
         """Wait until everybody who computes has come to an update; returns the time."""
@@ -217,8 +222,7 @@ class TrainingWorld:
 
     def contributors(self, n: int) -> list[set[str]]:
         """Who was counted in each of the last updates."""
-        longest = max((m.trainer.ledger for m in self.members.values()), key=lambda ledger: ledger.epoch)
-        return [{c.peer for c in s.commit.contributors} for s in longest.sealed[-n:]]
+        return [{c.peer for c in s.commit.contributors} for s in self.ledger.sealed[-n:]]
 
     def trainers(self) -> list[Member]:
         return [m for m in self.members.values() if m.source is not None]
