@@ -5,7 +5,10 @@ Frozen, with units in the names. Whatever cannot be right is refused here with t
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,10 +19,36 @@ from typing import Any
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "nf4")
 TRAINING = ("asked", "off")
+MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
+_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
+
+    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU.
+    """
+
+    model: str = ""
+    blocks: str = "auto"
+    max_blocks: int = 0
+    dtype: str = "float32"
+    quantize: str = "none"
+    threads: int = 0
+    cache_tokens: int = 131_072
+    device: str = ""
+
+    @property
+    def span(self) -> Span | None:
+        return None if self.blocks == "auto" else Span.parse(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +56,8 @@ class Config:
     """Everything a daemon can be told.
 
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
+    ``model`` may name several, comma-separated: each gets a worker of its own. ``hosted``, the tables ``[[serve]]``,
+    says more of each; what a table leaves out is as the setting of that name.
     ``max_blocks`` bounds what "auto" takes; 0 is as many as fit.
     ``balance`` lets a server with automatic blocks move to others that the swarm lacks.
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
@@ -34,10 +65,10 @@ class Config:
     travel; 0 is no limit.
     ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
-    ``training_mib`` bounds what fine-tuning may keep in the worker's memory, 0 takes no training work;
-    ``training_share`` is how much of its time fine-tuning may take while sessions decode.
-    ``training`` says whether this machine takes part in training runs: "asked" (only in those that its user joined)
-    or "off".
+    ``tuning_mib`` bounds what fine-tuning may keep in the worker's memory, 0 takes no such work;
+    ``tuning_share`` is how much of its time fine-tuning may take while sessions decode.
+    ``training_runs`` says whether this machine takes part in training runs: "asked" (only in those that its user
+    joined) or "off".
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -56,33 +87,57 @@ class Config:
     dtype: str = "float32"
     quantize: str = "none"
     threads: int = 0
+    device: str = ""
     cache_tokens: int = 131_072
     history_mib: int = 512
-    training_mib: int = 512
-    training_share: float = 0.2
-    training: str = "asked"
+    tuning_mib: int = 512
+    tuning_share: float = 0.2
+    training_runs: str = "asked"
     disk_limit_gib: float = 0.0
     up_limit_mbit: float = 0.0
     down_limit_mbit: float = 0.0
     hub: bool = True
+    hosted: tuple[Serve, ...] = ()
 
-    @property
-    def span(self) -> Span | None:
-        return None if self.blocks == "auto" else Span.parse(self.blocks)
+    def to_host(self) -> tuple[Serve, ...]:
+        """What this daemon serves, one entry for each worker; none with ``serve`` false."""
+        if not self.serve:
+            return ()
+        named = {f.name: getattr(self, f.name) for f in fields(Serve) if f.name != "model"}
+        return self.hosted or tuple(Serve(model, **named) for model in split(self.model) or ("",))
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
-        for name, known in (("dtype", DTYPES), ("quantize", QUANTIZE), ("training", TRAINING)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
-        if self.training_share > 1:
-            raise ConfigError(f"training_share is a part of 1, got {self.training_share}")
-        _ = self.span
+        _check_choice("training_runs", self.training_runs, TRAINING)
+        if self.tuning_share > 1:
+            raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")
+        if self.direct_port > 65_535:
+            raise ConfigError(f"direct_port is a TCP port, at most 65535, got {self.direct_port}")
+        for name in ("listen", "announce"):
+            for address in split(getattr(self, name)):
+                _check_address(name, address)
+        for peer in split(self.blocked_peers):
+            if not _PEER_ID.fullmatch(peer):
+                raise ConfigError(f"blocked_peers lists peer ids (12D3KooW...; swarmd peers shows them), not {peer!r}")
+        models = split(self.model)
+        if len(models) > 1 and self.blocks != "auto" and not self.hosted:
+            raise ConfigError(
+                f"blocks {self.blocks} cannot be those of {len(models)} models: leave --blocks out, or give each model "
+                "a table [[serve]] in config.toml"
+            )
+        for serve in self.to_host() or (Serve(),):
+            _check_serve(serve)
+        if len(self.to_host()) > MAX_HOSTED:
+            raise ConfigError(f"a daemon serves with {MAX_HOSTED} workers at most, not {len(self.to_host())}")
         return self
+
+
+# What settings were called before 0.2; they still count, with a warning.
+OLD_NAMES = {"training_mib": "tuning_mib", "training_share": "tuning_share", "training": "training_runs"}
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -96,23 +151,81 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
     path = folder / "config.toml"
     if path.is_file():
         try:
-            config = _apply(config, tomllib.loads(path.read_text()), str(path))
-        except tomllib.TOMLDecodeError as error:
+            config = _apply(config, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: {error}") from None
-    names = {f.name for f in fields(Config)}
-    from_environment = {n: v for n in names if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    names = {f.name for f in fields(Config) if f.name != "hosted"} | set(OLD_NAMES)
+    from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
     config = _apply(config, from_environment, "the environment")
-    return _apply(config, {k: v for k, v in flags.items() if v is not None}, "the command line").check()
+    given = {k: v for k, v in flags.items() if v is not None}
+    if "model" in given or "blocks" in given:  # what is typed counts, not the tables of a file
+        config = replace(config, hosted=())
+    return _apply(config, given, "the command line").check()
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
-    types = {f.name: type(getattr(config, f.name)) for f in fields(Config)}
+    types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name != "hosted"}
     changes: dict[str, Any] = {}
-    for name, value in values.items():
+    tables: list[Any] = []
+    for given, value in values.items():
+        name = OLD_NAMES.get(given, given)
+        if name != given:
+            logger.warning("%s: the setting %s is called %s now", source, given, name)
         if name not in types:
-            raise ConfigError(f"{source}: unknown setting {name!r}; there are: {', '.join(sorted(types))}")
-        changes[name] = _convert(name, value, types[name], source)
-    return replace(config, **changes)
+            raise ConfigError(f"{source}: unknown setting {given!r}; there are: {', '.join(sorted(types))}")
+        if name == "serve" and isinstance(value, list):
+            tables = value
+        else:
+            changes[name] = _convert(given, value, types[name], source)
+    config = replace(config, **changes)
+    return replace(config, hosted=tuple(_table(config, t, source) for t in tables)) if tables else config
+
+
+def _table(config: Config, table: Any, source: str) -> Serve:
+    """One table ``[[serve]]``; what it leaves out is as the daemon's own setting, but for the model."""
+    types = {f.name: type(getattr(Serve(), f.name)) for f in fields(Serve)}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: serve is true, false, or tables [[serve]], not a list that holds {table!r}")
+    if unknown := sorted(set(table) - set(types)):
+        raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in [[serve]]; there are: {', '.join(types)}")
+    given = {name: _convert(f"serve.{name}", value, types[name], source) for name, value in table.items()}
+    defaults = {name: getattr(config, name) for name in types if name not in ("model", "blocks")}
+    return Serve(**{**defaults, **given})
+
+
+def _check_serve(serve: Serve) -> None:
+    _check_choice("dtype", serve.dtype, DTYPES)
+    _check_choice("quantize", serve.quantize, QUANTIZE)
+    for name in ("max_blocks", "threads", "cache_tokens"):
+        if getattr(serve, name) < 0:
+            raise ConfigError(f"serve.{name} cannot be negative, got {getattr(serve, name)}")
+    if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
+        raise ConfigError(f"device is a name of torch's, for example cuda:1 or cpu, not {serve.device!r}")
+    _ = serve.span
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is one of {', '.join(known)}, not {value!r}")
+
+
+def _check_address(name: str, text: str) -> None:
+    """A multiaddr of TCP: /ip4/1.2.3.4/tcp/4117, /ip6/..., /dns4/host.example/tcp/4117. Raises ConfigError."""
+    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?", text)
+    is_right = (
+        match is not None and int(match[3]) <= 65_535 and (match[4] is None or bool(_PEER_ID.fullmatch(match[4])))
+    )
+    if match is not None and match[1].startswith("ip"):
+        try:
+            is_right = is_right and f"ip{ipaddress.ip_address(match[2]).version}" == match[1]
+        except ValueError:
+            is_right = False
+    elif match is not None:
+        is_right = is_right and bool(_HOST_NAME.fullmatch(match[2]))
+    if not is_right:
+        raise ConfigError(f"{name} takes a multiaddr, for example /ip4/192.0.2.7/tcp/4117, not {text!r}")
 
 
 def _convert(name: str, value: Any, kind: type, source: str) -> Any:

@@ -33,6 +33,7 @@ class Code(StrEnum):
     NOT_SERVING = "not_serving"
     NUMERICS_DIFFER = "numerics_differ"
     NOT_HELD = "not_held"
+    NOT_HERE = "not_here"
 
     @classmethod
     def _missing_(cls, value: object) -> Code:

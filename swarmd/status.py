@@ -1,118 +1,439 @@
-"""What a daemon says of itself and its swarm, as plain JSON values for the control API."""
+"""What a daemon says of itself and its swarm: the answers of the control API, structs with units in names.
+
+The OpenAPI file (docs/openapi.json) is made from these by ``openapi``; who fills them in is whoever knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+import msgspec
 
-from swarmd.errors import ConfigError, NoRoute
-from swarmd.node.balancer import Risk
-from swarmd.node.server import ServerStatus
-from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
-from swarmd.plan.view import SwarmView
-from swarmd.protocol.records import Catalog
-from swarmd.values import ModelId, PeerId, Span
+Blocks = tuple[int, int]
+"""Blocks [start, end)."""
 
 
-def name_of(catalog: Catalog, model: str) -> str | None:
-    """The catalog's name for a model's hash."""
-    return next((name for name, (known, _) in catalog.models.items() if known == model), None)
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What all answers have in common: they are values."""
+
+
+# --- hosting ---------------------------------------------------------------------------------------------------
+
+
+class SessionRow(Status, frozen=True, kw_only=True):
+    """One hop of one session that is served here: ops received and finished, and where its outputs go."""
+
+    session: str
+    client: str
+    blocks: Blocks
+    received: int
+    finished: int
+    epoch: int
+    why: str
+
+
+class ServerStatus(Status, frozen=True, kw_only=True):
+    """Sessions through one worker; cache in tokens; refusals by their code."""
+
+    sessions: int
+    free_cache_tokens: int
+    total_cache_tokens: int
+    tokens_served: int
+    refused: dict[str, int]
+
+
+class TuningStatus(Status, frozen=True, kw_only=True):
+    """Fine-tuning through one worker."""
+
+    lanes: int
+    clients: int
+    tokens_trained: int
+
+
+class WorkerStatus(Status, frozen=True, kw_only=True):
+    """One worker process: loading, online, failed or down, and why."""
+
+    state: str
+    pid: int | None
+    restarts: int
+    why: str
+    batching: str | None
+
+
+class ServingStatus(Status, frozen=True, kw_only=True):
+    model: str
+    name: str | None
+    blocks: Blocks
+    why: str
+
+
+class BalanceStatus(Status, frozen=True, kw_only=True):
+    """Why a server moved last, what the last look said, and how often it may still move today."""
+
+    last_move: str | None
+    last_look: str
+    moves_left: int
+
+
+class HostingStatus(Status, frozen=True, kw_only=True):
+    """One thing that this daemon serves, or is to serve.
+
+    ``state`` is choosing, fetching, loading, online, draining, paused or failed; ``why`` says the reason.
+    """
+
+    slot: int
+    wanted: str
+    state: str
+    why: str
+    serving: ServingStatus | None
+    worker: WorkerStatus | None
+    server: ServerStatus | None
+    tuning: TuningStatus | None
+    balance: BalanceStatus
+
+
+# --- the swarm -------------------------------------------------------------------------------------------------
+
+
+class SpanRow(Status, frozen=True, kw_only=True):
+    """What a member serves, by its own record; None is not measured."""
+
+    model: str
+    blocks: Blocks
+    state: str
+    decode_tokens_per_s: float | None
+    prefill_tokens_per_s: float | None
+    free_cache_tokens: int
+    training_bytes: int
+    training_share: float
+
+
+class FaultRow(Status, frozen=True, kw_only=True):
+    """What this daemon has seen of a member's faults of one kind; ``weight`` as decayed until now."""
+
+    kind: str
+    count: int
+    weight: float
+
+
+class StandingRow(Status, frozen=True, kw_only=True):
+    """What this daemon thinks of a member: ``score`` is 0 for one without faults; ``banned_s`` is left of a ban."""
+
+    score: float
+    banned_s: float
+    why: str
+    faults: tuple[FaultRow, ...]
+
+
+class PeerRow(Status, frozen=True, kw_only=True):
+    """A member of the swarm, by its own record; None is not measured."""
+
+    peer: str
+    is_self: bool
+    addresses: tuple[str, ...]
+    version: str
+    protocol: int
+    codecs: tuple[str, ...]
+    device: str | None
+    device_memory_bytes: int | None
+    memory_bytes: int | None
+    cores: int | None
+    free_disk_bytes: int | None
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+    round_trip_ms: float | None
+    spans: tuple[SpanRow, ...]
+    standing: StandingRow | None = None
+
+
+class DownloadRow(Status, frozen=True, kw_only=True):
+    """A download under way; ``donors`` gives bytes by peer."""
+
+    model: str
+    groups: tuple[Blocks, ...]
+    total_bytes: int
+    done_bytes: int
+    resumed_bytes: int
+    bytes_per_s: float
+    left_s: float | None
+    donors: dict[str, int]
+    waiting_for: str
+
+
+class HereStatus(Status, frozen=True, kw_only=True):
+    """What this machine has of a model, and how the last attempt to fetch more ended."""
+
+    here: bool
+    blocks_here: tuple[Blocks, ...]
+    folder: str | None
+    pulling: bool
+    failure: str | None
+    exit_code: int
+
+
+class HereAnswer(HereStatus, frozen=True, kw_only=True):
+    model: str
+
+
+class ModelRow(HereStatus, frozen=True, kw_only=True):
+    """One model of the catalog: how many servers hold each block, what nobody holds and who could take it.
+
+    ``gap_chance_within_hour`` is None before anybody left.
+    """
+
+    name: str
+    model: str
+    blocks: int
+    coverage: tuple[int, ...]
+    missing: tuple[Blocks, ...]
+    help: str
+    target: int
+    lowest: int
+    gap_chance_within_hour: float | None
+
+
+class DirectoryStatus(Status, frozen=True, kw_only=True):
+    known_peers: int
+    last_exchange_s: float | None
+    reason: str
+
+
+class DaemonStatus(Status, frozen=True, kw_only=True):
+    """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``."""
+
+    swarm: str
+    peer: str
+    version: str
+    uptime_s: float
+    addresses: tuple[str, ...]
+    members: int
+    directory: DirectoryStatus
+    hosting: tuple[HostingStatus, ...]
+    serving: ServingStatus | None
+    worker: WorkerStatus | None
+    cannot_serve: str
+    downloads: tuple[DownloadRow, ...]
+    server: ServerStatus | None
+    training: TuningStatus | None
+    models: tuple[ModelRow, ...]
+    balance: BalanceStatus | None
+    memory_mib: float
+
+
+class ChainRow(Status, frozen=True, kw_only=True):
+    """A chain for a model with its expected cost of a token, and the best rejected one; ``error``: there is none."""
+
+    cost_ms: float | None
+    hops: tuple[str, ...] = ()
+    rejected: ChainRow | None = None
+    error: str | None = None
+
+
+class WhyAnswer(Status, frozen=True, kw_only=True):
+    placement: str
+    balance: str
+    worker: str
+    hosting: tuple[HostingStatus, ...]
+    sessions: tuple[SessionRow, ...]
+    chains: dict[str, ChainRow]
+    standing: dict[str, StandingRow] = {}
+
+
+# --- training runs ---------------------------------------------------------------------------------------------
+
+
+class RunPeerRow(Status, frozen=True, kw_only=True):
+    """Another member of a run, by its own record."""
+
+    peer: str
+    role: str
+    update: int
+    samples: int
+    samples_per_s: float
+    status: str
+
+
+class RoundRow(Status, frozen=True, kw_only=True):
+    """How long the phases of a round took, in seconds, and who was left out of it."""
+
+    gather_s: float
+    average_s: float
+    commit_s: float
+    n_members: int
+    n_reducers: int
+    expected_s: float
+    left_out: tuple[str, ...]
+
+
+class RunRow(Status, frozen=True, kw_only=True):
+    """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
+
+    ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
+    """
+
+    run: str
+    name: str
+    role: str
+    state: str
+    why: str
+    update: int
+    updates: int | None
+    head: str
+    state_update: int | None
+    state_digest: str | None
+    state_bytes: int | None
+    parameters: int | None
+    gathered: int
+    target: int
+    left_s: float | None
+    samples_per_s: float
+    anchors: tuple[str, ...]
+    losses: tuple[float, ...]
+    samples: int
+    samples_gathered: int
+    samples_counted: int
+    samples_wasted: int
+    average_here: float | None
+    rounds_led: int
+    rounds_failed: int
+    last_round: RoundRow | None
+    last_part_s: float | None
+    catch_ups: int
+    snapshots_fetched: int
+    last_catch_up_s: float | None
+    death_costs_at_most_s: float
+    peers: tuple[RunPeerRow, ...]
+    shunned: tuple[str, ...]
+    device: str = ""
+    worker: int | None = None
+    failure: str = ""
+
+
+class OtherRunRow(Status, frozen=True, kw_only=True):
+    """A run of the swarm that this daemon takes no part in."""
+
+    run: str
+    name: str
+    peers: int
+    update: int
+
+
+class RunsAnswer(Status, frozen=True, kw_only=True):
+    runs: tuple[RunRow, ...]
+    others: tuple[OtherRunRow, ...]
+    training: str
+
+
+class PlanMemberRow(Status, frozen=True, kw_only=True):
+    """Which part of the vector a member would reduce, and its links."""
+
+    peer: str
+    computes: bool
+    reduces: float
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+
+
+class PlanAnswer(Status, frozen=True, kw_only=True):
+    """The next round as the linear program divides it."""
+
+    run: str
+    bytes: int
+    expected_s: float
+    equal_parts_s: float
+    why: str
+    members: tuple[PlanMemberRow, ...]
+
+
+class JoinRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    name: str
+    role: str
+
+
+class PauseRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    paused: bool
+
+
+class LeaveRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    left: bool
+
+
+class OrderAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    state: str
+    anchors: tuple[str, ...]
+
+
+class CheckpointAnswer(Status, frozen=True, kw_only=True):
+    """Where a run's state was written, and its vector's layout: (name, shape) of each tensor."""
+
+    path: str
+    layout: tuple[tuple[str, tuple[int, ...]], ...]
+    update: int
+
+
+# --- answers of single routes ----------------------------------------------------------------------------------
+
+
+class PeersAnswer(Status, frozen=True, kw_only=True):
+    peers: tuple[PeerRow, ...]
+
+
+class SessionsAnswer(Status, frozen=True, kw_only=True):
+    sessions: tuple[SessionRow, ...]
+
+
+class ModelsAnswer(Status, frozen=True, kw_only=True):
+    models: tuple[ModelRow, ...]
+
+
+class DownloadsAnswer(Status, frozen=True, kw_only=True):
+    downloads: tuple[DownloadRow, ...]
+
+
+class AddressesAnswer(Status, frozen=True, kw_only=True):
+    addresses: dict[str, tuple[str, ...]]
+
+
+class PingAnswer(Status, frozen=True, kw_only=True):
+    peer: str
+    round_trip_ms: float | None
+    error: str | None
+
+
+class PullAnswer(Status, frozen=True, kw_only=True):
+    model: str
+
+
+class RemoveAnswer(Status, frozen=True, kw_only=True):
+    freed_bytes: int
+
+
+class ReloadAnswer(Status, frozen=True, kw_only=True):
+    catalog_version: int
+
+
+class DrainAnswer(Status, frozen=True, kw_only=True):
+    draining: bool
+    sessions: int
+
+
+class ResumeAnswer(Status, frozen=True, kw_only=True):
+    serving: bool
+
+
+class DownAnswer(Status, frozen=True, kw_only=True):
+    stopping: bool
+
+
+class Refused(Status, frozen=True, kw_only=True):
+    """Status 409: why not, and the exit code for the command line."""
+
+    error: str
+    exit_code: int
 
 
 def ms(seconds: float | None) -> float | None:
     """Milliseconds to two places, for people."""
     return None if seconds is None else round(1000 * seconds, 2)
-
-
-def peers(view: SwarmView, me: PeerId, round_trip_s: Mapping[PeerId, float]) -> list[dict[str, Any]]:
-    """One row for each member that is known, with what it serves."""
-    rows = []
-    for peer, record in sorted(view.peers.items()):
-        spans = [s for s in view.spans if s.peer == peer]
-        rows.append(
-            {
-                "peer": peer,
-                "is_self": peer == me,
-                "addresses": list(record.addresses),
-                "version": record.version,
-                "device": record.device,
-                "device_memory_bytes": record.device_memory_bytes,
-                "memory_bytes": record.memory_bytes,
-                "cores": record.cores,
-                "free_disk_bytes": record.free_disk_bytes,
-                "up_bytes_per_s": record.up_bytes_per_s,
-                "down_bytes_per_s": record.down_bytes_per_s,
-                "round_trip_ms": ms(round_trip_s.get(peer)),
-                "spans": [
-                    {
-                        "model": name_of(view.catalog, s.model) or s.model,
-                        "blocks": [s.start, s.end],
-                        "state": s.state,
-                        "decode_tokens_per_s": s.decode_tokens_per_s,
-                        "prefill_tokens_per_s": s.prefill_tokens_per_s,
-                        "free_cache_tokens": s.free_cache_tokens,
-                        "training_bytes": s.training_bytes,
-                        "training_share": s.training_share,
-                    }
-                    for s in spans
-                ],
-            }
-        )
-    return rows
-
-
-def sessions(server: ServerStatus) -> list[dict[str, Any]]:
-    """One row for each hop that is served."""
-    return [
-        {
-            "session": s.session,
-            "client": s.client,
-            "blocks": [s.span.start, s.span.end],
-            "received": s.received,
-            "finished": s.finished,
-            "epoch": s.epoch,
-            "why": s.why,
-        }
-        for s in server.sessions
-    ]
-
-
-def models(
-    view: SwarmView, here: Callable[[ModelId], dict[str, Any]], risk: Callable[[ModelId, int], Risk]
-) -> list[dict[str, Any]]:
-    """One row for each model of the catalog: who serves its blocks, how safe they are, and what of it is here."""
-    return [
-        {
-            "name": name,
-            "model": model,
-            "blocks": n_blocks,
-            "coverage": view.coverage(ModelId(model), n_blocks),
-            "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
-            **here(ModelId(model)),
-            **asdict(risk(ModelId(model), n_blocks)),
-        }
-        for name, (model, n_blocks) in sorted(view.catalog.models.items())
-    ]
-
-
-def chains(view: SwarmView, me: PeerId, round_trip_s: Mapping[PeerId, float], model: str) -> dict[str, Any]:
-    """The chain that would be chosen for a model (or each of them), and the best rejected one. Raises ConfigError."""
-    rows: dict[str, Any] = {}
-    for name in [model] if model else sorted(view.catalog.models):
-        found = view.model_named(name)
-        if found is None:
-            raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(view.catalog.models)}")
-        spans, wanted = view.serving(found[0]), Span(0, found[1])
-        trips = trips_of(spans, me, {p: s / 2 for p, s in round_trip_s.items()})
-        try:
-            route = best_route(spans, wanted, me, trips)
-            rejected = best_rejected(route, spans, wanted, me, trips)
-            rows[name] = {**_row(route), "rejected": _row(rejected) if rejected else None}
-        except NoRoute as error:
-            rows[name] = {"cost_ms": None, "hops": [], "rejected": None, "error": str(error)}
-    return rows
-
-
-def _row(route: Route) -> dict[str, Any]:
-    return {"cost_ms": ms(route.cost_s), "hops": list(route.why)}

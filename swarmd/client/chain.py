@@ -520,7 +520,7 @@ class ChainSession:
         request = partial(self._requests.open, self.links, index, self._epoch, self.codec.action, numerics, inherit)
         try:
             if self.terms.own is not None:
-                await give(self._swarm.rpc, link.hop, self.terms.own)
+                await give(self._swarm.rpc, self.terms.model, link.hop, self.terms.own)
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
         except PeerError as error:
             failures[index] = error

@@ -284,7 +284,7 @@ class Lane:
 
     async def _give_to(self, hop: Hop, own: OwnParameters, failures: list[LaneFailed]) -> None:
         try:
-            await give(self._swarm.rpc, hop, own)
+            await give(self._swarm.rpc, self._terms.model, hop, own)
             self._put[hop.span.start] = own.version
         except PeerError as error:
             failures.append(_failed(hop, error))

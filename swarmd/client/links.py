@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from swarmd.client.own import OwnParameters
@@ -86,11 +86,12 @@ def joined(links: list[Link]) -> list[Link]:
     whole: list[Link] = []
     for link in links:
         last = whole[-1] if whole else None
-        if last is None or last.hop.peer != link.hop.peer or last.received is not None or link.received is not None:
+        is_same = last is not None and (last.hop.peer, last.hop.slot) == (link.hop.peer, link.hop.slot)
+        if last is None or not is_same or last.received is not None or link.received is not None:
             whole.append(link)
         else:
             span = Span(last.hop.span.start, link.hop.span.end)
-            whole[-1] = Link(Hop(link.hop.peer, span, link.hop.numerics))
+            whole[-1] = Link(replace(link.hop, span=span))
     return whole
 
 

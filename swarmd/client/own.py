@@ -22,7 +22,7 @@ from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.protocol.messages import PutTuned
-from swarmd.values import Span
+from swarmd.values import ModelId, Span
 
 GIVE_TIMEOUT_S = 120.0
 
@@ -59,12 +59,12 @@ class OwnParameters:
         return self._raw[span]
 
 
-async def give(rpc: Rpc, hop: Hop, own: OwnParameters) -> None:
+async def give(rpc: Rpc, model: ModelId, hop: Hop, own: OwnParameters) -> None:
     """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
     channel = await rpc.channel(hop.peer, "training")
 
     def piece(number: int, n: int, call_id: int) -> PutTuned:
-        return PutTuned(call_id, own.version, hop.span.start, hop.span.end, (number, n))
+        return PutTuned(call_id, own.version, hop.span.start, hop.span.end, (number, n), model=model)
 
     *first, (last, n, payload) = pieces(own.raw(hop.span))
     for number, _, part in first:

@@ -270,7 +270,7 @@ class AsyncSwarm:
     def admit(self, peer: PeerId, hello: Hello) -> None:
         self.exchange.admit(peer, hello)
 
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         listener = self._listeners.get(getattr(message, "session", None) or b"")
         if listener is not None:
             await listener.on_message(channel.peer, message, frame)
@@ -282,6 +282,9 @@ class AsyncSwarm:
             await channel.send(Pong(re=message.id))
         elif (guest := self._runs.get(getattr(message, "run", ""))) is not None:
             await guest.handle(channel, message, frame)
+        else:
+            return False
+        return True
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         kind = {"interactive": ChainSession, "training": Lane}.get(purpose)

@@ -20,7 +20,8 @@ from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
+from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
+from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._queues)
 
-    def take(self, message: AnyMessage, frame: Frame, tuned: FindTuned = _none_held) -> Iterator[bytes]:
+    def take(self, message: WorkerMessage, frame: Frame, tuned: FindTuned = _none_held) -> Iterator[bytes]:
         """Take one frame in: queue work, do at once what is none. Yields answers.
 
         ``tuned`` finds a client's own parameters, for sessions that use them.
@@ -235,7 +236,7 @@ class Engine:
             yield messages.framed(messages.refusal_for(waiting.message, error))
         self._drop(key)
 
-    def _refuse(self, message: AnyMessage, error: Refused) -> bytes:
+    def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 

@@ -29,11 +29,10 @@ from transformers import AutoModelForCausalLM
 from swarmd.compute import skeleton  # noqa: F401 - keeps transformers quiet
 from swarmd.compute.span import device_description, pick_device
 from swarmd.errors import ConfigError
-from swarmd.protocol import messages, shards
+from swarmd.protocol import messages, shards, worker
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import WorkerFailed
 from swarmd.protocol.recipe import Recipe, read_run_untrusted
-from swarmd.protocol.rounds import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped
+from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
 from swarmd.weights.folder import MANIFEST
 
 _RECEIVE_BYTES = 1 << 20
@@ -155,7 +154,7 @@ class GradientWorker:
                 self._connection.sendall(self._answer(frame))
 
     def _answer(self, frame: Frame) -> bytes:
-        message: Any = messages.decode_untrusted(frame.header)
+        message: Any = worker.decode(frame.header)
         if isinstance(message, LoadRun):
             try:
                 return self._load(message, bytes(frame.payload))

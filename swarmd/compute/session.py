@@ -22,8 +22,9 @@ from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
 from swarmd.protocol import messages
-from swarmd.protocol.messages import CachePart, Done, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
+from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
 from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.protocol.worker import Done
 from swarmd.values import Span
 
 REPLAY_FRAME_BYTES = 4 * 2**20

@@ -390,8 +390,15 @@ def _rate(step: Callable[[int], int], budget_s: float) -> float:
     return done / max(elapsed, 1e-9)
 
 
-def pick_device() -> str:
-    """Choose CUDA, then MPS, then the CPU."""
+def pick_device(wanted: str = "") -> str:
+    """The device that was asked for, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
+    if wanted:
+        try:
+            torch.empty(0, device=wanted)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the device {wanted!r} cannot be used here: {reason}") from None
+        return wanted
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"

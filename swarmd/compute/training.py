@@ -24,8 +24,9 @@ from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.training import Held, Key, Work, choose_work, make_room
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
+from swarmd.protocol.messages import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Training:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def take(self, message: AnyMessage, frame: Frame) -> Iterator[bytes] | None:
+    def take(self, message: WorkerMessage, frame: Frame) -> Iterator[bytes] | None:
         """Take one frame in and give the answers to send; None when it is not about fine-tuning."""
         if isinstance(message, Forward | Backward):
             return self._take_work(message, frame.payload)
@@ -396,7 +397,7 @@ class Training:
         if all(other.client != lane.client for other in self._lanes.values()):
             self._served.pop(lane.client, None)
 
-    def _refuse(self, message: AnyMessage, error: Refused) -> bytes:
+    def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 

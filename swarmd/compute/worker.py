@@ -27,10 +27,10 @@ from swarmd.compute.training import Training
 from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
 from swarmd.plan.training import Allowance
-from swarmd.protocol import messages
+from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, WorkerFailed
+from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, WorkerFailed
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Worker:
                 flags = socket.MSG_DONTWAIT
 
     def _take(self, frame: Frame) -> list[bytes]:
-        message = messages.decode_untrusted(frame.header)
+        message = worker.decode(frame.header)
         if isinstance(message, LoadSpan):
             self._n_loads += 1
             return [messages.framed(self._load(message))]
@@ -163,14 +163,14 @@ class Worker:
         try:
             span.adapters.load(request.adapter, [Path(shard) for shard in request.shards], config)
         except (ConfigError, torch.OutOfMemoryError) as error:
-            return AdapterLoaded(adapter=request.adapter, failure=str(error)[:500])
-        return AdapterLoaded(adapter=request.adapter)
+            return AdapterLoaded(re=request.id, failure=str(error)[:500])
+        return AdapterLoaded(re=request.id)
 
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:
             torch.set_num_threads(request.threads)
-        device = pick_device()
         try:
+            device = pick_device(request.device)
             folder, blocks = Path(request.path), Span(request.start, request.end)
             span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize)
             span.on_block = span.adapters.on_tensor = self._tick
@@ -184,8 +184,8 @@ class Worker:
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
         self._engine = Engine(span, budget)
         per_block = len(blocks) * self._speed.prefill_tokens_per_s  # tokens/s
-        self._training = Training(span, request.training_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
-        self._allowance = Allowance(request.training_share)
+        self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
+        self._allowance = Allowance(request.tuning_share)
         name, memory_bytes = device_description(device)
         return Loaded(
             device=name,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 import msgspec
+import trio
 
 from swarmd.errors import Code, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
@@ -39,7 +40,7 @@ class Exchange:
         self.book = RecordBook()
         self.keys = keys
         self.members: dict[PeerId, Membership] = {}
-        self.on_catalog: Callable[[], None] = lambda: None
+        self._catalog_news = trio.Event()
         self._wall_clock = wall_clock
         self._view: SwarmView | None = None
         self._revoked: frozenset[bytes] = frozenset()
@@ -89,8 +90,13 @@ class Exchange:
         news = self.book.add_catalog(catalog, raw).action
         if news:
             self._view, self._revoked = None, frozenset(catalog.revoked)
-            self.on_catalog()
+            self._catalog_news.set()
         return news
+
+    async def next_catalog(self) -> None:
+        """Return once a newer catalog has come since this was last asked."""
+        await self._catalog_news.wait()
+        self._catalog_news = trio.Event()
 
     def merge_body_untrusted(self, payload: memoryview) -> ExchangeBody:
         """Take all that one frame brought. Raises RemoteProtocolError when any of it is forged."""

@@ -40,8 +40,8 @@ class Guest(Protocol):
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Raise Refused or IntegrityError to keep a peer out."""
 
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
-        """Act on one message. Refused is sent back; RemoteProtocolError ends the channel."""
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Act on one message; False when it is for nobody here. Refused is sent back, RemoteProtocolError ends it."""
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         """The last channel of one purpose to a peer has ended."""
@@ -310,7 +310,8 @@ class Rpc:
         if channel.resolve(message, frame):
             return
         try:
-            await self._guest.handle(channel, message, frame)
+            if isinstance(message, messages.Unknown) or not await self._guest.handle(channel, message, frame):
+                messages.refuse_unhandled(message)
         except Refused as error:
             if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
                 await channel.send(messages.refusal_for(message, error))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import trio
 
-from swarmd.errors import Code, IntegrityError, Refused, SwarmError
+from swarmd.errors import Code, IntegrityError, Refused, SwarmError, SwarmUnavailable
+from swarmd.net.api import TaskStatus
+from swarmd.node.worker_link import WorkerLink, WorkerLost
 from swarmd.protocol import adapter as adapters
-from swarmd.protocol.messages import AdapterLoaded, LoadAdapter, framed
+from swarmd.protocol.worker import AdapterLoaded, LoadAdapter
 from swarmd.values import ModelId
 from swarmd.weights.supply import Supply
 
@@ -24,27 +25,31 @@ MAX_FETCHES = 2
 
 
 class Adapters:
-    """The adapters of one server. ``send`` reaches its worker."""
+    """The adapters of one server."""
 
-    def __init__(
-        self, supply: Supply, base: ModelId, nursery: trio.Nursery, send: Callable[[bytes], Awaitable[None]]
-    ) -> None:
+    def __init__(self, supply: Supply, base: ModelId, worker: WorkerLink) -> None:
         self._supply = supply
         self._base = base
-        self._nursery = nursery
-        self._send = send
+        self._worker = worker
+        self._nursery: trio.Nursery
         self._ready: set[str] = set()
-        self._failed: dict[str, tuple[str, float]] = {}
+        self._failed: dict[str, tuple[Code, str, float]] = {}
         self._coming: set[str] = set()
         self._fetches = trio.CapacityLimiter(MAX_FETCHES)
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own what is under way until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
 
     def require(self, adapter: str) -> None:
         """Refuse a session until its adapter is ready; begins to get it. Raises Refused."""
         if adapter in self._ready:
             return
-        reason, until = self._failed.get(adapter, ("", 0.0))
+        code, reason, until = self._failed.get(adapter, (Code.REFUSED, "", 0.0))
         if trio.current_time() < until:
-            raise Refused(Code.UNSUPPORTED, reason)
+            raise Refused(code, reason, until - trio.current_time())
         if len(self._coming) >= MAX_REMEMBERED:
             raise Refused(Code.NO_CAPACITY, "too many adapters are on their way to this server", RETRY_AFTER_S)
         if adapter not in self._coming:
@@ -52,20 +57,13 @@ class Adapters:
             self._nursery.start_soon(self._get, adapter)
         raise Refused(Code.NOT_HELD, f"the adapter {adapter[:12]} is on its way to this server", RETRY_AFTER_S)
 
-    def on_loaded(self, message: AdapterLoaded) -> None:
-        """The worker has an adapter, or cannot use it."""
-        self._coming.discard(message.adapter)
-        if message.failure:
-            self._fail(message.adapter, message.failure)
-        else:
-            self._ready.add(message.adapter)
-
     def forget(self) -> None:
         """The worker was replaced: it has none."""
         self._ready.clear()
         self._coming.clear()
 
     async def _get(self, adapter: str) -> None:
+        code, failure = Code.UNSUPPORTED, ""  # what is wrong with it stays wrong
         try:
             async with self._fetches:
                 manifest = await self._supply.manifest(ModelId(adapter))
@@ -76,13 +74,23 @@ class Adapters:
                 folder = await self._supply.ensure(ModelId(adapter))
             config = msgspec.json.encode(adapters.lora_of(folder.manifest))
             shards = tuple(str(path) for path in folder.shards())
-            await self._send(framed(LoadAdapter(adapter=adapter, shards=shards), config))
-        except SwarmError as error:
+            loaded = await self._worker.call(lambda i: LoadAdapter(id=i, adapter=adapter, shards=shards), config)
+            failure = loaded.failure if isinstance(loaded, AdapterLoaded) else "the worker did not say"
+        except WorkerLost:
             self._coming.discard(adapter)
-            self._fail(adapter, str(error))
+            return  # the next one is asked anew
+        except SwarmUnavailable as error:
+            code, failure = Code.NOT_HELD, str(error)
+        except SwarmError as error:
+            failure = str(error)
+        self._coming.discard(adapter)
+        if failure:
+            self._fail(adapter, code, failure)
+        else:
+            self._ready.add(adapter)
 
-    def _fail(self, adapter: str, reason: str) -> None:
+    def _fail(self, adapter: str, code: Code, reason: str) -> None:
         logger.warning("no adapter %s: %s", adapter[:12], reason)
         if len(self._failed) >= MAX_REMEMBERED:
             del self._failed[next(iter(self._failed))]
-        self._failed[adapter] = reason[:500], trio.current_time() + FAILED_FOR_S
+        self._failed[adapter] = code, reason[:500], trio.current_time() + FAILED_FOR_S

@@ -1,7 +1,8 @@
-"""Looks at the swarm now and then: how long members stay, how near a gap is, and whether this server should move.
+"""Looks at the swarm now and then: how long members stay, how near a gap is, and whether a server should move.
 
 What is best is ``plan.placement``'s; all members decide alike, and the one whose move helps most acts on it, once two
-looks in a row say so: views differ for a moment after something changed.
+looks in a row say so: views differ for a moment after something changed. Who is second in line for a model that lacks
+blocks waits one look longer, and so on, so that one that cannot come holds up nobody.
 """
 
 from __future__ import annotations
@@ -14,12 +15,24 @@ from dataclasses import dataclass
 import trio
 
 from swarmd.net.api import TaskStatus
-from swarmd.plan.placement import TARGET_REDUNDANCY, Holder, choose_move, gap_chance, hazard_per_s, moves_left
+from swarmd.plan.placement import (
+    TARGET_REDUNDANCY,
+    Holder,
+    Own,
+    Target,
+    choose_move,
+    gap_chance,
+    hazard_per_s,
+    moves_left,
+    rescues,
+)
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import SpanRecord
+from swarmd.status import BalanceStatus
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 MAX_LIFETIMES = 512
+LOOKS_THAT_AGREE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,69 +44,13 @@ class Risk:
     gap_chance_within_hour: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class BalanceStatus:
-    """Why this server moved last, and what the last look said."""
+class Turnover:
+    """How long members stay, as far as this peer has seen it."""
 
-    last_move: str | None
-    last_look: str
-    moves_left: int
-
-
-class Balancer:
-    """See the module. ``on_move`` gets the span to hold instead, with the reason."""
-
-    def __init__(
-        self,
-        view: Callable[[], SwarmView],
-        me: PeerId,
-        wall_clock: Callable[[], float],
-        rng: random.Random,
-        interval_s: float,
-        on_move: Callable[[Decision[Span]], Awaitable[bool]],
-    ) -> None:
-        self._view = view
-        self._me = me
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._wall_clock = wall_clock
-        self._rng = rng
-        self._interval_s = interval_s
-        self._on_move = on_move
         self._seen: dict[PeerId, tuple[int, float]] = {}  # when it started by its own word, and when it was first seen
         self._lifetimes_s: deque[float] = deque(maxlen=MAX_LIFETIMES)
-        self._moved_at: list[float] = []
-        self._last_move: str | None = None
-        self._last_look = "has not looked yet"
-        self._meant: Span | None = None
-
-    @property
-    def moves_left(self) -> int:
-        return max(0, moves_left(self._moved_at, self._wall_clock()))
-
-    def snapshot(self) -> BalanceStatus:
-        return BalanceStatus(self._last_move, self._last_look, self.moves_left)
-
-    def risk(self, model: ModelId, n_blocks: int) -> Risk:
-        """How safe the blocks of a model are by what was seen so far."""
-        coverage = self._view().coverage(model, n_blocks)
-        now = self._wall_clock()
-        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
-        lowest = min(coverage, default=0)
-        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(coverage, hazard)
-        return Risk(TARGET_REDUNDANCY, lowest, chance)
-
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        task_status.started()
-        while True:
-            await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
-            view = self._view()
-            self.observe(view)
-            decision, before = self.look(view), self._meant
-            self._last_look, self._meant = decision.reason, decision.action
-            if decision.action is not None and decision.action == before:  # two looks agree: no race of equal views
-                self._meant = None
-                if await self._on_move(Decision(decision.action, f"moved: {decision.reason}")):
-                    self._moved_at.append(self._wall_clock())
-                    self._last_move = f"to blocks {decision.action}: {decision.reason}"
 
     def observe(self, view: SwarmView) -> None:
         """Note who came and who went."""
@@ -105,21 +62,99 @@ class Balancer:
         fresh = {p: (since, now) for p, since in present.items() if self._seen.get(p, (0, 0.0))[0] != since}
         self._seen = {p: self._seen[p] for p in present if p not in fresh} | fresh
 
-    def look(self, view: SwarmView) -> Decision[Span | None]:
-        """Should this server hold other blocks now?"""
-        own = next((s for s in view.spans if s.peer == self._me and s.state == "online"), None)
+    def risk(self, view: SwarmView, model: ModelId, n_blocks: int) -> Risk:
+        """How safe the blocks of a model are by what was seen so far."""
+        coverage = view.coverage(model, n_blocks)
+        now = self._wall_clock()
+        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
+        lowest = min(coverage, default=0)
+        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(coverage, hazard)
+        return Risk(TARGET_REDUNDANCY, lowest, chance)
+
+
+class Balancer:
+    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be."""
+
+    def __init__(
+        self,
+        view: Callable[[], SwarmView],
+        own: Own,
+        wall_clock: Callable[[], float],
+        rng: random.Random,
+        interval_s: float,
+        turnover: Turnover,
+        on_move: Callable[[Decision[Target]], Awaitable[bool]],
+    ) -> None:
+        self._view = view
+        self._own = own
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._interval_s = interval_s
+        self._turnover = turnover
+        self._on_move = on_move
+        self._moved_at: list[float] = []
+        self._last_move: str | None = None
+        self._last_look = "has not looked yet"
+        self._meant: tuple[Target, int] | None = None  # and how many looks in a row said so
+
+    @property
+    def moves_left(self) -> int:
+        return max(0, moves_left(self._moved_at, self._wall_clock()))
+
+    def snapshot(self) -> BalanceStatus:
+        return BalanceStatus(last_move=self._last_move, last_look=self._last_look, moves_left=self.moves_left)
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        task_status.started()
+        while True:
+            await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
+            view = self._view()
+            self._turnover.observe(view)
+            due = self.look_again(view)
+            if due is not None and await self._on_move(Decision(due.action, f"moved: {due.reason}")):
+                self._moved_at.append(self._wall_clock())
+                span = f"blocks {due.action.span}" if due.action.span else "another model"
+                self._last_move = f"to {span}: {due.reason}"
+
+    def look_again(self, view: SwarmView) -> Decision[Target] | None:
+        """Look, and say what to do now: something once enough looks in a row agreed on it."""
+        decision, needed = self.look(view)
+        self._last_look = decision.reason
+        if decision.action is None:
+            self._meant = None
+            return None
+        before = self._meant[1] if self._meant is not None and self._meant[0] == decision.action else 0
+        if before + 1 < needed:
+            self._meant = decision.action, before + 1
+            return None
+        self._meant = None
+        return Decision(decision.action, decision.reason)
+
+    def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
+        """Should this server hold something else now? And how many looks in a row must say so."""
+        own = next((s for s in view.spans if (s.peer, s.slot) == self._own and s.state == "online"), None)
         if own is None or not own.moves_left:
-            return Decision(None, "this server stays: its blocks are fixed, or it moved often today")
-        me = view.peers.get(self._me)
+            return Decision(None, "this server stays: its blocks are fixed, or it moved often today"), 0
+        me = view.peers.get(PeerId(own.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
-            return Decision(None, "this server has only just come")
+            return Decision(None, "this server has only just come"), 0
+        for rescue in rescues(view.spans, view.catalog.models):
+            if self._own in rescue.servers:
+                n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own)
+                blocks = ", ".join(map(str, rescue.lacking))
+                reason = f"blocks {blocks} of {rescue.name} are held by nobody, and these by others too"
+                return Decision(Target(rescue.model, None), reason), n_looks
+        return self._look_within(view, own), LOOKS_THAT_AGREE
+
+    def _look_within(self, view: SwarmView, own: SpanRecord) -> Decision[Target | None]:
+        """Should it hold other blocks of the same model?"""
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
         spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
         decision = choose_move([holder_of(s) for s in sorted(spans, key=lambda s: s.peer)], n_blocks)
-        if decision.action is None or decision.action.peer != self._me:
+        if decision.action is None or decision.action.peer != own.peer:
             who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{who}{decision.reason}")
-        return Decision(decision.action.span, decision.reason)
+        return Decision(Target(ModelId(own.model), decision.action.span), decision.reason)
 
 
 def holder_of(span: SpanRecord) -> Holder:

@@ -34,8 +34,8 @@ class _Visitor:
     def admit(self, peer: PeerId, hello: Hello) -> None:
         self._exchange.admit(peer, hello)
 
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
-        return
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        return False
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         return

@@ -1,44 +1,51 @@
 """The control API: HTTP over a Unix socket that only its owner can open; the one door for the command line.
 
-Routes return plain JSON with "schema": 1. docs/operating.md lists them.
+One table says which path asks what and what comes back (a struct of ``status``, with "schema": 1); the routes and the
+OpenAPI file are made from it. docs/operating.md lists them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import trio
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio import serve
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
+import swarmd.status as answers
 from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
+from swarmd.status import Status
+
+SCHEMA = 1
 
 
 class ControlledRuns(Protocol):
     """What it can ask of a daemon's training runs."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> answers.RunsAnswer: ...
 
-    def plan(self, name: str) -> dict[str, Any]: ...
+    def plan(self, name: str) -> answers.PlanAnswer: ...
 
-    def pause(self, name: str, is_paused: bool) -> dict[str, Any]: ...
+    def pause(self, name: str, is_paused: bool) -> answers.PauseRunAnswer: ...
 
-    async def join(self, name: str, role: str) -> dict[str, Any]: ...
+    async def join(self, name: str, role: str) -> answers.JoinRunAnswer: ...
 
-    async def leave(self, name: str) -> dict[str, Any]: ...
+    async def leave(self, name: str) -> answers.LeaveRunAnswer: ...
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> dict[str, Any]: ...
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> answers.OrderAnswer: ...
 
-    async def checkpoint(self, name: str) -> dict[str, Any]: ...
+    async def checkpoint(self, name: str) -> answers.CheckpointAnswer: ...
 
 
 class Controlled(Protocol):
@@ -47,95 +54,132 @@ class Controlled(Protocol):
     @property
     def runs(self) -> ControlledRuns: ...
 
-    def status(self) -> dict[str, Any]: ...
+    @property
+    def stop(self) -> Callable[[], None]: ...
 
-    def peers(self) -> list[dict[str, Any]]: ...
+    def status(self) -> answers.DaemonStatus: ...
 
-    def sessions(self) -> list[dict[str, Any]]: ...
+    def peers(self) -> answers.PeersAnswer: ...
 
-    def models(self) -> list[dict[str, Any]]: ...
+    def sessions(self) -> answers.SessionsAnswer: ...
 
-    def why(self, model: str) -> dict[str, Any]: ...
+    def models(self) -> answers.ModelsAnswer: ...
 
-    def addresses(self) -> dict[str, Any]: ...
+    def why(self, model: str) -> answers.WhyAnswer: ...
 
-    async def ping(self, peer: str) -> dict[str, Any]: ...
+    def addresses(self) -> answers.AddressesAnswer: ...
 
-    def downloads(self) -> list[dict[str, Any]]: ...
+    async def ping(self, peer: str) -> answers.PingAnswer: ...
 
-    def here(self, model: str) -> dict[str, Any]: ...
+    def downloads(self) -> answers.DownloadsAnswer: ...
 
-    def pull(self, model: str, blocks: str) -> dict[str, Any]: ...
+    def here(self, model: str) -> answers.HereAnswer: ...
 
-    def remove(self, model: str) -> dict[str, Any]: ...
+    def pull(self, model: str, blocks: str) -> answers.PullAnswer: ...
 
-    def reload(self) -> dict[str, Any]: ...
+    def remove(self, model: str) -> answers.RemoveAnswer: ...
 
-    def drain(self) -> dict[str, Any]: ...
+    def reload(self) -> answers.ReloadAnswer: ...
 
-    def resume(self) -> dict[str, Any]: ...
+    def drain(self, model: str) -> answers.DrainAnswer: ...
 
-    def stop(self) -> None: ...
+    def resume(self, model: str) -> answers.ResumeAnswer: ...
 
 
-Answer = Callable[[Request], Any]
+Query = dict[str, str]
+Call = Callable[[Controlled, Query], Status | Awaitable[Status]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One thing that can be asked: its path, what comes back, the parameters of its query ("" where left out)."""
+
+    path: str
+    answer: type[Status]
+    call: Call
+    parameters: tuple[str, ...] = ()
+    method: str = "GET"
+
+
+VERBS = (
+    Verb("status", answers.DaemonStatus, lambda d, q: d.status()),
+    Verb("peers", answers.PeersAnswer, lambda d, q: d.peers()),
+    Verb("sessions", answers.SessionsAnswer, lambda d, q: d.sessions()),
+    Verb("models", answers.ModelsAnswer, lambda d, q: d.models()),
+    Verb("why", answers.WhyAnswer, lambda d, q: d.why(q["model"]), ("model",)),
+    Verb("addresses", answers.AddressesAnswer, lambda d, q: d.addresses()),
+    Verb("downloads", answers.DownloadsAnswer, lambda d, q: d.downloads()),
+    Verb("here", answers.HereAnswer, lambda d, q: d.here(**q), ("model",)),
+    Verb("ping", answers.PingAnswer, lambda d, q: d.ping(**q), ("peer",), "POST"),
+    Verb("pull", answers.PullAnswer, lambda d, q: d.pull(**q), ("model", "blocks"), "POST"),
+    Verb("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), ("model",), "POST"),
+    Verb("reload", answers.ReloadAnswer, lambda d, q: d.reload(), (), "POST"),
+    Verb("drain", answers.DrainAnswer, lambda d, q: d.drain(**q), ("model",), "POST"),
+    Verb("resume", answers.ResumeAnswer, lambda d, q: d.resume(**q), ("model",), "POST"),
+    Verb("down", answers.DownAnswer, lambda d, q: answers.DownAnswer(stopping=True), (), "POST"),
+    Verb("train", answers.RunsAnswer, lambda d, q: d.runs.status()),
+    Verb("train/plan", answers.PlanAnswer, lambda d, q: d.runs.plan(**q), ("name",)),
+    Verb("train/join", answers.JoinRunAnswer, lambda d, q: d.runs.join(**q), ("name", "role"), "POST"),
+    Verb("train/pause", answers.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], True), ("name",), "POST"),
+    Verb("train/unpause", answers.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], False), ("name",), "POST"),
+    Verb("train/leave", answers.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), ("name",), "POST"),
+    Verb(
+        "train/order",
+        answers.OrderAnswer,
+        lambda d, q: d.runs.order(q["name"], q["state"], tuple(a for a in q["anchors"].split(",") if a)),
+        ("name", "state", "anchors"),
+        "POST",
+    ),
+    Verb("train/checkpoint", answers.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), ("name",), "POST"),
+)
 
 
 def application(daemon: Controlled) -> Starlette:
     """Build the ASGI application."""
 
-    def route(path: str, answer: Answer, method: str = "GET", after: Callable[[], object] | None = None) -> Route:
-        async def endpoint(request: Request) -> JSONResponse:
-            try:
-                value = answer(request)
-                if isinstance(value, Awaitable):
-                    value = await value
-            except SwarmError as error:
-                body = {"schema": 1, "error": str(error), "exit_code": error.exit_code}
-                return JSONResponse(body, status_code=409)
-            return JSONResponse({"schema": 1, **value}, background=BackgroundTask(after) if after else None)
-
-        return Route(path, endpoint, methods=[method])
-
     async def stop_daemon() -> None:  # once the answer is on its way
         daemon.stop()
 
     return Starlette(
-        routes=[
-            route("/v1/status", lambda _: daemon.status()),
-            route("/v1/peers", lambda _: {"peers": daemon.peers()}),
-            route("/v1/sessions", lambda _: {"sessions": daemon.sessions()}),
-            route("/v1/models", lambda _: {"models": daemon.models()}),
-            route("/v1/why", lambda r: daemon.why(r.query_params.get("model", ""))),
-            route("/v1/addresses", lambda _: daemon.addresses()),
-            route("/v1/ping", lambda r: daemon.ping(r.query_params.get("peer", "")), "POST"),
-            route("/v1/downloads", lambda _: {"downloads": daemon.downloads()}),
-            route("/v1/here", lambda r: daemon.here(**_named(r, "model"))),
-            route("/v1/pull", lambda r: daemon.pull(**_named(r, "model", "blocks")), "POST"),
-            route("/v1/rm", lambda r: daemon.remove(**_named(r, "model")), "POST"),
-            route("/v1/reload", lambda _: daemon.reload(), "POST"),
-            route("/v1/drain", lambda _: daemon.drain(), "POST"),
-            route("/v1/resume", lambda _: daemon.resume(), "POST"),
-            route("/v1/train", lambda _: daemon.runs.status()),
-            route("/v1/train/plan", lambda r: daemon.runs.plan(**_named(r, "name"))),
-            route("/v1/train/join", lambda r: daemon.runs.join(**_named(r, "name", "role")), "POST"),
-            route("/v1/train/pause", lambda r: daemon.runs.pause(**_named(r, "name"), is_paused=True), "POST"),
-            route("/v1/train/unpause", lambda r: daemon.runs.pause(**_named(r, "name"), is_paused=False), "POST"),
-            route("/v1/train/leave", lambda r: daemon.runs.leave(**_named(r, "name")), "POST"),
-            route("/v1/train/order", lambda r: daemon.runs.order(**_order(r)), "POST"),
-            route("/v1/train/checkpoint", lambda r: daemon.runs.checkpoint(**_named(r, "name")), "POST"),
-            route("/v1/down", lambda _: {"stopping": True}, "POST", after=stop_daemon),
-        ]
+        routes=[_route(daemon, verb, BackgroundTask(stop_daemon) if verb.path == "down" else None) for verb in VERBS]
     )
 
 
-def _named(request: Request, *names: str) -> dict[str, str]:
-    return {name: request.query_params.get(name, "") for name in names}
+def _route(daemon: Controlled, verb: Verb, after: BackgroundTask | None) -> Route:
+    async def endpoint(request: Request) -> Response:
+        try:
+            answer = verb.call(daemon, {name: request.query_params.get(name, "") for name in verb.parameters})
+            value = await answer if isinstance(answer, Awaitable) else answer
+        except SwarmError as error:
+            return _json(answers.Refused(error=str(error), exit_code=error.exit_code), 409)
+        return _json(value, 200, after)
+
+    return Route(f"/v1/{verb.path}", endpoint, methods=[verb.method])
 
 
-def _order(request: Request) -> dict[str, Any]:
-    anchors = request.query_params.get("anchors", "")
-    return {**_named(request, "name", "state"), "anchors": tuple(a for a in anchors.split(",") if a)}
+def _json(value: Status, code: int, after: BackgroundTask | None = None) -> Response:
+    body = msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(value)})
+    return Response(body, code, media_type="application/json", background=after)
+
+
+def openapi() -> dict[str, Any]:
+    """The control API as OpenAPI 3.1: docs/openapi.json is this, and a test says so."""
+    structs = [*dict.fromkeys(verb.answer for verb in VERBS), answers.Refused]
+    schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    by_struct = dict(zip(structs, schemas, strict=True))
+
+    def response(struct: type[Status], what: str) -> dict[str, Any]:
+        envelope = {"type": "object", "properties": {"schema": {"const": SCHEMA}}, "required": ["schema"]}
+        schema = {"allOf": [envelope, by_struct[struct]]}
+        return {"description": what, "content": {"application/json": {"schema": schema}}}
+
+    paths: dict[str, Any] = {}
+    for verb in VERBS:
+        parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in verb.parameters]
+        found = {"200": response(verb.answer, "the answer"), "409": response(answers.Refused, "why not")}
+        paths[f"/v1/{verb.path}"] = {verb.method.lower(): {"parameters": parameters, "responses": found}}
+    info = {"title": "swarmd control API", "version": str(SCHEMA)}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
 async def serve_control(

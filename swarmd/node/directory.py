@@ -26,6 +26,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Ping, Records
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
 from swarmd.protocol.untrusted import decode
+from swarmd.status import DirectoryStatus
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,6 @@ N_PUSHED_TO = 6
 MAX_REMEMBERED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryStatus:
-    """What the directory says of itself."""
-
-    known_peers: int
-    last_exchange_s: float | None
-    reason: str
-
-
 @dataclass(slots=True)
 class Links:
     """Measured links: round trips by peer, and bandwidth each way as the best probe saw it. None: not measured."""
@@ -58,8 +50,12 @@ class Links:
     down_bytes_per_s: float | None = None
 
 
+Describe = Callable[[], list[dict[str, Any]]]
+"""This peer's records without what all records share; "kind" says which it is."""
+
+
 class Directory:
-    """See the module. ``describe`` gives this peer's records without sequence and times."""
+    """See the module."""
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class Directory:
         self._memory_file = memory_file
         self._known = {p: a for p, a in bootstrap.items() if p != network.peer_id} | self._recall()
         self._is_exchange_on = is_exchange_on
-        self._describe: Callable[[], list[dict[str, Any]]] = list
+        self._describe: Describe = list
         self._likely_next: Callable[[], set[PeerId]] = set
         self._announce_now = trio.Event()
         self._sequence = 0
@@ -99,13 +95,7 @@ class Directory:
 
     def snapshot(self) -> DirectoryStatus:
         ago = None if self._exchanged_at is None else trio.current_time() - self._exchanged_at
-        return DirectoryStatus(len(self._others()), ago, self._reason)
-
-    def describe_with(
-        self, describe: Callable[[], list[dict[str, Any]]], likely_next: Callable[[], set[PeerId]] = set
-    ) -> None:
-        """Set the source of this peer's own records (fields, with "kind"), and whose links matter most to it."""
-        self._describe, self._likely_next = describe, likely_next
+        return DirectoryStatus(known_peers=len(self._others()), last_exchange_s=ago, reason=self._reason)
 
     def announce_soon(self) -> None:
         """Something worth telling changed."""
@@ -116,7 +106,14 @@ class Directory:
         live = {p: r.addresses for p, r in self.view().peers.items() if r.addresses}
         return {**live, **{p: a for p, a in self._known.items() if p not in live}}
 
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(
+        self,
+        describe: Describe,
+        likely_next: Callable[[], set[PeerId]] = set,
+        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Announce what ``describe`` says of this peer, and exchange; links to ``likely_next`` matter most."""
+        self._describe, self._likely_next = describe, likely_next
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce_loop)
             nursery.start_soon(self._rendezvous_loop)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from swarmd.errors import PeerError
-from swarmd.net.api import Purpose
+from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Rpc
 from swarmd.values import PeerId
 
@@ -24,26 +24,44 @@ TOGETHER_BYTES = 256 * 1024
 
 
 class Outbox:
-    """A queue for each peer. ``failed`` hears of frames that were lost, ``to_self`` takes those for this peer."""
+    """A queue for each peer. ``failed`` hears of frames that were lost, ``to_self`` takes those for this peer.
+
+    Before and after ``run`` nothing is sent and nobody is told: connections end after what they served.
+    """
 
     def __init__(
         self,
         rpc: Rpc,
-        nursery: trio.Nursery,
         failed: Callable[[PeerId, str], None],
         to_self: Callable[[bytes], Awaitable[None]],
         purpose: Purpose = "interactive",
     ) -> None:
         self._rpc = rpc
-        self._nursery = nursery
+        self._nursery: trio.Nursery | None = None
         self._failed = failed
         self._to_self = to_self
         self._purpose = purpose
         self._waiting: dict[PeerId, deque[bytes]] = {}
         self._waiting_bytes = 0
 
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the tasks that send, until cancelled."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+
+    def tell(self, client: PeerId, frame: bytes) -> None:
+        """Queue ``frame`` for a client on the channel that it opened; one that is gone hears nothing."""
+        if self._rpc.existing(client, self._purpose) is not None:
+            self.put(client, frame)
+
     def put(self, peer: PeerId, frame: bytes) -> None:
         """Queue ``frame`` for ``peer``; it leaves as soon as those before it have."""
+        if self._nursery is None:
+            return
         if self._waiting_bytes + len(frame) > MAX_WAITING_BYTES:
             self._failed(peer, f"more than {MAX_WAITING_BYTES >> 20} MiB wait to be sent")
             return

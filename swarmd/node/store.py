@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import trio
 
@@ -15,47 +13,64 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import WantChunks, WantManifest
+from swarmd.status import DownloadRow, HereStatus
 from swarmd.values import ModelId, Span
-from swarmd.weights.donor import Donor
+from swarmd.weights.donor import Donor, Find
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
+Uplink = Callable[[], tuple[float | None, bool]]
+"""This peer's measured bytes/s (None: not measured), and whether decode steps are sent now."""
 SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wait, decode steps' too
 MBIT = 1e6 / 8
 
 
 class Store:
-    """See the module. ``uplink`` is the measured bytes/s or None; ``is_decoding``: are decode steps sent now?"""
+    """See the module. ``changed`` hears that what is here is other than announced."""
 
     def __init__(
         self,
         rpc: Rpc,
         view: Callable[[], SwarmView],
-        root: Path,
-        own: Mapping[ModelId, Path],
+        library: Library,
         config: Config,
-        in_use: Callable[[], Mapping[ModelId, frozenset[int]]],
-        uplink: Callable[[], float | None],
-        is_decoding: Callable[[], bool],
+        changed: Callable[[], None],
     ) -> None:
-        self.library = Library(root, own, int(config.disk_limit_gib * 2**30))
-        self.supply = Supply(
-            self.library, rpc, view, Pace(lambda: config.down_limit_mbit * MBIT or None), in_use, config.hub
-        )
-        self.donor = Donor(self.library.folders, Pace(self._up_bytes_per_s))
+        self.library = library
+        down = Pace(lambda: config.down_limit_mbit * MBIT or None)
+        self.supply = Supply(library, rpc, view, down, self._in_use, config.hub, changed)
+        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s))
         self._config = config
-        self._in_use = in_use
-        self._uplink = uplink
-        self._is_decoding = is_decoding
+        self._held: dict[int, tuple[ModelId, frozenset[int]]] = {}
+        self._uplink: Uplink = lambda: (None, False)
         self._failures: dict[ModelId, SwarmError] = {}
         self._pulling: set[ModelId] = set()
         self._nursery: trio.Nursery
 
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Own the downloads that were asked for until cancelled."""
+    def hold(self, slot: int, model: ModelId, span: Span) -> None:
+        """The worker ``slot`` serves these blocks, or will: they stay on the disk."""
+        self._held[slot] = model, frozenset(span.blocks())
+
+    def release(self, slot: int) -> None:
+        """The worker serves nothing any more."""
+        self._held.pop(slot, None)
+
+    def _in_use(self) -> dict[ModelId, frozenset[int]]:
+        used: dict[ModelId, frozenset[int]] = {}
+        for model, blocks in self._held.values():
+            used[model] = used.get(model, frozenset()) | blocks
+        return used
+
+    async def run(self, uplink: Uplink, find: Find, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the downloads that were asked for until cancelled.
+
+        ``uplink`` tells how much may leave at a time, ``find`` knows what else than a model a hash may name.
+        """
+        self._uplink = uplink
+        self.donor.lend(find)
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             await trio.sleep_forever()
@@ -91,38 +106,38 @@ class Store:
             raise ConfigError("this daemon serves or fetches it: swarmd drain first, or serve another model")
         return self.library.remove(model)
 
-    def here(self, model: ModelId) -> dict[str, Any]:
-        """What this machine has of a model, and how the last attempt to fetch more ended, for people."""
+    def here(self, model: ModelId) -> HereStatus:
+        """What this machine has of a model, and how the last attempt to fetch more ended."""
         folder, failure = self.library.folders.get(model), self._failures.get(model)
-        return {
-            "here": folder is not None and folder.is_whole,
-            "blocks_here": [[s.start, s.end] for s in folder.blocks_held] if folder else [],
-            "folder": str(folder.folder) if folder else None,
-            "pulling": model in self._pulling,
-            "failure": str(failure) if failure else None,
-            "exit_code": failure.exit_code if failure else 0,
-        }
+        return HereStatus(
+            here=folder is not None and folder.is_whole,
+            blocks_here=tuple((s.start, s.end) for s in folder.blocks_held) if folder else (),
+            folder=str(folder.folder) if folder else None,
+            pulling=model in self._pulling,
+            failure=str(failure) if failure else None,
+            exit_code=failure.exit_code if failure else 0,
+        )
 
-    def downloads(self) -> list[dict[str, Any]]:
+    def downloads(self) -> tuple[DownloadRow, ...]:
         """Downloads under way, for people."""
-        return [
-            {
-                "model": p.model,
-                "groups": [[s.start, s.end] for s in p.groups],
-                "total_bytes": p.total_bytes,
-                "done_bytes": p.done_bytes,
-                "resumed_bytes": p.resumed_bytes,
-                "bytes_per_s": p.bytes_per_s,
-                "left_s": p.left_s,
-                "donors": dict(p.given_bytes),
-                "waiting_for": p.waiting_for,
-            }
+        return tuple(
+            DownloadRow(
+                model=p.model,
+                groups=tuple((s.start, s.end) for s in p.groups),
+                total_bytes=p.total_bytes,
+                done_bytes=p.done_bytes,
+                resumed_bytes=p.resumed_bytes,
+                bytes_per_s=p.bytes_per_s,
+                left_s=p.left_s,
+                donors={str(peer): n for peer, n in p.given_bytes.items()},
+                waiting_for=p.waiting_for,
+            )
             for p in self.supply.progress()
-        ]
+        )
 
     def _up_bytes_per_s(self) -> float | None:
         limits = [self._config.up_limit_mbit * MBIT] if self._config.up_limit_mbit else []
-        uplink = self._uplink()
-        if uplink is not None and self._is_decoding():
+        uplink, is_decoding = self._uplink()
+        if uplink is not None and is_decoding:
             limits.append(SHARE_WHILE_DECODING * uplink)
         return min(limits, default=None)

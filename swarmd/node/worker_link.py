@@ -1,8 +1,9 @@
-"""The daemon's end of its worker: start it, load a span, pass frames, notice when it dies or stops, start it again.
+"""The daemon's end of its worker: start it, load a span, ask and be answered, notice when it dies or stops.
 
-A worker is alive while it makes progress: with frames that it has not dealt with it must answer or tick within
-``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is killed and replaced; its sessions are lost
-and said to be.
+What the worker answers to a request (``ask``, ``call``) goes to whoever asked, by the one id space of this link; what
+it says by itself goes to the handler of its type. A worker is alive while it makes progress: with frames that it has
+not dealt with it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is
+killed and replaced; its sessions are lost and said to be.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import trio
 
-from swarmd.errors import RemoteProtocolError, SwarmUnavailable
+from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
-from swarmd.protocol import messages
+from swarmd.protocol import messages, worker
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Loaded, LoadSpan, Measured, Tick, WorkerFailed
+from swarmd.protocol.messages import Refusal
+from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick, WorkerFailed, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,37 @@ class Prestarted:
             self._first.kill()
 
 
+Handler = Callable[[Any, Frame, bool], Awaitable[None]]
+"""Takes what the worker says by itself; True: more was said in the same breath, and follows at once."""
+Handlers = Mapping[type[Message], Handler]
+
+
+class Answer:
+    """What a worker will say to a request that was handed to it."""
+
+    def __init__(self) -> None:
+        self._arrived = trio.Event()
+        self._message: WorkerMessage | None = None
+        self._lost = ""
+
+    def arrive(self, message: WorkerMessage) -> None:
+        self._message = message
+        self._arrived.set()
+
+    def lose(self, reason: str) -> None:
+        self._lost = reason
+        self._arrived.set()
+
+    async def wait(self) -> WorkerMessage:
+        """Raises Refused when the worker said no, WorkerLost when it ended before it answered."""
+        await self._arrived.wait()
+        if self._message is None:
+            raise WorkerLost(self._lost)
+        if isinstance(self._message, Refusal):
+            raise Refused(Code(self._message.code), self._message.message)
+        return self._message
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """What the link says of its worker: state is loading, online, failed or down."""
@@ -124,20 +158,16 @@ class WorkerStatus:
 
 
 class WorkerLink:
-    """Supervises one worker. ``on_frame`` gets what it answers, ``on_change`` is told of every change of state."""
+    """Supervises one worker that serves one span."""
 
-    def __init__(
-        self,
-        start: Starter,
-        request: LoadSpan,
-        on_frame: Callable[[AnyMessage, Frame, bool], Awaitable[None]],
-        on_change: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, start: Starter, request: LoadSpan) -> None:
         self.loaded: Loaded | None = None
         self._start = start
         self._request = request
-        self._on_frame = on_frame
-        self._on_change = on_change
+        self._handlers: Handlers = {}
+        self._on_change: Callable[[], Awaitable[None]]
+        self._answers: dict[int, Answer] = {}
+        self._n_asked = 0
         self._process: WorkerProcess | None = None
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
@@ -172,6 +202,22 @@ class WorkerLink:
         while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
             await self._drained.wait()
 
+    async def ask(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> Answer:
+        """Hand ``request(id)`` to the worker, after all that was handed to it before. Raises WorkerLost."""
+        self._n_asked += 1
+        call_id = self._n_asked
+        answer = self._answers[call_id] = Answer()
+        try:
+            await self.send(messages.framed(request(call_id), payload))
+        except BaseException:
+            self._answers.pop(call_id, None)
+            raise
+        return answer
+
+    async def call(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> WorkerMessage:
+        """Ask, and wait for the answer. Raises WorkerLost or Refused."""
+        return await (await self.ask(request, payload)).wait()
+
     async def _pass_on(self, process: WorkerProcess) -> None:
         """Write what waits, all at once: what arrived together is computed together."""
         while True:
@@ -183,8 +229,17 @@ class WorkerLink:
             self._drained.set()
             self._drained = trio.Event()
 
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load."""
+    async def run(
+        self,
+        handlers: Handlers,
+        on_change: Callable[[], Awaitable[None]],
+        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load.
+
+        ``handlers`` take what the worker says by itself, ``on_change`` is told of every change of its state.
+        """
+        self._handlers, self._on_change = handlers, on_change
         task_status.started()
         pause_s = FIRST_PAUSE_S
         while self._state != "failed":
@@ -216,13 +271,16 @@ class WorkerLink:
             self._drained = trio.Event()
             if self._state != "failed":
                 self._set("down", self._reason if self._reason.startswith("no progress") else "the worker ended")
+            answers, self._answers = self._answers, {}
+            for answer in answers.values():
+                answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
 
     async def _read(self, process: WorkerProcess) -> None:
         decoder = FrameDecoder()
         async for data in process.received():
             self._heard_at = trio.current_time()
-            taken = [(messages.decode_untrusted(f.header), f) for f in decoder.feed_untrusted(data)]
+            taken = [(worker.decode(f.header), f) for f in decoder.feed_untrusted(data)]
             answers = [(message, frame) for message, frame in taken if not isinstance(message, Tick)]
             for n, (message, frame) in enumerate(answers, 1):
                 await self._take(message, frame, n < len(answers))
@@ -230,7 +288,7 @@ class WorkerLink:
                 if isinstance(tick, Tick):
                     self._n_handled = tick.handled
 
-    async def _take(self, message: AnyMessage, frame: Frame, more: bool) -> None:
+    async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):
             self.loaded = message
             self._set("online", f"serving on {message.device}")
@@ -241,8 +299,10 @@ class WorkerLink:
         elif isinstance(message, Measured) and self.loaded is not None:
             self.loaded = msgspec.structs.replace(self.loaded, speed=message)
             await self._on_change()
-        else:
-            await self._on_frame(message, frame, more)
+        elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
+            answer.arrive(message)
+        elif (handle := self._handlers.get(type(message))) is not None:
+            await handle(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
     async def _watch(self, scope: trio.CancelScope) -> None:

@@ -6,23 +6,33 @@ So placements compete first on uncovered blocks, then on blocks below the target
 blocks' tokens/s, which rises with the bottleneck and also tells apart two placements that leave it as it is. Moves are
 decided by all members alike from the same view, so only the one whose move helps most moves. After Petals (Borzunov
 et al. 2023, section 3.2), which looks at the bottleneck alone.
+
+Over all models a block that nobody holds comes before more speed elsewhere: servers that may hold any model leave the
+one they serve, where each of their blocks has another holder, for one that lacks blocks (``rescues``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swarmd.values import Decision, PeerId, Span, ranges
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 
 TARGET_REDUNDANCY = 2
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
 MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
 MAX_MOVES_PER_DAY = 4
 DAY_S = 86_400.0
+TAKEN = ("online", "joining")  # states of blocks that are, or will soon be, somebody's
+
+Models = Mapping[str, tuple[str, int]]
+"""Name of a model to its hash and number of blocks, as in the catalog."""
+Own = tuple[str, int]
+"""A server: its peer, and which of that peer's workers."""
 
 Floats = NDArray[np.float64]
 
@@ -44,6 +54,99 @@ class Move:
 
     peer: PeerId
     span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a server should hold instead: blocks of a model, or (None) those of it that are needed most."""
+
+    model: ModelId
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Who could take the blocks of a model that nobody holds, the first in line first."""
+
+    model: ModelId
+    name: str
+    lacking: tuple[Span, ...]
+    servers: tuple[Own, ...]
+
+    def __str__(self) -> str:
+        blocks = ", ".join(map(str, self.lacking))
+        if not self.servers:
+            return (
+                f"blocks {blocks} are held by nobody, and no server that may choose its model can leave what it "
+                f"serves without a gap there: swarmd up --serve {self.name} on a machine that has room"
+            )
+        peers = ", ".join(peer[-8:] for peer, _ in self.servers[:3])
+        more = f" and {len(self.servers) - 3} more" if len(self.servers) > 3 else ""
+        return f"blocks {blocks} are held by nobody; {peers}{more} can take them, the first within a few minutes"
+
+
+def choose_model(
+    spans: Sequence[SpanRecord], models: Models, wanted: str, here: frozenset[ModelId]
+) -> Decision[tuple[ModelId, int] | None]:
+    """Choose what a server that has just come serves: the model it was told (by name or hash), else the rarest one.
+
+    Among equally rare ones those come first that are on this disk already.
+    """
+    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    names = ", ".join(listed) or "none yet"
+    if not wanted and not listed:
+        return Decision(None, "waiting for the swarm's catalog to list a model: swarmd models add, by the founder")
+    if wanted:
+        found = next((m for name, m in listed.items() if wanted in (name, m[0])), None)
+        if found is None:
+            return Decision(None, f"waiting for the swarm's catalog to list a model {wanted!r}; it lists: {names}")
+        return Decision(found, f"{wanted}, as --serve says")
+
+    def rarity(name: str) -> tuple[int, bool]:
+        model, n_blocks = listed[name]
+        return min(_coverage(spans, model, n_blocks)), model not in here
+
+    name = min(listed, key=rarity)
+    return Decision(listed[name], f"{name}: its rarest block has {rarity(name)[0]} servers")
+
+
+def rescues(spans: Sequence[SpanRecord], models: Models) -> list[Rescue]:
+    """For each model with blocks that nobody holds or loads: who could come from another model, without a gap there.
+
+    Those whose present blocks have most other holders come first; of two models that lack blocks each gets every
+    second of them.
+    """
+    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    counts = {model: _coverage(spans, model, n, TAKEN) for model, n in listed.values()}
+    lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
+    online = {model: _coverage(spans, model, n) for model, n in listed.values()}
+
+    def spare(span: SpanRecord) -> int:
+        """Other holders of the rarest of its blocks."""
+        held = online.get(ModelId(span.model), [])[span.start : span.end]
+        return min(held, default=1) - 1
+
+    free = [s for s in spans if s.state == "online" and s.any_model and s.moves_left and spare(s) > 0]
+    free.sort(key=lambda s: (-spare(s), s.peer, s.slot))
+    found = []
+    for number, name in enumerate(lacking):
+        model, _ = listed[name]
+        able = [s for s in free if s.model != model]
+        servers = able[number :: len(lacking)] or able
+        gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
+        found.append(Rescue(model, name, tuple(gaps), tuple((s.peer, s.slot) for s in servers)))
+    return found
+
+
+def _coverage(
+    spans: Sequence[SpanRecord], model: ModelId, n_blocks: int, states: tuple[str, ...] = ("online",)
+) -> list[int]:
+    counts = [0] * n_blocks
+    for span in spans:
+        if span.model == model and span.state in states:
+            for block in range(span.start, min(span.end, n_blocks)):
+                counts[block] += 1
+    return counts
 
 
 def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:

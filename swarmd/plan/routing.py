@@ -33,6 +33,7 @@ class Hop:
     peer: PeerId
     span: Span
     numerics: str = ""
+    slot: int = 0  # which of the peer's workers: two of them make two hops
 
     def __str__(self) -> str:
         return f"{self.span} on {self.peer[-8:]}"
@@ -211,7 +212,7 @@ def _trace(
             f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "
             f"ms{load}{unknown}"
         )
-        hops.append(Hop(PeerId(span.peer), part, span.numerics))
+        hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
         end, server = at, before
     return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
 
@@ -219,10 +220,13 @@ def _trace(
 def _trip_matrix(
     usable: Sequence[SpanRecord], trips: Trips, source: PeerId, client: PeerId
 ) -> tuple[Floats, Floats, Floats]:
-    """Trips between servers, from the source to each, and from each to the client; one way stands for both."""
-    n = len(usable)
-    index = {s.peer: i for i, s in enumerate(usable)}
-    between = np.full((n, n), DEFAULT_TRIP_S)
+    """Trips between servers, from the source to each, and from each to the client; one way stands for both.
+
+    Two workers of one peer are servers of their own, with no trip between them.
+    """
+    index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
+    of = np.array([index[s.peer] for s in usable])
+    between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
     known = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
     if known:
         rows, columns, seconds = (np.array(values) for values in zip(*known, strict=True))
@@ -232,9 +236,9 @@ def _trip_matrix(
 
     def to_and_fro(other: PeerId) -> Floats:
         if other in index:
-            row: Floats = between[index[other]]
+            row: Floats = between[index[other]][of]
             return row
         found = (trips.get((other, s.peer), trips.get((s.peer, other), DEFAULT_TRIP_S)) for s in usable)
-        return np.fromiter(found, np.float64, n)
+        return np.fromiter(found, np.float64, len(usable))
 
-    return between, to_and_fro(source), to_and_fro(client)
+    return between[np.ix_(of, of)], to_and_fro(source), to_and_fro(client)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarmd.errors import RemoteProtocolError
 
 VERSION = 1
+MINOR = 1  # announced: grows with each message, codec or need that is added
 MAX_HEADER_BYTES = 60_000
 MAX_PAYLOAD_BYTES = 16 * 2**20
 _PREFIX = struct.Struct(">BBHI")

@@ -6,7 +6,7 @@ understood is listed in ``needs`` and refused as UNSUPPORTED when it is not. Unk
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -376,9 +376,10 @@ class Gradients(Message, tag="gradients", frozen=True):
 
 
 class PutTuned(Message, tag="put_tuned", frozen=True):
-    """A client gives its own parameters for blocks [start, end), known by ``version``: a piece of a safetensors file.
+    """A client gives its own parameters for blocks [start, end) of a model, known by ``version``.
 
-    Servers only cache them, apart for each client. ``id`` comes with the last piece and is answered by ``TunedHeld``.
+    The payload is a piece of a safetensors file. Servers only cache them, apart for each client. ``id`` comes with the
+    last piece and is answered by ``TunedHeld``.
     """
 
     id: Count = 0
@@ -387,85 +388,14 @@ class PutTuned(Message, tag="put_tuned", frozen=True):
     end: Block = 0
     part: Part = (0, 1)
     client: Blob = b""
+    model: Name = ""
 
 
 class TunedHeld(Message, tag="tuned_held", frozen=True):
     re: Count = 0
 
 
-class LoadSpan(Message, tag="load", frozen=True):
-    """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
-
-    path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    model: Name = ""
-    start: Block = 0
-    end: Block = 0
-    dtype: Name = "float32"
-    quantize: Name = "none"
-    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    history_bytes: Count = 0
-    training_bytes: Count = 0
-    training_share: float = 0.0
-    spill_folder: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-
-
-class LoadAdapter(Message, tag="load_adapter", frozen=True):
-    """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
-
-    adapter: Name = ""
-    shards: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], msgspec.Meta(max_length=8)] = ()
-
-
-class AdapterLoaded(Message, tag="adapter_loaded", frozen=True):
-    """Worker to daemon: the adapter is ready, or ``failure`` says why it cannot be used."""
-
-    adapter: Name = ""
-    failure: Text = ""
-
-
-class Measured(Message, tag="measured", frozen=True):
-    """Worker to daemon, at load and now and then: tokens/s of one stream, and the total of ``n`` in one pass."""
-
-    decode_tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    batch_tokens_per_s: dict[int, float] = msgspec.field(default_factory=dict)
-
-
-class Loaded(Message, tag="loaded", frozen=True):
-    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
-
-    device: Text = ""
-    device_memory_bytes: Count | None = None
-    numerics: Name = ""
-    quantization_error: float | None = None
-    hidden: Count = 0
-    layer_arity: Count = 0
-    cache_bytes_per_token: Count = 0
-    batching: Text = ""
-    speed: Measured = Measured()
-
-
-class Done(Message, tag="done", frozen=True):
-    """Worker to daemon: a silent op was executed; nothing travels on."""
-
-    session: SessionKey = b"\0" * 16
-    start: Block = 0
-    seq: Count = 0
-
-
-class Tick(Message, tag="tick", frozen=True):
-    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass."""
-
-    handled: Count = 0
-
-
-class WorkerFailed(Message, tag="worker_failed", frozen=True):
-    """Worker to daemon: the load cannot succeed, and why."""
-
-    message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-
-
-AnyMessage = (
+Known = (
     Hello
     | Refusal
     | Ping
@@ -499,14 +429,6 @@ AnyMessage = (
     | Gradients
     | PutTuned
     | TunedHeld
-    | LoadSpan
-    | Loaded
-    | Done
-    | LoadAdapter
-    | AdapterLoaded
-    | Measured
-    | Tick
-    | WorkerFailed
     | rounds.WantRun
     | rounds.RunIs
     | rounds.WantCommits
@@ -524,16 +446,28 @@ AnyMessage = (
     | rounds.Reduced
     | rounds.Beat
     | rounds.Pulse
-    | rounds.LoadRun
-    | rounds.RunLoaded
-    | rounds.MapRun
-    | rounds.RunMapped
-    | rounds.Compute
-    | rounds.ComputedRows
 )
 
+
+class Unknown(msgspec.Struct, frozen=True):
+    """A well-formed header with a tag that this version does not know: refused, and held against nobody."""
+
+    t: Name
+    id: Count = 0
+    re: Count = 0
+    session: SessionKey | None = None
+    start: Block = 0
+    seq: Count = 0
+    epoch: Count = 0
+
+
+AnyMessage = Known | Unknown
+"""What may come from a peer."""
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[Known] = msgspec.msgpack.Decoder(Known)
+_unknown_decoder = msgspec.msgpack.Decoder(Unknown)
+TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Known))
 
 
 def encode(message: Message) -> bytes:
@@ -550,10 +484,37 @@ def decode_untrusted(header: bytes) -> AnyMessage:
     try:
         return _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"a header does not parse: {error}") from None
+        unknown = _read_unknown(header)
+        if unknown is None:
+            raise RemoteProtocolError(f"a header does not parse: {error}") from None
+        return unknown
 
 
-def refusal_for(message: AnyMessage, error: Refused) -> Refusal:
+def _read_unknown(header: bytes) -> Unknown | None:
+    """A message of a newer version, if that is what it is; of known ones the bounds hold."""
+    try:
+        message = _unknown_decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if message.t in TAGS else message
+
+
+def refuse_unhandled(message: AnyMessage) -> None:
+    """Refuse a request that nobody here handles; what asks for nothing may come late, and is met with nothing.
+
+    Raises Refused.
+    """
+    if isinstance(message, Unknown):
+        if message.id or (message.session is not None and not message.re):
+            raise Refused(Code.UNSUPPORTED, f"this version does not know {message.t!r}")
+    elif getattr(message, "id", 0):
+        where = next((w for w in ("run", "model") if getattr(message, w, "")), None)
+        if where is not None:
+            raise Refused(Code.NOT_HERE, f"the {where} {getattr(message, where)[:12]} is not here")
+        raise Refused(Code.UNSUPPORTED, f"this peer does not answer {type(message).__name__}")
+
+
+def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
     """Build the refusal that answers ``message``, naming the request or the op it is about."""
     return Refusal(
         re=getattr(message, "id", 0),

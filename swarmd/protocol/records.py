@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
-from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Text
+from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
 from swarmd.protocol.identity import (
     Identity,
     Membership,
@@ -35,6 +35,9 @@ Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
 BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
 
 
+FIRST_NEEDS = ("adapter", "codec", "crop", "exact", "padding", "record_past", "reorder", "replay", "tuned")
+
+
 class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
     """What all records share. Times are unix seconds; ``sequence`` grows with every announcement."""
 
@@ -48,11 +51,16 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
 class PeerRecord(Record, tag="peer", frozen=True):
     """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown.
 
-    ``holds``: of which models it gives away which groups, as ranges [start, end) (weights.folder says what a group is).
+    ``minor``, ``codecs`` and ``needs`` say what it understands, so that others use nothing else with it; the defaults
+    are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
+    [start, end) (weights.folder says what a group is).
     """
 
     addresses: Addresses = ()
     version: Name = ""
+    minor: Count = 0
+    codecs: Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)] = ("raw", "float16", "bfloat16", "int8")
+    needs: Needs = FIRST_NEEDS
     device: Text | None = None
     device_memory_bytes: Count | None = None
     memory_bytes: Count | None = None
@@ -73,7 +81,8 @@ class SpanRecord(Record, tag="span", frozen=True):
     ``quantization_error`` is that of the span's output on a probe, relative to the same blocks unquantised.
     ``training_bytes`` it keeps for fine-tuning (0: it takes no such work), and ``training_share`` of its time that may
     take while sessions decode. ``n_decoding`` sessions decode there now.
-    ``moves_left``: how often it may still take other blocks today.
+    ``moves_left``: how often it may still take other blocks today; with ``any_model`` those may be another model's.
+    ``slot`` tells apart the workers of one peer that serve the same model.
     """
 
     model: Name = ""
@@ -88,6 +97,8 @@ class SpanRecord(Record, tag="span", frozen=True):
     prefill_tokens_per_s: Rate | None = None
     batch_tokens_per_s: BatchRates = {}
     moves_left: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    any_model: bool = False
+    slot: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
     n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     free_cache_tokens: Count = 0
     training_bytes: Count = 0
@@ -150,7 +161,9 @@ class Verified:
 def key_of(record: AnyRecord) -> str:
     if isinstance(record, RunRecord):
         return f"{record.peer}/run/{record.run}"
-    return f"{record.peer}/span/{record.model}" if isinstance(record, SpanRecord) else f"{record.peer}/peer"
+    if isinstance(record, SpanRecord):
+        return f"{record.peer}/span/{record.model}" + (f"/{record.slot}" if record.slot else "")
+    return f"{record.peer}/peer"
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
@@ -205,6 +218,10 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
         if name in listed or is_model_hash(name):
             return ModelId(listed[name][0] if name in listed else name)
         raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed)) or 'none yet'}")
+
+    def name_of(self, model: str) -> str | None:
+        """The name of a model's hash."""
+        return next((name for name, (known, _) in self.models.items() if known == model), None)
 
     @property
     def rank(self) -> tuple[int, int]:

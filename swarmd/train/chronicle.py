@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import trio
 
@@ -181,7 +182,7 @@ class Chronicle:
         await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
         return await self._ask(anchor, request, payload)
 
-    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Message, bytes]:
+    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Any, bytes]:
         if anchor == self._me:
             asked = request(0)
             assert isinstance(asked, Prepare | Propose)

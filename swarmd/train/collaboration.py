@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
 from swarmd.protocol.recipe import Recipe, Run, is_called
 from swarmd.protocol.records import RunRecord
+from swarmd.status import RunRow
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
 from swarmd.train.report import report
@@ -97,13 +98,13 @@ class Collaboration:
         over = self._trainer.is_over()
         return Stepped(self._epoch, is_new, self._trainer.doing, bool(over))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunRow:
         """What ``swarmd train status --json`` shows of a run."""
 
-        async def look() -> dict[str, Any]:
-            return report(self._trainer)
+        async def look() -> RunRow:
+            return report(self._trainer, "", None, "")
 
-        found: dict[str, Any] = self._call(look)
+        found: RunRow = self._call(look)
         return found
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 import trio
 
@@ -13,66 +12,70 @@ from swarmd.plan import partition, progress
 from swarmd.plan.partition import Member
 from swarmd.plan.progress import Progress
 from swarmd.protocol.records import PeerRecord
+from swarmd.status import PlanAnswer, PlanMemberRow, RoundRow, RunPeerRow, RunRow
 from swarmd.train.trainer import Trainer
 from swarmd.values import PeerId
 
 
-def report(trainer: Trainer) -> dict[str, Any]:
+def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> RunRow:
     """Everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
     version, joining = state.version if state else None, trainer.joining
     me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.gathered.n, trainer.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
-    others = [
-        {
-            "peer": peer,
-            "role": r.role,
-            "update": r.epoch,
-            "samples": r.n_samples,
-            "samples_per_s": r.samples_per_s,
-            "status": r.status,
-        }
+    others = tuple(
+        RunPeerRow(
+            peer=peer,
+            role=r.role,
+            update=r.epoch,
+            samples=r.n_samples,
+            samples_per_s=r.samples_per_s,
+            status=r.status,
+        )
         for peer, r in sorted(trainer.members.look(now).items())
-    ]
-    return {
-        "run": trainer.run_spec.id,
-        "name": recipe.name,
-        "role": trainer.role,
-        "state": trainer.is_over() or "running",
-        "why": trainer.doing,
-        "update": ledger.epoch,
-        "updates": recipe.stop.steps,
-        "head": ledger.head.hex(),
-        "state_update": version.epoch if version else None,
-        "state_digest": version.root.hex() if version else None,
-        "state_bytes": state.n_bytes if state else None,
-        "parameters": state.layout.n_elements if state else None,
-        "gathered": round(total.n_samples),
-        "target": recipe.batch.target,
-        "left_s": total.left_s,
-        "samples_per_s": trainer.samples_per_s,
-        "anchors": list(trainer.chronicle.anchors),
-        "losses": ledger.losses(),
-        "samples": sum(s.commit.n_samples for s in ledger.sealed),
-        "samples_gathered": trainer.gathered.n,
-        "samples_counted": trainer.samples_counted,
-        "samples_wasted": trainer.samples_wasted,
-        "average_here": joining.round.share_here if joining.round else None,
-        "rounds_led": joining.counters.led,
-        "rounds_failed": joining.counters.failed,
-        "last_round": asdict(joining.counters.last) if joining.counters.last else None,
-        "last_part_s": joining.counters.last_part_s,
-        "catch_ups": trainer.catching_up.n_times if trainer.catching_up else 0,
-        "snapshots_fetched": trainer.catching_up.n_snapshots if trainer.catching_up else 0,
-        "last_catch_up_s": trainer.catching_up.last_s if trainer.catching_up else None,
-        "death_costs_at_most_s": round(joining.longest_wait_s, 2),
-        "peers": others,
-        "shunned": trainer.members.shunned(now),
-    }
+    )
+    return RunRow(
+        run=trainer.run_spec.id,
+        name=recipe.name,
+        role=trainer.role,
+        state=trainer.is_over() or "running",
+        why=trainer.doing,
+        update=ledger.epoch,
+        updates=recipe.stop.steps,
+        head=ledger.head.hex(),
+        state_update=version.epoch if version else None,
+        state_digest=version.root.hex() if version else None,
+        state_bytes=state.n_bytes if state else None,
+        parameters=state.layout.n_elements if state else None,
+        gathered=round(total.n_samples),
+        target=recipe.batch.target,
+        left_s=total.left_s,
+        samples_per_s=trainer.samples_per_s,
+        anchors=tuple(trainer.chronicle.anchors),
+        losses=tuple(ledger.losses()),
+        samples=sum(s.commit.n_samples for s in ledger.sealed),
+        samples_gathered=trainer.gathered.n,
+        samples_counted=trainer.samples_counted,
+        samples_wasted=trainer.samples_wasted,
+        average_here=joining.round.share_here if joining.round else None,
+        rounds_led=joining.counters.led,
+        rounds_failed=joining.counters.failed,
+        last_round=RoundRow(**asdict(joining.counters.last)) if joining.counters.last else None,
+        last_part_s=joining.counters.last_part_s,
+        catch_ups=trainer.catching_up.n_times if trainer.catching_up else 0,
+        snapshots_fetched=trainer.catching_up.n_snapshots if trainer.catching_up else 0,
+        last_catch_up_s=trainer.catching_up.last_s if trainer.catching_up else None,
+        death_costs_at_most_s=round(joining.longest_wait_s, 2),
+        peers=others,
+        shunned=tuple(trainer.members.shunned(now)),
+        device=device,
+        worker=worker,
+        failure=failure or trainer.trouble,
+    )
 
 
-def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> dict[str, Any]:
+def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
     """Roles and expected times of the next round, with what the swarm knows now. Raises ConfigError."""
     records = trainer.members.look(trio.current_time())
     n_bytes = trainer.state.layout.n_bytes if trainer.state else 0
@@ -89,21 +92,21 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> dict[str, Any]
         decision = partition.divide(members, n_bytes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    rows = [
-        {
-            "peer": m.peer,
-            "computes": m.contributes,
-            "reduces": share,
-            "up_bytes_per_s": m.up_bytes_per_s,
-            "down_bytes_per_s": m.down_bytes_per_s,
-        }
+    rows = tuple(
+        PlanMemberRow(
+            peer=m.peer,
+            computes=m.contributes,
+            reduces=share,
+            up_bytes_per_s=m.up_bytes_per_s,
+            down_bytes_per_s=m.down_bytes_per_s,
+        )
         for m, share in zip(members, decision.action.shares, strict=True)
-    ]
-    return {
-        "run": trainer.run_spec.id,
-        "bytes": n_bytes,
-        "expected_s": decision.action.expected_s,
-        "equal_parts_s": partition.equal_parts(members, n_bytes).expected_s,
-        "why": decision.reason,
-        "members": rows,
-    }
+    )
+    return PlanAnswer(
+        run=trainer.run_spec.id,
+        bytes=n_bytes,
+        expected_s=decision.action.expected_s,
+        equal_parts_s=partition.equal_parts(members, n_bytes).expected_s,
+        why=decision.reason,
+        members=rows,
+    )

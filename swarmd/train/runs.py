@@ -26,6 +26,16 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.recipe import Run, RunOrder, is_called, sign_order
+from swarmd.status import (
+    CheckpointAnswer,
+    JoinRunAnswer,
+    LeaveRunAnswer,
+    OrderAnswer,
+    OtherRunRow,
+    PauseRunAnswer,
+    PlanAnswer,
+    RunsAnswer,
+)
 from swarmd.train import recovery
 from swarmd.train.disk import RunFolder, known_runs
 from swarmd.train.recovery import Get, ask_run
@@ -81,7 +91,7 @@ class Runs:
         """Go on with the runs that this machine had joined, until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
-            for folder in known_runs(self._root).values() if self._config.training != "off" else ():
+            for folder in known_runs(self._root).values() if self._config.training_runs != "off" else ():
                 try:
                     if folder.role in ROLES:
                         self._begin(folder.run(), folder)
@@ -91,12 +101,12 @@ class Runs:
 
     # --- what the control API asks -----------------------------------------------------------------------------
 
-    async def join(self, name: str, role: str) -> dict[str, Any]:
+    async def join(self, name: str, role: str) -> JoinRunAnswer:
         """Take part in a run, by its name or the beginning of its hash. Raises SwarmError."""
         if role not in ROLES:
             raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
-        if self._config.training == "off":
-            raise ConfigError('this machine takes no part in training: its setting "training" is "off"')
+        if self._config.training_runs == "off":
+            raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
         run_id = self._find(name)
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
@@ -104,16 +114,16 @@ class Runs:
         known = (folder.folder / "run.bin").is_file()
         run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
-            return {"run": run_id, "name": run.recipe.name, "role": self._taken[run_id].trainer.role}
+            return JoinRunAnswer(run=run_id, name=run.recipe.name, role=self._taken[run_id].trainer.role)
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
         folder.keep_run(run, role)
         if order:
             folder.keep_order(order)
         self._begin(run, folder)
-        return {"run": run_id, "name": run.recipe.name, "role": role}
+        return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role)
 
-    async def leave(self, name: str) -> dict[str, Any]:
+    async def leave(self, name: str) -> LeaveRunAnswer:
         """No longer take part. The state stays on the disk."""
         run_id = self._one_taken(name)
         taken = self._taken[run_id]
@@ -122,9 +132,9 @@ class Runs:
         RunFolder(self._root / run_id).leave()
         self._taken.pop(run_id, None)
         self._directory.announce_soon()
-        return {"run": run_id, "left": True}
+        return LeaveRunAnswer(run=run_id, left=True)
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> dict[str, Any]:
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> OrderAnswer:
         """As its owner: stop a run, let it go on, or name other anchors. Raises ConfigError for anybody else."""
         run_id = self._one_taken(name)
         trainer = self._taken[run_id].trainer
@@ -147,39 +157,39 @@ class Runs:
             raise ConfigError(str(error)) from None
         await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
         self._directory.announce_soon()
-        return {"run": run_id, "state": order.state, "anchors": list(chronicle.anchors)}
+        return OrderAnswer(run=run_id, state=order.state, anchors=tuple(chronicle.anchors))
 
-    async def checkpoint(self, name: str) -> dict[str, Any]:
+    async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
         trainer = self._taken[self._one_taken(name)].trainer
         path = await trainer.save()
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
-        return {"path": path, "layout": [[n, list(s)] for n, s in layout], "update": trainer.ledger.epoch}
+        return CheckpointAnswer(path=path, layout=tuple(layout), update=trainer.ledger.epoch)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunsAnswer:
         """Runs taken part in, and others that the swarm has."""
         taken = []
         for t in self._taken.values():
-            source = {"device": t.source.device, "worker": t.source.pid} if t.source is not None else {}
-            taken.append({**report(t.trainer), **source, "failure": t.failure or t.trainer.trouble})
-        others: dict[str, dict[str, Any]] = {}
-        for record in self._directory.view().runs:
-            if RunId(record.run) not in self._taken:
-                row = others.setdefault(record.run, {"run": record.run, "name": record.name, "peers": 0, "update": 0})
-                row["peers"] += 1
-                row["update"] = max(row["update"], record.epoch)
-        return {"runs": taken, "others": list(others.values()), "training": self._config.training}
+            device, pid = (t.source.device, t.source.pid) if t.source is not None else ("", None)
+            taken.append(report(t.trainer, device, pid, t.failure))
+        view = self._directory.view()
+        others = []
+        for run in dict.fromkeys(RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken):
+            records = view.in_run(run)
+            update = max(r.epoch for r in records)
+            others.append(OtherRunRow(run=run, name=records[0].name, peers=len(records), update=update))
+        return RunsAnswer(runs=tuple(taken), others=tuple(others), training=self._config.training_runs)
 
-    def plan(self, name: str) -> dict[str, Any]:
+    def plan(self, name: str) -> PlanAnswer:
         """Who would reduce what now, and how long a round is expected to take."""
         return plan(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
 
-    def pause(self, name: str, is_paused: bool) -> dict[str, Any]:
+    def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
         taken = self._taken[self._one_taken(name)]
         taken.trainer.pause(is_paused)
         self._directory.announce_soon()
-        return {"run": taken.trainer.run_spec.id, "paused": is_paused}
+        return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
 
     # --- what the daemon asks ----------------------------------------------------------------------------------
 

@@ -16,13 +16,12 @@ import trio
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.node.worker_link import SubprocessWorker, WorkerLost, WorkerProcess
 from swarmd.plan.arrivals import Arrivals
-from swarmd.protocol import messages
+from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import WorkerFailed
 from swarmd.protocol.recipe import Run
-from swarmd.protocol.rounds import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped
 from swarmd.protocol.untrusted import decode
+from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
 from swarmd.train.data import Data
 from swarmd.train.source import Computed, SourceLost
 from swarmd.train.state import Layout, Vector
@@ -122,7 +121,7 @@ class WorkerSource:
         if not self._frames:
             raise WorkerLost(f"no answer for {timeout_s:.0f} s")
         frame = self._frames.pop(0)
-        message = messages.decode_untrusted(frame.header)
+        message = worker.decode(frame.header)
         if isinstance(message, WorkerFailed):
             raise ConfigError(message.message)
         if not isinstance(message, expected):

@@ -37,15 +37,22 @@ class Readable(Protocol):
         """One chunk. Raises Refused when it is not here."""
 
 
+Find = Callable[[ModelId], Readable | None]
+
+
 class Donor:
-    """See the module. ``folders`` is the owner's to fill; ``find`` knows what else a hash may name."""
+    """See the module. ``folders`` is the owner's to fill."""
 
     def __init__(self, folders: dict[ModelId, ModelFolder], pace: Pace) -> None:
-        self.find: Callable[[ModelId], Readable | None] = lambda model: None
+        self._find: Find = lambda model: None
         self.given_bytes: Counter[PeerId] = Counter()
         self._folders = folders
         self._pace = pace
         self._reads = trio.CapacityLimiter(MAX_READS)
+
+    def lend(self, find: Find) -> None:
+        """Give away, too, what ``find`` has under a hash: the state of a training run."""
+        self._find = find
 
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """What a record says: groups of each model, as ranges."""
@@ -56,9 +63,9 @@ class Donor:
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
         """Send what was asked for. Raises Refused."""
-        folder = self._folders.get(ModelId(message.model)) or self.find(ModelId(message.model))
+        folder = self._folders.get(ModelId(message.model)) or self._find(ModelId(message.model))
         if folder is None:
-            raise Refused(Code.NOT_HELD, f"nothing of model {message.model[:12]} is here")
+            raise Refused(Code.NOT_HERE, f"nothing of model {message.model[:12]} is here")
         if isinstance(message, WantManifest):
             async with self._reads:
                 raw = await trio.to_thread.run_sync(lambda: manifests.encode(folder.manifest))

@@ -48,6 +48,8 @@ LIAR_BANNED_S = 600.0
 PATIENCE_S = 180.0
 MANIFEST_TIMEOUT_S = 20.0
 
+LACKS = (Code.NOT_HELD, Code.NOT_HERE)  # refusals that say that a donor has it no more
+
 Donors = Callable[[], dict[PeerId, frozenset[int]]]
 """Who holds which groups at present; may change from call to call."""
 
@@ -230,7 +232,7 @@ class Fetch:
                 self._ban(peer, f"lies: {error}", LIAR_BANNED_S)
             except Refused as error:
                 logger.info("%s does not give group %d: %s", peer, piece.group, error)
-                self._download.failed(peer, piece, holds_group=error.code is not Code.NOT_HELD)
+                self._download.failed(peer, piece, holds_group=error.code not in LACKS)
                 await trio.sleep(LOOK_INTERVAL_S)
             except PeerError as error:
                 self._failures[peer] += 1

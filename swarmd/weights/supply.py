@@ -36,9 +36,10 @@ class Supply:
         pace: Pace,
         in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None,
         use_hub: bool = True,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.library = library
-        self.on_change: Callable[[], None] = lambda: None
+        self._changed = changed
         self._rpc = rpc
         self._view = view
         self._pace = pace
@@ -111,7 +112,7 @@ class Supply:
         finally:
             del self._reserved[target.model]
             self._fetches.pop(target.model, None)
-            self.on_change()
+            self._changed()
         return target
 
     def _kept(self) -> dict[ModelId, frozenset[int]]:

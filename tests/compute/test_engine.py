@@ -14,7 +14,7 @@ from swarmd.compute.history import Budget, Sent
 from swarmd.compute.session import encode_op
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.wire import unpack_untrusted
-from swarmd.protocol import messages
+from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
@@ -60,7 +60,7 @@ class Bench:
 
     def feed(self, raw: bytes) -> None:
         for frame in FrameDecoder().feed_untrusted(raw):
-            for answer in self.engine.take(messages.decode_untrusted(frame.header), frame):
+            for answer in self.engine.take(worker.decode(frame.header), frame):
                 self._note(answer)
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class Bench:
     def _note(self, raw: bytes) -> None:
         self.raw.append(raw)
         (frame,) = FrameDecoder().feed_untrusted(raw)
-        message = messages.decode_untrusted(frame.header)
+        message = worker.decode(frame.header)
         if isinstance(message, Op) and message.tensor is not None:
             self.outputs[message.session].append(unpack_untrusted(message.tensor, frame.payload)[0])
         else:
@@ -210,7 +210,7 @@ def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, 
     old.raw.clear()
     old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
     (frame,) = FrameDecoder().feed_untrusted(old.raw[0])
-    part = messages.decode_untrusted(frame.header)
+    part = worker.decode(frame.header)
     assert isinstance(part, CachePart)
     raw = save({**load(bytes(frame.payload)), **FORGED[what]})
     heir.open(key, inherit="old")

@@ -12,7 +12,7 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training, backward_frames, forward_frames, pieces
 from swarmd.compute.wire import unpack_untrusted, unpack_values_untrusted
 from swarmd.errors import Code
-from swarmd.protocol import messages
+from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -58,14 +58,14 @@ class Bench:
         for raw in raws:
             (frame,) = FrameDecoder().feed_untrusted(raw)
             self.n_sent += 1
-            answers = self.training.take(messages.decode_untrusted(frame.header), frame)
+            answers = self.training.take(worker.decode(frame.header), frame)
             assert answers is not None
             self.hear(list(answers))
 
     def hear(self, raws: list[bytes]) -> None:
         for raw in raws:
             (frame,) = FrameDecoder().feed_untrusted(raw)
-            self.answers.append((messages.decode_untrusted(frame.header), frame.payload))
+            self.answers.append((worker.decode(frame.header), frame.payload))
 
     def run(self) -> list[tuple[AnyMessage, memoryview]]:
         """Compute all that waits; returns what was answered since the last time."""

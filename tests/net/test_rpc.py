@@ -20,7 +20,8 @@ class Anybody:
 
     def admit(self, peer: PeerId, hello: Hello) -> None: ...
 
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None: ...
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        return False
 
     def gone(self, peer: PeerId, purpose: str) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from swarmd.errors import Code, Refused
 from swarmd.node.adapters import Adapters
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.manifest import ADAPTER, CHUNK_BYTES, Entry, Manifest
-from swarmd.protocol.messages import AdapterLoaded
+from swarmd.protocol.worker import AdapterLoaded, WorkerMessage
 from swarmd.values import ModelId
 
 BASE = ModelId("b" * 64)
@@ -25,6 +26,18 @@ def manifest(n_bytes: int = 8, **changes: Any) -> Manifest:
     chunks = (bytes(32),) * -(-n_bytes // CHUNK_BYTES)
     tensors = (Entry("base_model.model.layers.0.q.lora_A.weight", "U8", (n_bytes,), chunks),)
     return Manifest(manifests.VERSION, 0, json.dumps(config), (), tensors)
+
+
+class PlayedWorker:
+    """Loads whatever it is asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def call(self, request: Callable[[int], Any], payload: bytes) -> WorkerMessage:
+        await trio.lowlevel.checkpoint()
+        self.asked.append(request(1).adapter)
+        return AdapterLoaded(re=1)
 
 
 class PlayedSupply:
@@ -66,24 +79,23 @@ async def settle(shelf: Adapters) -> Refused | None:
 async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock, known: Manifest, reason: str) -> None:
     supply = PlayedSupply(known)
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, nursery, trio.sleep_forever)  # type: ignore[arg-type]
+        shelf = Adapters(supply, BASE, PlayedWorker())  # type: ignore[arg-type]
+        await nursery.start(shelf.run)
         refusal = await settle(shelf)
         assert refusal is not None
         assert reason in str(refusal)
         assert not supply.fetched
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_session_waits_until_the_worker_has_its_adapter(virtual_time: MockClock) -> None:
-    supply, sent = PlayedSupply(manifest()), list[bytes]()
-
-    async def send(frame: bytes) -> None:
-        sent.append(frame)
-        shelf.on_loaded(AdapterLoaded(adapter=LORA))
-
+    supply, worker = PlayedSupply(manifest()), PlayedWorker()
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, nursery, send)  # type: ignore[arg-type]
+        shelf = Adapters(supply, BASE, worker)  # type: ignore[arg-type]
+        await nursery.start(shelf.run)
         assert await settle(shelf) is None
         assert supply.fetched == [LORA]
         shelf.forget()
         assert await settle(shelf) is None, "a new worker is given it again"
-    assert len(sent) == 2
+        nursery.cancel_scope.cancel()
+    assert worker.asked == [LORA, LORA]

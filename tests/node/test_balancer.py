@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmd.node.balancer import Balancer
+from swarmd.node.balancer import Balancer, Turnover
 from swarmd.plan.view import RecordBook, SwarmView
 from swarmd.protocol.identity import Membership
 from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, SpanRecord, Verified
@@ -24,7 +24,9 @@ class Stage:
         self.now = 10_000.0
         self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
         self.up_since: dict[str, int] = {}
-        self.balancer = Balancer(self.view, PeerId("me"), lambda: self.now, random.Random(0), 60.0, self._ignore)
+        self.turnover = Turnover(lambda: self.now)
+        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self._ignore)
+        self.balancer = Balancer(self.view, ("me", 0), *world)
 
     async def _ignore(self, _: object) -> bool:
         return True
@@ -46,9 +48,9 @@ class Stage:
         return book.view()
 
     def look(self) -> tuple[Span | None, str]:
-        self.balancer.observe(self.view())
-        decision = self.balancer.look(self.view())
-        return decision.action, decision.reason
+        self.turnover.observe(self.view())
+        decision, _ = self.balancer.look(self.view())
+        return decision.action.span if decision.action else None, decision.reason
 
 
 def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
@@ -91,13 +93,13 @@ def test_the_risk_follows_what_was_seen() -> None:
     for peer, start in (("me", 0), ("a", 3), ("b", 0)):
         stage.add(peer, start, start + 3)
     stage.look()
-    risk = stage.balancer.risk(MODEL, N_BLOCKS)
+    risk = stage.turnover.risk(stage.view(), MODEL, N_BLOCKS)
     assert (risk.lowest, risk.target, risk.gap_chance_within_hour) == (1, 2, None), "nobody has left yet"
     del stage.spans["b"]
     stage.now += 3_600
     stage.look()
-    chance = stage.balancer.risk(MODEL, N_BLOCKS).gap_chance_within_hour
+    chance = stage.turnover.risk(stage.view(), MODEL, N_BLOCKS).gap_chance_within_hour
     assert chance is not None
     assert 0 < chance < 1
     del stage.spans["a"]
-    assert stage.balancer.risk(MODEL, N_BLOCKS).gap_chance_within_hour == 1
+    assert stage.turnover.risk(stage.view(), MODEL, N_BLOCKS).gap_chance_within_hour == 1

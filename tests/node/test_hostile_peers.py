@@ -16,7 +16,7 @@ from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
-from swarmd.node.server import UNUSED_LEASE_S
+from swarmd.node.heartbeat import UNUSED_LEASE_S
 from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
 from swarmd.protocol.fields import Message
@@ -47,9 +47,10 @@ class Attacker:
     def admit(self, peer: PeerId, hello: Hello) -> None:
         self.exchange.admit(peer, hello)
 
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         if isinstance(message, Refusal):
             self.refusals.append(message)
+        return isinstance(message, Refusal)
 
     def gone(self, peer: PeerId, purpose: str) -> None: ...
 
@@ -326,7 +327,8 @@ async def test_an_unknown_codec_is_refused(virtual_time: trio.testing.MockClock)
 
 async def test_a_reservation_that_is_not_used_expires(virtual_time: trio.testing.MockClock) -> None:
     async with scene() as s:
-        ledger = s.swarm.daemons[s.server][0].server.ledger  # type: ignore[union-attr]
+        (hosting,) = s.swarm.daemons[s.server][0].hosts
+        ledger = hosting.server.ledger  # type: ignore[union-attr]
         before = ledger.free_tokens
         await s.attacker.open(s.server, max_tokens=5_000)
         assert ledger.free_tokens == before - 5_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,12 @@ import trio
 
 from swarmd.errors import Code, Refused
 from swarmd.node.lanes import Lanes
+from swarmd.node.server import Served
+from swarmd.node.worker_link import Answer
 from swarmd.protocol import messages
-from swarmd.protocol.frames import FrameDecoder
+from swarmd.protocol import worker as worker_messages
+from swarmd.protocol.fields import Message
+from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -21,13 +25,14 @@ from swarmd.protocol.messages import (
     CloseLane,
     Forward,
     Gradients,
+    Opened,
     OpenLane,
     PutTuned,
     Refusal,
     TensorMeta,
     TunedHeld,
 )
-from swarmd.values import PeerId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 KEY = b"l" * 16
 CLIENT, BEFORE, AFTER, STRANGER = (Identity(bytes([n]) * 32).peer_id for n in range(4))
@@ -43,19 +48,32 @@ class World:
         rpc = SimpleNamespace(existing=self.existing, channel=self.channel, network=SimpleNamespace())
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
-        server = SimpleNamespace(is_draining=False, span=Span(0, 4), require_serving=lambda *_: None)
-        worker = SimpleNamespace(send=self.send, loaded=None, is_online=True)
-        self.server = server
-        self.lanes = Lanes(rpc, exchange, server, worker, limit_bytes)  # type: ignore[arg-type]
+        served = Served(ModelId("m"), Span(0, 4), "float32", limit_bytes)
+        self.server: Any = SimpleNamespace(is_draining=False, served=served, require_serving=lambda *_: None)
+        worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)
+        self.answers: list[Answer] = []
+        self.lanes = Lanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]
+
+    async def deliver(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
+        await self.lanes.handle(peer, message, frame, None)
+
+    async def ask(self, request: Callable[[int], Message], payload: bytes) -> Answer:
+        self.answers.append(Answer())
+        await self.send(messages.framed(request(len(self.answers)), payload))
+        return self.answers[-1]
 
     async def send(self, raw: bytes) -> None:
         (frame,) = FrameDecoder().feed_untrusted(raw)
-        self.to_worker.append(messages.decode_untrusted(frame.header))
+        self.to_worker.append(worker_messages.decode(frame.header))
 
     def existing(self, peer: PeerId, purpose: str) -> Any:
         async def send_raw(raw: bytes) -> None:
             for frame in FrameDecoder().feed_untrusted(raw):
-                self.heard.append((peer, messages.decode_untrusted(frame.header)))
+                message = messages.decode_untrusted(frame.header)
+                if isinstance(message, Opened):
+                    self.opened.append(message)
+                else:
+                    self.heard.append((peer, message))
 
         return SimpleNamespace(send_raw=send_raw, can_send=lambda _: True)
 
@@ -65,16 +83,16 @@ class World:
     async def give(self, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> None:
         """Have ``peer`` send something."""
         (frame,) = FrameDecoder().feed_untrusted(messages.framed(message, payload))
-
-        async def answer(reply: AnyMessage) -> None:
-            self.opened.append(reply)
-
-        channel = SimpleNamespace(peer=peer, is_open=True, send=answer)
+        channel = SimpleNamespace(peer=peer, is_open=True)
         assert await self.lanes.handle(peer, message, frame, channel)  # type: ignore[arg-type]
 
     async def worker_says(self, message: AnyMessage) -> bool:
         (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
-        known = await self.lanes.on_worker_frame(message, frame)
+        if isinstance(message, Refusal):
+            known = self.lanes.take_worker_refusal(message, frame)
+        elif handler := self.lanes.worker_handlers().get(type(message)):
+            known = True
+            await handler(message, frame, False)
         await trio.testing.wait_all_tasks_blocked()
         return known
 
@@ -178,7 +196,8 @@ async def test_parameters_are_answered_to_whoever_gave_them_and_only_the_last_pi
         puts = [m for m in world.to_worker if isinstance(m, PutTuned)]
         assert [bool(put.id) for put in puts] == [False, False, True]
         assert all(put.client == CLIENT.encode() for put in puts)
-        await world.worker_says(TunedHeld(re=puts[-1].id))
+        world.answers[puts[-1].id - 1].arrive(TunedHeld(re=puts[-1].id))
+        await trio.testing.wait_all_tasks_blocked()
         assert world.heard == [(CLIENT, TunedHeld(re=5))]
         assert await refused(world, CLIENT, PutTuned(5, b"v", 3, 9)) is Code.NOT_SERVING
 

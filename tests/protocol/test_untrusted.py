@@ -60,7 +60,8 @@ def test_headers_take_any_bytes(data: bytes) -> None:
         {"t": "op", "session": b"x" * 16, "tensor": [0, 1, 1, "float32", False]},
         {"t": "op", "session": b"x" * 16, "edits": [{"rows": [70_000]}]},
         {"t": "open", "batch": 10**9},
-        {"t": "no such tag"},
+        {"t": 7},
+        {"t": "x" * 200, "id": 1},
         {"t": "hello", "certificate": [b"x"] * 100},
     ],
 )

@@ -41,9 +41,9 @@ def test_loop_of_ones_own_takes_part(tmp_path: Path) -> None:
                     stepped = collaboration.step(len(rows), loss)
                     updates.add(stepped.update)
                     status = collaboration.status()
-                    if len(updates) >= 6 and status["samples_counted"] > 0:
+                    if len(updates) >= 6 and status.samples_counted > 0:
                         break
-                assert status["samples_counted"] > 0, status
+                assert status.samples_counted > 0, status
                 assert all(p.grad is None or not p.grad.any() for p in model.parameters())
         update = run_of(a)["update"]
         wait_update(swarm, [a, b], update + 3)  # the others go on without it

@@ -20,15 +20,15 @@ from swarmd.client.swarm import AsyncSwarm, Membership
 from swarmd.compute.engine import Engine
 from swarmd.compute.history import Budget
 from swarmd.config import Config
-from swarmd.daemon import Daemon
+from swarmd.daemon import Daemon, Member, Surroundings
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker_link import WorkerLost, WorkerProcess
-from swarmd.protocol import frames, manifest, messages, shards
+from swarmd.protocol import frames, manifest, messages, shards, worker
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Loaded, LoadSpan, Measured, Tick
 from swarmd.protocol.records import Catalog, sign_catalog
+from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span
 
 HIDDEN = 4
@@ -116,7 +116,7 @@ class SimWorker:
                 continue
             while self._inbox:
                 frame = self._inbox.popleft()
-                message = messages.decode_untrusted(frame.header)
+                message = worker.decode(frame.header)
                 if isinstance(message, LoadSpan):
                     await trio.sleep(self._load_s)
                     span = ToySpan(Span(message.start, message.end))
@@ -179,21 +179,13 @@ class SimSwarm:
         async def start_worker() -> WorkerProcess:
             return SimWorker(step_s, load_s=2.0)
 
-        daemon = Daemon(
-            self.keys,
-            identity,
-            certificate,
-            Config(blocks=f"{span.start}:{span.end}" if is_fixed else "auto", model="toy", cache_tokens=10**6),
-            {self.model: self.folder},
-            NOWHERE,
-            network,
-            SimRecordStore(self.world, identity.peer_id),
-            self.wall_clock,
-            random.Random(self.rng.random()),
-            start_worker,
-            exchange,
-            self._bootstrap(),
-        )
+        config = Config(blocks=f"{span.start}:{span.end}" if is_fixed else "auto", model="toy", cache_tokens=10**6)
+        folders = {self.model: self.folder}
+        member = Member(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        records = SimRecordStore(self.world, identity.peer_id)
+        rng = random.Random(self.rng.random())
+        world = Surroundings(network, records, self.wall_clock, rng, start_worker)
+        daemon = Daemon(member, config, world, exchange)
         scope = trio.CancelScope()
 
         async def live() -> None:
@@ -215,7 +207,7 @@ class SimSwarm:
     def coverage(self) -> list[int]:
         counts = [0] * self.n_blocks
         for daemon, _, span in self.daemons.values():
-            if daemon.worker is not None and daemon.worker.is_online:
+            if any(hosting.is_online for hosting in daemon.hosts):
                 for block in range(span.start, span.end):
                     counts[block] += 1
         return counts

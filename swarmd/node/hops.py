@@ -1,0 +1,151 @@
+"""The hops that a server holds for others, of sessions and of lanes: who they are, who is next, how frames reach them.
+
+A hop knows its client, its predecessor and its successor, and is found by the block where it starts or ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import trio
+
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.api import Purpose
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Rpc
+from swarmd.plan.session import HopState, Watch
+from swarmd.protocol import messages
+from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.messages import AnyMessage, Refusal
+from swarmd.values import Decision, PeerId, Span
+
+PUSH_TIMEOUT_S = 3.0  # to reach a successor: after it outputs go through the client
+
+Key = tuple[bytes, int]
+"""A hop's session (or lane) and its first block."""
+Deliver = Callable[[PeerId, AnyMessage, Frame], Awaitable[None]]
+"""Hands a frame to whichever hop of this peer it is for. Raises Refused."""
+
+
+@dataclass(slots=True)
+class SessionHop:
+    """One hop of one session on this server. ``successor`` is None when outputs go to the client."""
+
+    state: HopState
+    span: Span
+    successor: PeerId | None
+    push: bool = False
+    watch: Watch = field(default_factory=Watch)
+    told_finished: int = 0
+    told_at: float = 0.0
+    sender: PeerId | None = None
+    suspected: bool = False
+    used_at: float = 0.0
+    why: str = ""
+    inherit_from: PeerId | None = None
+    limit_bytes: int = 0
+    unfinished: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def take_in(self, seq: int, n_bytes: int) -> None:
+        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need."""
+        while self.unfinished and self.unfinished[0][0] <= self.state.finished:
+            self.unfinished.popleft()
+        if sum(n for _, n in self.unfinished) + n_bytes > self.limit_bytes:
+            raise Refused(Code.TOO_LONG, f"more than {self.limit_bytes} B of this session wait to be computed")
+        self.unfinished.append((seq, n_bytes))
+
+
+@dataclass(slots=True)
+class LaneHop:
+    """One hop of one client's lane. ``waiting`` counts the bytes of each frame that its worker has not answered."""
+
+    client: PeerId
+    principal: bytes
+    span: Span
+    predecessor: PeerId
+    successor: PeerId
+    push: bool = False
+    why: str = ""
+    used_at: float = 0.0
+    waiting: dict[tuple[type, int], int] = field(default_factory=dict)
+
+
+HopT = TypeVar("HopT", SessionHop, LaneHop)
+
+
+class Hops(Generic[HopT]):
+    """Hops by session and first block; of those that end at one block the one that was put last is found there."""
+
+    def __init__(self) -> None:
+        self._hops: dict[Key, HopT] = {}
+        self._by_end: dict[Key, Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._hops)
+
+    def __iter__(self) -> Iterator[HopT]:
+        return iter(self._hops.values())
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._hops
+
+    def items(self) -> list[tuple[Key, HopT]]:
+        """All of them at this moment: hops may come and go while a caller goes through them."""
+        return list(self._hops.items())
+
+    def get(self, key: Key) -> HopT | None:
+        return self._hops.get(key)
+
+    def put(self, key: Key, hop: HopT) -> None:
+        self.pop(key)
+        self._hops[key] = hop
+        self._by_end[key[0], hop.span.end] = key
+
+    def pop(self, key: Key) -> HopT | None:
+        hop = self._hops.pop(key, None)
+        if hop is not None and self._by_end.get((key[0], hop.span.end)) == key:  # another hop may end there by now
+            del self._by_end[key[0], hop.span.end]
+        return hop
+
+    def key_ending_at(self, session: bytes, end: int) -> Key | None:
+        return self._by_end.get((session, end))
+
+    def ending_at(self, session: bytes, end: int) -> HopT | None:
+        key = self._by_end.get((session, end))
+        return self._hops.get(key) if key else None
+
+    def touches(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session start or end at a block?"""
+        return (session, block) in self._hops or (session, block) in self._by_end
+
+
+async def reach_successor(
+    rpc: Rpc, exchange: Exchange, purpose: Purpose, hop: tuple[PeerId, PeerId | None], addresses: Iterable[str]
+) -> Decision[bool]:
+    """Find out whether this server can push to the successor of ``hop`` (client, successor), and say so."""
+    client, successor = hop
+    if successor is None or successor == client:
+        return Decision(True, "answers the client")
+    if successor == rpc.network.peer_id:
+        return Decision(True, "the next hop is here too")
+    rpc.network.learn(successor, exchange.addresses_of(successor) or tuple(addresses))
+    try:
+        with trio.fail_after(PUSH_TIMEOUT_S):
+            await rpc.channel(successor, purpose)
+    except (PeerError, trio.TooSlowError) as error:
+        reason = f"{successor[-8:]} cannot be reached from here ({error or 'no answer'})"
+        return Decision(False, f"returns to the client: {reason}")
+    return Decision(True, f"pushes straight to {successor[-8:]}")
+
+
+async def deliver_here(me: PeerId, raw: bytes, deliver: Deliver, refused: Callable[[PeerId, Refusal], object]) -> None:
+    """Hand a frame to the next hop, which is on this peer too; a refusal goes back as it would from another peer."""
+    (frame,) = FrameDecoder().feed_untrusted(raw)
+    message = messages.decode_untrusted(frame.header)
+    try:
+        await deliver(me, message, frame)
+    except Refused as error:
+        refused(me, messages.refusal_for(message, error))

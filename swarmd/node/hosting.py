@@ -1,0 +1,475 @@
+"""One thing that a daemon serves: it chooses blocks, has them fetched and loaded, serves, drains, pauses, and says why.
+
+Everything about one worker is here, and nothing about the others: the daemon holds a list of these (``hosts``). What is
+best to serve is ``plan.placement``'s; when to look again is the balancer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+import swarmd.status as status
+from swarmd.config import Config, Serve
+from swarmd.errors import ConfigError, SwarmError
+from swarmd.net.api import Purpose, TaskStatus
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.balancer import Balancer, Turnover, holder_of
+from swarmd.node.directory import Directory
+from swarmd.node.hops import Deliver
+from swarmd.node.lanes import Lanes
+from swarmd.node.server import Served, Server
+from swarmd.node.store import Store
+from swarmd.node.worker_link import Handlers, Starter, WorkerLink, WorkerStatus
+from swarmd.plan.admission import CacheLedger
+from swarmd.plan.memory import blocks_bytes, blocks_that_fit
+from swarmd.plan.placement import Target, choose_model, choose_span
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import AnyMessage, Refusal
+from swarmd.protocol.tensors import ITEM_BYTES
+from swarmd.protocol.worker import Loaded, LoadSpan
+from swarmd.values import Decision, ModelId, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 4.0  # to see who else is there before choosing
+LOOK_INTERVAL_S = 0.5
+DRAIN_S = 15.0  # for sessions to be taken over elsewhere
+LANES_DRAIN_S = 2.0
+RETRY_S = 5.0  # after blocks could not be had
+ROUND_TRIPS_IN_RECORD = 8
+NEWS_SHARE = 0.2  # of what was announced last: a change that others should know
+
+
+class State(StrEnum):
+    """What a hosting does now."""
+
+    CHOOSING = "choosing"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    ONLINE = "online"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+
+    rpc: Rpc
+    exchange: Exchange
+    directory: Directory
+    store: Store
+    config: Config
+    start_worker: Starter
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    turnover: Turnover
+    spill_folder: str = ""
+
+    @property
+    def me(self) -> PeerId:
+        return self.rpc.network.peer_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What is served while it is served."""
+
+    model: ModelId
+    placement: Decision[Span]
+    server: Server
+    lanes: Lanes
+    worker: WorkerLink
+
+
+class Hosting:
+    """See the module. ``slot`` is its number in this daemon's list; ``deliver`` takes frames for this very peer."""
+
+    def __init__(self, around: Around, wanted: Serve, slot: int, deliver: Deliver) -> None:
+        self.wanted = wanted
+        self.slot = slot
+        self.state = State.CHOOSING
+        self.why = "has not looked yet"
+        self._around = around
+        self._deliver = deliver
+        self._serving: _Serving | None = None
+        self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
+        self._next: tuple[ModelId, Decision[Span]] | None = None  # what a move decided
+        self._paused = ""  # why, while its owner wants nothing served here
+        self._changed_mind = trio.Event()
+        self._left_record: list[dict[str, Any]] = []
+        self._at_most = 0  # blocks; lower once a worker could not load as many
+        self._announced = (-1, 0)  # free cache tokens, sessions that decode
+        view, interval_s = around.directory.view, around.config.balance_interval_s
+        own = (around.me, slot)
+        world = (view, own, around.wall_clock, around.rng, interval_s, around.turnover)
+        self.balancer = Balancer(*world, self._move)
+
+    # --- what the daemon asks --------------------------------------------------------------------------------
+
+    @property
+    def server(self) -> Server | None:
+        return self._serving.server if self._serving else None
+
+    @property
+    def is_online(self) -> bool:
+        return self._serving is not None and self._serving.worker.is_online
+
+    @property
+    def device(self) -> Loaded | None:
+        """What the worker says of its device, once it is loaded."""
+        return self._serving.worker.loaded if self._serving else None
+
+    def n_decoding(self) -> int:
+        return self._serving.server.n_decoding() if self._serving else 0
+
+    def owns(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session, or lane, start or end here at a block?"""
+        serving = self._serving
+        return serving is not None and (serving.server.owns(session, block) or serving.lanes.owns(session, block))
+
+    def holds(self, model: str, start: int, end: int) -> bool:
+        """Are these blocks of a model ("" is any) served here?"""
+        served = self._serving.server.served if self._serving else None
+        return (
+            served is not None and model in ("", served.model) and served.span.start <= start < end <= served.span.end
+        )
+
+    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+        """Act on one message about sessions or fine-tuning; False when it is none. Raises Refused."""
+        serving = self._serving
+        if serving is None:
+            return False
+        return await serving.lanes.handle(peer, message, frame, channel) or await serving.server.handle(
+            peer, message, frame, channel
+        )
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """The last channel of one purpose to a peer has ended."""
+        if self._serving is not None and purpose == "interactive":
+            self._serving.server.peer_gone(peer)
+        elif self._serving is not None and purpose == "training":
+            self._serving.lanes.peer_gone(peer)
+
+    def pause(self, reason: str) -> int:
+        """Serve nothing until ``resume``; returns how many sessions have to be taken over elsewhere."""
+        self._paused = reason
+        self._changed_mind.set()
+        if self._serving is None:
+            self._set(State.PAUSED, reason)
+            return 0
+        return len(self._serving.server.sessions())
+
+    def resume(self) -> None:
+        """Serve again after a pause."""
+        if self._paused:
+            self._paused = ""
+            self._changed_mind.set()
+
+    async def drain(self) -> None:
+        """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
+        if self._serving is None:
+            return
+        n = len(self._serving.server.sessions())
+        self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
+        self._around.directory.announce_soon()  # as draining
+        left = await self._serving.server.drain(DRAIN_S)
+        await self._serving.lanes.drain(LANES_DRAIN_S)
+        logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
+
+    # --- serving ---------------------------------------------------------------------------------------------
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve one span after the other: a move or a pause ends one."""
+        async with trio.open_nursery() as nursery:
+            if self._around.config.balance and self.wanted.span is None:
+                nursery.start_soon(self.balancer.run)
+            task_status.started()
+            while True:
+                self._changed_mind = trio.Event()
+                if self._paused:
+                    self._set(State.PAUSED, self._paused)
+                    await self._changed_mind.wait()
+                    continue
+                await self._until_changed_mind(self._choose_and_serve)
+
+    async def _until_changed_mind(self, serve: Callable[[], Any]) -> None:
+        """Get ready and serve; getting ready is given up as soon as something else is wanted."""
+        async with trio.open_nursery() as nursery:
+            changed_mind = self._changed_mind
+
+            async def give_up() -> None:
+                await changed_mind.wait()
+                if self._serving is None:  # else what is served ends in its own way
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(give_up)
+            await serve()
+            nursery.cancel_scope.cancel()
+
+    async def _choose_and_serve(self) -> None:
+        store = self._around.store
+        model = self._next[0] if self._next else await self._choose_model()
+        try:
+            placement = self._next[1] if self._next else await self._choose_span(model)
+            self._next, self._coming = None, (model, placement.action)
+            store.hold(self.slot, model, placement.action)
+            self._set(State.FETCHING, placement.reason)
+            self._around.directory.announce_soon()
+            folder = await store.supply.ensure(model, placement.action.blocks())
+        except SwarmError as error:  # a disk that is full, or nobody who gives the weights: it may get better
+            logger.warning("cannot serve yet: %s", error)
+            self._set(State.FAILED, str(error))
+            self._coming = None
+            self._around.directory.announce_soon()
+            with trio.move_on_after(RETRY_S):
+                await self._changed_mind.wait()
+        else:
+            logger.info("serving %s", placement.reason)
+            await self._serve(model, placement, folder.folder)
+        finally:
+            self._coming = None
+            store.release(self.slot)
+
+    async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
+        """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
+        around, wanted = self._around, self.wanted
+        limit_bytes = around.config.tuning_mib << 20
+        served = Served(model, placement.action, wanted.dtype, limit_bytes)
+        worker = WorkerLink(around.start_worker, self._load_request(served, folder))
+        ledger, supply = CacheLedger(wanted.cache_tokens), around.store.supply
+        world = (around.rpc, around.exchange)
+        server = Server(*world, served, worker, ledger, supply, self._on_server_change, self._deliver)
+        lanes = Lanes(*world, server, worker, self._deliver)
+
+        async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:
+            if not lanes.take_worker_refusal(refusal, frame):
+                await server.on_worker_refusal(refusal)
+
+        handlers: Handlers = {**server.worker_handlers(), **lanes.worker_handlers(), Refusal: on_refusal}
+        self._set(State.LOADING, f"loading blocks {placement.action}")
+        self._serving = _Serving(model, placement, server, lanes, worker)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.run)
+                await nursery.start(lanes.run)
+                await nursery.start(worker.run, handlers, self._on_worker_change)
+                await self._changed_mind.wait()
+                await self.drain()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._serving = None
+            around.directory.announce_soon()
+
+    def _load_request(self, served: Served, folder: Path) -> LoadSpan:
+        wanted, config = self.wanted, self._around.config
+        return LoadSpan(
+            path=str(folder),
+            model=served.model,
+            start=served.span.start,
+            end=served.span.end,
+            dtype=wanted.dtype,
+            quantize=wanted.quantize,
+            threads=wanted.threads,
+            device=wanted.device,
+            history_bytes=config.history_mib << 20,
+            tuning_bytes=served.limit_bytes,
+            tuning_share=config.tuning_share,
+            spill_folder=self._around.spill_folder,
+        )
+
+    async def _choose_model(self) -> ModelId:
+        """Wait until the catalog lists the model asked for, or any; then the one that needs servers most."""
+        while True:
+            view, wanted = self._around.directory.view(), self.wanted.model
+            here = frozenset(self._around.store.library.folders)
+            choice = choose_model(view.spans, view.catalog.models, wanted, here)
+            if choice.action is not None:
+                model, n_blocks = choice.action
+                if self.wanted.span is not None and self.wanted.span.end > n_blocks:
+                    raise ConfigError(f"--blocks {self.wanted.blocks} exceeds the model's {n_blocks} blocks")
+                return model
+            if choice.reason != self.why:
+                self._set(State.CHOOSING, choice.reason)
+                logger.warning("%s", choice.reason)
+            await trio.sleep(LOOK_INTERVAL_S)
+
+    async def _choose_span(self, model: ModelId) -> Decision[Span]:
+        around, wanted = self._around, self.wanted
+        if wanted.span is not None:
+            return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
+        with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
+            while len(around.directory.view().peers) < 2:
+                await trio.sleep(0.2)
+        manifest = await around.store.supply.manifest(model)
+        n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, wanted.dtype, wanted.quantize)
+        n_fit = blocks_that_fit(psutil.virtual_memory().available, blocks)
+        n_fit = min(n_fit, wanted.max_blocks or n_fit, self._at_most or n_fit)
+        spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
+        own = (around.me, self.slot)
+        holders = [holder_of(s) for s in spans if s.end <= n_blocks and (s.peer, s.slot) != own]
+        speeds = [h.blocks_per_s for h in holders] or [1.0]
+        return choose_span(holders, n_blocks, n_fit, statistics.median(speeds))  # its own is not measured yet
+
+    async def _move(self, target: Decision[Target]) -> bool:
+        """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
+        if self._serving is None:
+            return False
+        logger.info("moving: %s", target.reason)
+        model, span = target.action.model, target.action.span
+        try:
+            placement = Decision(span, target.reason) if span else await self._choose_span(model)
+            await self._around.store.supply.ensure(model, placement.action.blocks())
+        except SwarmError as error:
+            logger.warning("not moving: %s", error)
+            return False
+        self._next = model, Decision(placement.action, target.reason)
+        self._changed_mind.set()
+        return True
+
+    # --- what the worker and the server tell ------------------------------------------------------------------
+
+    async def _on_worker_change(self) -> None:
+        serving = self._serving
+        if serving is None:
+            return
+        worker, server = serving.worker.snapshot(), serving.server
+        is_too_much = worker.state == "failed" and self.wanted.span is None
+        if is_too_much and len(server.served.span) > 1:  # a device may have less memory than the machine
+            self._at_most = len(server.served.span) // 2
+            self._changed_mind.set()
+        if worker.loaded is not None:
+            server.ledger.total_tokens = self._tokens_that_fit(worker.loaded)
+        if self.state is not State.DRAINING:
+            states = {"online": State.ONLINE, "failed": State.FAILED}
+            self._set(states.get(worker.state, State.LOADING), worker.reason)
+        if worker.state != "online":
+            reason = f"the worker of this hop ended: {worker.reason}"
+            server.worker_lost(reason)
+            serving.lanes.worker_lost(reason)
+        self._announced = server.ledger.free_tokens, server.n_decoding()
+        self._around.directory.announce_soon()
+
+    def _tokens_that_fit(self, loaded: Loaded) -> int:
+        """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
+        free = loaded.device_memory_bytes or psutil.virtual_memory().available
+        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.wanted.dtype] * loaded.hidden  # history too
+        return min(self.wanted.cache_tokens, free // 2 // max(1, per_token))
+
+    def _on_server_change(self) -> None:
+        """Room or load may be other than what was announced: tell when that is worth it."""
+        if self._serving is None:
+            return
+        server, (announced, said) = self._serving.server, self._announced
+        free, load = server.ledger.free_tokens, server.n_decoding()
+        is_room_news = abs(free - announced) > NEWS_SHARE * server.ledger.total_tokens
+        if is_room_news or abs(load - said) > max(1, NEWS_SHARE * said):
+            self._announced = free, load
+            self._around.directory.announce_soon()
+
+    def _set(self, state: State, why: str) -> None:
+        self.state, self.why = state, why
+
+    # --- what it says of itself -------------------------------------------------------------------------------
+
+    def records(self) -> list[dict[str, Any]]:
+        """This hosting's SpanRecord, without what all records share."""
+        serving = self._serving
+        if serving is None:
+            if self._coming is None:
+                return self._left_record  # else its last record would be believed until it expires
+            model, blocks = self._coming
+            coming = {"model": model, "start": blocks.start, "end": blocks.end, "dtype": self.wanted.dtype}
+            return [{"kind": "span", "state": "joining", "slot": self.slot, **coming}]
+        server, loaded, config = serving.server, serving.worker.loaded, self._around.config
+        likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
+        nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
+        may_move = config.balance and self.wanted.span is None
+        span = {
+            "kind": "span",
+            "slot": self.slot,
+            "model": serving.model,
+            "start": server.served.span.start,
+            "end": server.served.span.end,
+            "state": self._announced_state(),
+            "dtype": self.wanted.dtype,
+            "numerics": loaded.numerics if loaded else "",
+            "quantize": self.wanted.quantize,
+            "quantization_error": loaded.quantization_error if loaded else None,
+            "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
+            "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
+            "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
+            "n_decoding": server.n_decoding(),
+            "moves_left": self.balancer.moves_left if may_move else 0,
+            "any_model": may_move and not self.wanted.model,
+            "free_cache_tokens": server.ledger.free_tokens,
+            "training_bytes": config.tuning_mib << 20,
+            "training_share": config.tuning_share,
+            "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
+        }
+        self._left_record = [{**span, "state": "draining"}]
+        return [span]
+
+    def _announced_state(self) -> str:
+        """Blocks that cannot be loaded are promised to nobody: others then fill the gap."""
+        if self.state in (State.DRAINING, State.FAILED):
+            return "draining"
+        return "online" if self.is_online else "joining"
+
+    def likely_next(self) -> set[PeerId]:
+        """Who serves the block after this server's last, or the one before its first: the links that chains need."""
+        if self._serving is None:
+            return set()
+        model, span = self._serving.model, self._serving.server.served.span
+        wanted = {span.end, span.start - 1}
+        spans = self._around.directory.view().spans
+        return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
+
+    def snapshot(self) -> status.HostingStatus:
+        serving = self._serving
+        return status.HostingStatus(
+            slot=self.slot,
+            wanted=self.wanted.model or "whatever the swarm lacks",
+            state=str(self.state),
+            why=self.why,
+            serving=self._serving_status(serving) if serving else None,
+            worker=_worker_status(serving.worker.snapshot()) if serving else None,
+            server=serving.server.snapshot() if serving else None,
+            tuning=serving.lanes.snapshot() if serving else None,
+            balance=self.balancer.snapshot(),
+        )
+
+    def _serving_status(self, serving: _Serving) -> status.ServingStatus:
+        catalog, span = self._around.directory.view().catalog, serving.placement.action
+        return status.ServingStatus(
+            model=serving.model,
+            name=catalog.name_of(serving.model),
+            blocks=(span.start, span.end),
+            why=serving.placement.reason,
+        )
+
+    def sessions(self) -> tuple[status.SessionRow, ...]:
+        """One row for each hop that is served."""
+        return self._serving.server.sessions() if self._serving else ()
+
+
+def _worker_status(worker: WorkerStatus) -> status.WorkerStatus:
+    return status.WorkerStatus(
+        state=worker.state,
+        pid=worker.pid,
+        restarts=worker.restarts,
+        why=worker.reason,
+        batching=worker.loaded.batching if worker.loaded else None,
+    )

@@ -1,0 +1,91 @@
+"""KV-cache migration: the caches of a session's hop on their way from this server to another, and from another here.
+
+A server that stops serving sends them, in parts on the bulk channel and in order, when the session's client asks for
+it; the heir opened the hop with ``inherit`` and says when all is in place. docs/protocol.md, "Leaving".
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import trio
+
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.net.rpc import Rpc
+from swarmd.node.hops import Key
+from swarmd.node.outbox import Outbox
+from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
+from swarmd.protocol.fields import Message
+from swarmd.protocol.messages import HandedOver, HandOver, Refusal, framed
+from swarmd.values import PeerId
+
+SEND_TIMEOUT_S = 60.0  # for all caches of one hop
+
+
+class Migrations:
+    """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
+
+    def __init__(self, rpc: Rpc, worker: WorkerLink, outbox: Outbox) -> None:
+        self._rpc = rpc
+        self._worker = worker
+        self._outbox = outbox
+        self._parts: dict[Key, trio.MemorySendChannel[bytes]] = {}
+
+    def is_under_way(self, key: Key) -> bool:
+        return key in self._parts
+
+    async def begin(self, nursery: trio.Nursery, client: PeerId, request: HandOver) -> None:
+        """Have the worker give a hop's caches, and send them on; the client hears how it ended. Raises WorkerLost."""
+        key = request.session, request.start
+        parts, outgoing = trio.open_memory_channel[bytes](math.inf)
+        self._parts[key] = parts
+        try:
+            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+        except WorkerLost:
+            del self._parts[key]
+            raise
+        nursery.start_soon(self._migrate, client, request, answer, outgoing)
+
+    def put(self, key: Key, frame: bytes) -> None:
+        """Take one part that the worker gave."""
+        if key in self._parts:
+            self._parts[key].send_nowait(frame)
+
+    async def _migrate(
+        self, client: PeerId, request: HandOver, answer: Answer, outgoing: trio.MemoryReceiveChannel[bytes]
+    ) -> None:
+        """Send parts as they come; the last thing is the answer for the client, once all parts have left."""
+        said: list[Message] = []
+        failure = f"{request.to[-8:]} took too long to take the caches"
+        with trio.move_on_after(SEND_TIMEOUT_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._close_when_answered, request, answer, said)
+                failure = await self._send_all(PeerId(request.to), outgoing)
+        self._parts.pop((request.session, request.start), None)
+        if failure or not said:
+            said = [Refusal(re=request.id, code=Code.REFUSED.value, message=failure[:500])]
+        self._outbox.tell(client, framed(said[0]))
+
+    async def _close_when_answered(self, request: HandOver, answer: Answer, said: list[Message]) -> None:
+        try:
+            handed = await answer.wait()
+            n_bytes = handed.n_bytes if isinstance(handed, HandedOver) else 0
+            said.append(HandedOver(re=request.id, n_bytes=n_bytes))
+        except Refused as error:
+            said.append(Refusal(re=request.id, code=error.code.value, message=str(error)[:500]))
+        except WorkerLost as error:
+            said.append(Refusal(re=request.id, code=Code.SESSION_LOST.value, message=str(error)[:500]))
+        self._parts[request.session, request.start].close()
+
+    async def _send_all(self, to: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:
+        """Send all parts; returns why that failed, or "". After a failure the rest is taken and dropped."""
+        failure = ""
+        async for part in outgoing:
+            if not failure:
+                try:
+                    channel = await self._rpc.channel(to, "bulk")
+                    await channel.send_raw(part)
+                except PeerError as error:
+                    failure = f"the caches could not be sent to {to[-8:]}: {error}"
+        return failure

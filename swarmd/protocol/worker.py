@@ -1,0 +1,181 @@
+"""What a daemon and its workers say to each other, over a socket that no peer can reach.
+
+The frames are those of the wire, and what peers send about sessions and lanes is passed on as it came; the rest is
+here, and only here: a peer that sends one of these sends a tag that ``messages`` does not know. A request of the
+daemon carries ``id`` and its answer ``re``, in the one id space of its link (node.worker_link).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import RemoteProtocolError
+from swarmd.protocol import messages
+from swarmd.protocol.fields import Block, Count, Message, Name, SessionKey, Text
+
+FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
+Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+
+
+class LoadSpan(Message, tag="load", frozen=True):
+    """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
+
+    path: FilePath = ""
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    dtype: Name = "float32"
+    quantize: Name = "none"
+    threads: Threads = 0
+    device: Name = ""
+    history_bytes: Count = 0
+    tuning_bytes: Count = 0
+    tuning_share: float = 0.0
+    spill_folder: FilePath = ""
+
+
+class LoadAdapter(Message, tag="load_adapter", frozen=True):
+    """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
+
+    id: Count = 0
+    adapter: Name = ""
+    shards: Annotated[tuple[FilePath, ...], msgspec.Meta(max_length=8)] = ()
+
+
+class AdapterLoaded(Message, tag="adapter_loaded", frozen=True):
+    """Worker to daemon: the adapter is ready, or ``failure`` says why it cannot be used."""
+
+    re: Count = 0
+    failure: Text = ""
+
+
+class Measured(Message, tag="measured", frozen=True):
+    """Worker to daemon, at load and now and then: tokens/s of one stream, and the total of ``n`` in one pass."""
+
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    batch_tokens_per_s: dict[int, float] = msgspec.field(default_factory=dict)
+
+
+class Loaded(Message, tag="loaded", frozen=True):
+    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
+
+    device: Text = ""
+    device_memory_bytes: Count | None = None
+    numerics: Name = ""
+    quantization_error: float | None = None
+    hidden: Count = 0
+    layer_arity: Count = 0
+    cache_bytes_per_token: Count = 0
+    batching: Text = ""
+    speed: Measured = Measured()
+
+
+class Done(Message, tag="done", frozen=True):
+    """Worker to daemon: a silent op was executed; nothing travels on."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+
+
+class Tick(Message, tag="tick", frozen=True):
+    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass."""
+
+    handled: Count = 0
+
+
+class WorkerFailed(Message, tag="worker_failed", frozen=True):
+    """Worker to daemon: the load cannot succeed, and why."""
+
+    message: FilePath = ""
+
+
+class LoadRun(Message, tag="load_run", frozen=True):
+    """Daemon to worker: load the model to be trained; the payload is the recipe, as it was signed."""
+
+    path: FilePath = ""
+    threads: Threads = 0
+
+
+class RunLoaded(Message, tag="run_loaded", frozen=True):
+    """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector."""
+
+    device: Text = ""
+    vocabulary: Count = 0
+
+
+class MapRun(Message, tag="map_run", frozen=True):
+    """Daemon to worker: the shared memory, parameters and two sums of gradients; ``init``: write the parameters."""
+
+    path: FilePath = ""
+    init: bool = False
+
+
+class RunMapped(Message, tag="run_mapped", frozen=True):
+    """Worker to daemon: it is in use."""
+
+
+class Compute(Message, tag="compute", frozen=True):
+    """Daemon to worker: add the gradients of rows to a sum and write it to buffer ``into``, or begin with them.
+
+    The payload is int32 tokens [n, t + 1].
+    """
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
+    seed: Count = 0
+    into: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    is_fresh: bool = False
+
+
+class ComputedRows(Message, tag="computed", frozen=True):
+    """Worker to daemon: the sum is written; ``loss`` is the rows' sum, nats a token each."""
+
+    loss: float = 0.0
+
+
+WorkerMessage = (
+    LoadSpan
+    | Loaded
+    | Measured
+    | LoadAdapter
+    | AdapterLoaded
+    | Done
+    | Tick
+    | WorkerFailed
+    | LoadRun
+    | RunLoaded
+    | MapRun
+    | RunMapped
+    | Compute
+    | ComputedRows
+    | messages.Refusal
+    | messages.OpenSession
+    | messages.CloseSession
+    | messages.Op
+    | messages.Replay
+    | messages.Replayed
+    | messages.HandOver
+    | messages.HandedOver
+    | messages.CachePart
+    | messages.Inherited
+    | messages.OpenLane
+    | messages.CloseLane
+    | messages.Forward
+    | messages.Backward
+    | messages.Gradients
+    | messages.PutTuned
+    | messages.TunedHeld
+)
+
+_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def decode(header: bytes) -> WorkerMessage:
+    """Read one header between a daemon and its worker. Raises RemoteProtocolError."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"a header of the worker link does not parse: {error}") from None

@@ -1,0 +1,226 @@
+"""What the owner of this machine may ask its daemon, and what it answers: the control API's other side.
+
+Nothing is decided here: each answer is gathered from whoever knows it (``status`` has the structs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import msgspec
+import psutil
+import trio
+
+import swarmd.status as answers
+from swarmd.errors import ConfigError, NoRoute, PeerError
+from swarmd.home import Home
+from swarmd.node.hosting import Around
+from swarmd.node.hosts import Hosts
+from swarmd.plan.placement import rescues
+from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
+from swarmd.status import ChainRow, PeerRow, SpanRow, ms
+from swarmd.train.runs import Runs
+from swarmd.values import ModelId, Span
+
+
+class Owner:
+    """See the module. ``stop`` ends the daemon."""
+
+    def __init__(self, around: Around, hosts: Hosts, runs: Runs, home: Home | None, stop: Callable[[], None]) -> None:
+        self.runs = runs
+        self.stop = stop
+        self._around = around
+        self._directory = around.directory
+        self._store = around.store
+        self._hosts = hosts
+        self._home = home
+        self._started_at = trio.current_time()
+
+    # --- reading ---------------------------------------------------------------------------------------------
+
+    def status(self) -> answers.DaemonStatus:
+        """Everything that ``swarmd status`` shows."""
+        hosting, view = self._hosts.snapshot(), self._directory.view()
+        first = hosting[0] if hosting else None
+        return answers.DaemonStatus(
+            swarm=self._around.exchange.keys.name,
+            peer=self._around.me,
+            version=version("swarmd"),
+            uptime_s=round(trio.current_time() - self._started_at, 1),
+            addresses=tuple(self._around.rpc.network.addresses()),
+            members=len(view.peers),
+            directory=self._directory.snapshot(),
+            hosting=hosting,
+            serving=first.serving if first else None,
+            worker=first.worker if first else None,
+            cannot_serve=first.why if first and first.state == "failed" and not first.serving else "",
+            downloads=self._store.downloads(),
+            server=first.server if first else None,
+            training=first.tuning if first else None,
+            models=self.models().models,
+            balance=first.balance if first else None,
+            memory_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
+        )
+
+    def peers(self) -> answers.PeersAnswer:
+        """One row for each member that is known, with what it serves."""
+        view, trips = self._directory.view(), self._directory.links.round_trip_s
+        rows = []
+        for peer, record in sorted(view.peers.items()):
+            spans = tuple(
+                SpanRow(
+                    model=view.catalog.name_of(s.model) or s.model,
+                    blocks=(s.start, s.end),
+                    state=s.state,
+                    decode_tokens_per_s=s.decode_tokens_per_s,
+                    prefill_tokens_per_s=s.prefill_tokens_per_s,
+                    free_cache_tokens=s.free_cache_tokens,
+                    training_bytes=s.training_bytes,
+                    training_share=s.training_share,
+                )
+                for s in view.spans
+                if s.peer == peer
+            )
+            rows.append(
+                PeerRow(
+                    peer=peer,
+                    is_self=peer == self._around.me,
+                    addresses=tuple(record.addresses),
+                    version=record.version,
+                    protocol=record.minor,
+                    codecs=record.codecs,
+                    device=record.device,
+                    device_memory_bytes=record.device_memory_bytes,
+                    memory_bytes=record.memory_bytes,
+                    cores=record.cores,
+                    free_disk_bytes=record.free_disk_bytes,
+                    up_bytes_per_s=record.up_bytes_per_s,
+                    down_bytes_per_s=record.down_bytes_per_s,
+                    round_trip_ms=ms(trips.get(peer)),
+                    spans=spans,
+                )
+            )
+        return answers.PeersAnswer(peers=tuple(rows))
+
+    def sessions(self) -> answers.SessionsAnswer:
+        return answers.SessionsAnswer(sessions=self._hosts.sessions())
+
+    def models(self) -> answers.ModelsAnswer:
+        """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
+        view = self._directory.view()
+        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models)}
+        rows = []
+        for name, (model, n_blocks) in sorted(view.catalog.models.items()):
+            known = ModelId(model)
+            risk = self._around.turnover.risk(view, known, n_blocks)
+            rows.append(
+                answers.ModelRow(
+                    name=name,
+                    model=model,
+                    blocks=n_blocks,
+                    coverage=tuple(view.coverage(known, n_blocks)),
+                    missing=tuple((s.start, s.end) for s in view.missing(known, n_blocks)),
+                    help=help_for.get(known, ""),
+                    target=risk.target,
+                    lowest=risk.lowest,
+                    gap_chance_within_hour=risk.gap_chance_within_hour,
+                    **msgspec.structs.asdict(self._store.here(known)),
+                )
+            )
+        return answers.ModelsAnswer(models=tuple(rows))
+
+    def why(self, model: str) -> answers.WhyAnswer:
+        """Explain what is served here, and the chain that would be chosen for a model (or each). Raises ConfigError."""
+        hosting = self._hosts.snapshot()
+        first = hosting[0] if hosting else None
+        serving = first.serving if first else None
+        idle = f"{first.state}: {first.why}" if first else "this daemon serves no blocks"
+        return answers.WhyAnswer(
+            placement=serving.why if serving else idle,
+            balance=first.balance.last_look if first else "this daemon serves no blocks",
+            worker=first.worker.why if first and first.worker else "no worker",
+            hosting=hosting,
+            sessions=self._hosts.sessions(),
+            chains=self._chains(model),
+        )
+
+    def _chains(self, model: str) -> dict[str, ChainRow]:
+        view, me = self._directory.view(), self._around.me
+        rows = {}
+        for name in [model] if model else sorted(view.catalog.models):
+            found = view.model_named(name)
+            if found is None:
+                listed = ", ".join(view.catalog.models) or "none yet"
+                raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
+            spans, wanted = view.serving(found[0]), Span(0, found[1])
+            trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
+            try:
+                route = best_route(spans, wanted, me, trips)
+                rejected = best_rejected(route, spans, wanted, me, trips)
+                rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
+            except NoRoute as error:
+                rows[name] = ChainRow(cost_ms=None, error=str(error))
+        return rows
+
+    def addresses(self) -> answers.AddressesAnswer:
+        book = {self._around.me: self._around.rpc.network.addresses(), **self._directory.address_book()}
+        return answers.AddressesAnswer(addresses={str(p): tuple(a) for p, a in book.items()})
+
+    def downloads(self) -> answers.DownloadsAnswer:
+        return answers.DownloadsAnswer(downloads=self._store.downloads())
+
+    def here(self, model: str) -> answers.HereAnswer:
+        found = self._hash_of(model)
+        return answers.HereAnswer(model=found, **msgspec.structs.asdict(self._store.here(found)))
+
+    async def ping(self, peer: str) -> answers.PingAnswer:
+        """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
+        matches = [p for p in self._directory.view().peers if p.endswith(peer)] if peer else []
+        if len(matches) != 1:
+            raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
+        try:
+            trip_ms = ms(await self._directory.ping(matches[0]))
+            return answers.PingAnswer(peer=matches[0], round_trip_ms=trip_ms, error=None)
+        except PeerError as error:
+            return answers.PingAnswer(peer=matches[0], round_trip_ms=None, error=str(error))
+
+    # --- doing -----------------------------------------------------------------------------------------------
+
+    def pull(self, model: str, blocks: str) -> answers.PullAnswer:
+        """Begin to fetch a model, or some of its blocks and what is around them."""
+        found = self._hash_of(model)
+        self._store.pull(found, Span.parse(blocks) if blocks else None)
+        return answers.PullAnswer(model=found)
+
+    def remove(self, model: str) -> answers.RemoveAnswer:
+        """Delete what was fetched of a model."""
+        n_bytes = self._store.remove(self._hash_of(model))
+        self._directory.announce_soon()
+        return answers.RemoveAnswer(freed_bytes=n_bytes)
+
+    def reload(self) -> answers.ReloadAnswer:
+        """Take over a catalog and models that the command line changed."""
+        if self._home is not None:
+            self._store.library.look(self._home.folders())
+            raw = self._home.catalog_raw()
+            if raw is not None:
+                self._around.exchange.merge_catalog_untrusted(raw)
+            self._directory.announce_soon()
+        return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
+
+    def drain(self, model: str) -> answers.DrainAnswer:
+        """Stop serving; the daemon stays a member and goes on when told to resume."""
+        return answers.DrainAnswer(draining=True, sessions=self._hosts.drain(model))
+
+    def resume(self, model: str) -> answers.ResumeAnswer:
+        """Serve again after a drain."""
+        self._hosts.resume(model)
+        return answers.ResumeAnswer(serving=True)
+
+    def _hash_of(self, name: str) -> ModelId:
+        return self._directory.view().catalog.hash_of(name)
+
+
+def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
+    return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), rejected=rejected)
