@@ -26,6 +26,7 @@ from swarmd.home import Home, by_peer
 from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.standing import Standing
 from swarmd.node.balancer import Turnover
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
@@ -82,7 +83,7 @@ class Daemon:
         network, home = world.network, member.home
         self.network = network
         self.exchange = exchange
-        self.rpc = Rpc(network, self)
+        self.rpc = Rpc(network, self, Standing(world.wall_clock, home.standing_file if home else None))
         self.directory = Directory(
             member.identity,
             member.certificate,

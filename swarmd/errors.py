@@ -34,6 +34,7 @@ class Code(StrEnum):
     NUMERICS_DIFFER = "numerics_differ"
     NOT_HELD = "not_held"
     NOT_HERE = "not_here"
+    BANNED = "banned"
 
     @classmethod
     def _missing_(cls, value: object) -> Code:
@@ -83,6 +84,14 @@ class Refused(PeerError):
 
 class RemoteProtocolError(PeerError):
     """The peer sent bytes that no honest peer sends."""
+
+
+class Forged(RemoteProtocolError):
+    """The peer sent what somebody else is said to have signed, and did not."""
+
+
+class OtherVersion(RemoteProtocolError):
+    """The peer speaks a version of the protocol that this one does not: nobody's fault."""
 
 
 class SwarmUnavailable(SwarmError):

@@ -59,6 +59,11 @@ class Home:
         return self.folder / "peers.json"
 
     @property
+    def standing_file(self) -> Path:
+        """What this machine's daemon holds against others."""
+        return self.folder / "standing.json"
+
+    @property
     def weights(self) -> Path:
         """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
         return self.folder / "weights"
@@ -103,7 +108,7 @@ class Home:
         self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
 
     def leave(self) -> None:
-        for name in ("swarm.json", "node.key", "founder.key", "catalog.bin", "peers.json"):
+        for name in ("swarm.json", "node.key", "founder.key", "catalog.bin", "peers.json", "standing.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     def swarm(self) -> SwarmFile:

@@ -99,6 +99,7 @@ class Owner:
                     down_bytes_per_s=record.down_bytes_per_s,
                     round_trip_ms=ms(trips.get(peer)),
                     spans=spans,
+                    standing=self._around.rpc.standing.row(peer),
                 )
             )
         return answers.PeersAnswer(peers=tuple(rows))
@@ -143,6 +144,7 @@ class Owner:
             hosting=hosting,
             sessions=self._hosts.sessions(),
             chains=self._chains(model),
+            standing=self._around.rpc.standing.rows(),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:

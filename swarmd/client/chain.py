@@ -9,6 +9,7 @@ docs/protocol.md, "Sessions", tells the whole story.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ from functools import partial
 import torch
 import trio
 
-from swarmd.client.links import Exclusions, Link, Repair, Statistics, Swarm, Terms, joined, lacks, suits
+from swarmd.client.links import Declined, Link, Repair, Statistics, Swarm, Terms, joined, lacks, suits
 from swarmd.client.ops import codec_for, cut, read_answer
 from swarmd.client.own import give
 from swarmd.client.requests import Requests
@@ -66,7 +67,7 @@ LOOK_INTERVAL_S = 0.25
 PATIENCE_S = 60.0
 PINNED_PATIENCE_S = 12.0
 RETRY_PAUSE_S = 0.5
-EXCLUDED_FOR_S = 20.0
+LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
 CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
@@ -90,7 +91,7 @@ class ChainSession:
         self._answers: dict[int, tuple[Op, Frame]] = {}
         self._trouble: str | None = None
         self._fatal: Exception | None = None
-        self._excluded = Exclusions()
+        self._declined = Declined()
         self._opened: set[tuple[PeerId, int]] = set()
         self._is_over = self._is_closed = False
         self._quiet_repair: trio.Event | None = None
@@ -119,6 +120,8 @@ class ChainSession:
                 for index, error in failures.items():
                     self._drop(self.links[index], error)
             except NoRoute as error:
+                if reason is not None and self._is_declined_for_good():
+                    raise reason from None
                 reason = reason or error  # what a server said is worth more than that it is left out meanwhile
             if trio.current_time() > deadline:
                 raise reason
@@ -241,7 +244,7 @@ class ChainSession:
         if link is None or link.hop.peer != peer or link.is_leaving:
             return
         link.is_leaving = True
-        self._exclude(peer, "it stops serving")
+        self._declined.add(peer, trio.current_time(), LEAVING_FOR_S)
         self._worry(f"{link.hop} stops serving")
         if not self._is_over and not self._is_closed:
             self._swarm.start_soon(self._repair_quietly)
@@ -281,6 +284,7 @@ class ChainSession:
             self._answered = op.seq
             for link in self.links:  # whoever is in the way of an answer is alive
                 link.watch.on_progress(op.seq, trio.current_time())
+                self._swarm.rpc.standing.did_well(link.hop.peer)
             self._notify()
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
@@ -541,12 +545,13 @@ class ChainSession:
                 raise error
 
     def _route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
-        now, is_last_resort = trio.current_time(), False
+        now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
         spans = self._swarm.view().serving(self.terms.model)
 
         def eligible(span: SpanRecord) -> bool:
             covers = not whole or Span(span.start, span.end).covers(wanted)
-            allowed = self._excluded.allow(PeerId(span.peer), now, is_last_resort)
+            peer = PeerId(span.peer)
+            allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             return covers and allowed and suits(span, self.terms, self._numerics)
 
         client = self._swarm.rpc.network.peer_id
@@ -556,6 +561,20 @@ class ChainSession:
             return find()
         is_last_resort = True
         return find()
+
+    def _is_declined_for_good(self) -> bool:
+        """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""
+        spans = self._swarm.view().serving(self.terms.model)
+
+        def able(span: SpanRecord) -> bool:
+            return not self._declined.is_final(PeerId(span.peer)) and suits(span, self.terms, self._numerics)
+
+        client = self._swarm.rpc.network.peer_id
+        try:
+            best_route(spans, Span(0, self.terms.n_blocks), client, {}, able)
+        except NoRoute:
+            return any(self._declined.is_final(PeerId(s.peer)) for s in spans)
+        return False
 
     # --- small things ----------------------------------------------------------------------------------------
 
@@ -574,7 +593,7 @@ class ChainSession:
     def _lose(self, link: Link, reason: str) -> None:
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
-        self._exclude(link.hop.peer, reason)
+        self._swarm.rpc.standing.leave_out(link.hop.peer, reason)
         self._worry(f"{link.hop}: {reason}")
 
     def _drop(self, link: Link, error: PeerError) -> None:
@@ -584,12 +603,10 @@ class ChainSession:
             return
         link.is_lost = True
         if error.code is not Code.STALE_EPOCH:
-            self._exclude(link.hop.peer, str(error), error.retry_after_s or BUSY_FOR_S)
+            for_s = math.inf if error.code is Code.UNSUPPORTED else error.retry_after_s or BUSY_FOR_S
+            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
+            self._declined.add(link.hop.peer, trio.current_time(), for_s)
         self._worry(f"{link.hop}: {error}")
-
-    def _exclude(self, peer: PeerId, reason: str, for_s: float = EXCLUDED_FOR_S) -> None:
-        logger.info("leaving out %s for %.0f s: %s", peer, for_s, reason)
-        self._excluded.add(peer, trio.current_time(), for_s)
 
     def _worry(self, reason: str) -> None:
         self._trouble = self._trouble or reason

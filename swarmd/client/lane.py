@@ -43,15 +43,23 @@ FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
 class LaneFailed(SwarmError):
     """A micro-batch did not get through.
 
-    ``blame``: whom to leave out, and for how long; ``is_over``: the whole lane; ``is_final``: others will say no too.
+    ``blame``: whom to leave out, and for how long; ``has_declined``: it said no itself, and nothing is held against it;
+    ``is_over``: the whole lane; ``is_final``: others will say no too.
     """
 
     def __init__(
-        self, reason: str, *blame: PeerId, for_s: float = BLAMED_S, is_over: bool = True, is_final: bool = False
+        self,
+        reason: str,
+        *blame: PeerId,
+        for_s: float = BLAMED_S,
+        has_declined: bool = False,
+        is_over: bool = True,
+        is_final: bool = False,
     ) -> None:
         super().__init__(reason)
         self.blame = blame
         self.for_s = for_s
+        self.has_declined = has_declined
         self.is_over = is_over
         self.is_final = is_final
 
@@ -84,7 +92,8 @@ def _failed(hop: Hop, error: PeerError) -> LaneFailed:
     """What a hop's error means for its lane; a refusal says how long to wait, and whether others would refuse too."""
     if not isinstance(error, Refused):
         return LaneFailed(f"{hop}: {error}", hop.peer)
-    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=error.retry_after_s or BLAMED_S, is_final=error.code in FINAL)
+    for_s, is_final = error.retry_after_s or BLAMED_S, error.code in FINAL
+    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=for_s, has_declined=True, is_final=is_final)
 
 
 class Lane:
@@ -392,7 +401,7 @@ class Lane:
         at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
         hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
         blame: tuple[PeerId, ...] = ()
-        for_s, is_over = BLAMED_S, True
+        for_s, is_over, has_declined = BLAMED_S, True, False
         if hop is not None and code is Code.NOT_FINITE:
             blame = self._giver(hop, is_backward)
         elif code is Code.NOT_HELD:
@@ -403,9 +412,16 @@ class Lane:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
-            blame = (hop.peer,)
+            blame, has_declined = (hop.peer,), True
             for_s = wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else BLAMED_S)
-        failure = LaneFailed(f"{hop}: {text}", *blame, for_s=for_s, is_over=is_over, is_final=code in FINAL)
+        failure = LaneFailed(
+            f"{hop}: {text}",
+            *blame,
+            for_s=for_s,
+            has_declined=has_declined,
+            is_over=is_over,
+            is_final=code in FINAL,
+        )
         if is_over:
             self.fail(failure)
         for kind in kinds:

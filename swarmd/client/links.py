@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -10,13 +12,12 @@ from swarmd.client.own import OwnParameters
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
+from swarmd.plan.standing import SECOND_CHANCE_S
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId, Span
-
-SECOND_CHANCE_S = 1.0
 
 
 class Listener(Protocol):
@@ -112,17 +113,28 @@ def lacks(links: list[Link], index: int, seq: int, answered: int, n_blocks: int)
 
 
 @dataclass(slots=True)
-class Exclusions:
-    """Peers that a session leaves out for a while; where nobody else is left, soon given another chance."""
+class Declined:
+    """Servers that told one session no: for a while, or (UNSUPPORTED) for as long as it lives. Nothing is held
+    against them; where nobody else is left, who said it for a while is soon asked again."""
 
     _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+    _strikes: Counter[PeerId] = field(default_factory=Counter)
 
-    def add(self, peer: PeerId, now: float, for_s: float) -> None:
-        self._times[peer] = now, now + for_s
+    def add(self, peer: PeerId, now: float, for_s: float, longest_s: float = 0.0) -> None:
+        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``did_well``."""
+        grown_s = min(longest_s, for_s * 2 ** self._strikes[peer]) if longest_s > for_s else for_s
+        self._strikes[peer] = min(self._strikes[peer] + 1, 32)
+        self._times[peer] = now, now + grown_s
+
+    def did_well(self, peer: PeerId) -> None:
+        self._strikes.pop(peer, None)
 
     def allow(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
         since, until = self._times.get(peer, (0.0, 0.0))
-        return now >= (min(until, since + SECOND_CHANCE_S) if is_last_resort else until)
+        return now >= (min(until, since + SECOND_CHANCE_S) if is_last_resort and until < math.inf else until)
+
+    def is_final(self, peer: PeerId) -> bool:
+        return self._times.get(peer, (0.0, 0.0))[1] == math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 import trio
 
 from swarmd.client.lane import Lane, LaneFailed, MicroBatch
-from swarmd.client.links import Exclusions, Listeners, Swarm, Terms, suits
+from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import Window
@@ -35,7 +35,7 @@ RETRY_PAUSE_S = 0.3
 REFRESH_S = 1.0
 PROBE_TIMEOUT_S = 3.0
 AGAIN_AFTER_S = 20.0
-MAX_BLAMED_S = 600.0
+LONGEST_DECLINED_S = 600.0
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
 WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
@@ -74,8 +74,7 @@ class Pipeline:
         self._terms = terms
         self._lanes: dict[tuple[Hop, ...], Lane] = {}
         self._opening = trio.Lock()
-        self._excluded = Exclusions()
-        self._strikes: Counter[PeerId] = Counter()
+        self._declined = Declined()
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._windows = {False: Window(), True: Window()}
@@ -157,7 +156,8 @@ class Pipeline:
         try:
             result = await work
             for hop in lane.hops:
-                self._strikes.pop(hop.peer, None)
+                self._swarm.rpc.standing.did_well(hop.peer)
+                self._declined.did_well(hop.peer)
             return result
         except LaneFailed as error:
             self._blame(error)
@@ -226,13 +226,14 @@ class Pipeline:
             return lane
 
     def _route(self, n_tokens: int) -> tuple[Hop, ...]:
-        now, is_last_resort = trio.current_time(), False
+        now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
             is_able = span.training_bytes > 0 and span.quantize not in WITHOUT_GRADIENTS
             is_trusted = is_last_resort or peer not in self._suspects
-            allowed = is_trusted and self._excluded.allow(peer, now, is_last_resort)
+            has_declined = not self._declined.allow(peer, now, is_last_resort)
+            allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
             return is_able and allowed and suits(span, self._terms, "")
 
         spans = self._swarm.view().serving(self._terms.model)
@@ -247,11 +248,11 @@ class Pipeline:
     async def _look(self) -> None:
         while self._lanes or self._suspects:
             await trio.sleep(LOOK_INTERVAL_S)
-            now = trio.current_time()
+            standing = self._swarm.rpc.standing
             async with trio.open_nursery() as nursery:
                 for lane in self._lanes.values():
                     nursery.start_soon(lane.look)
-                for peer in [p for p in self._suspects if self._excluded.allow(p, now, False)]:
+                for peer in [p for p in self._suspects if standing.allows(p)]:
                     nursery.start_soon(self._probe, peer)
         self._is_looking = False
 
@@ -261,16 +262,17 @@ class Pipeline:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
         except PeerError:
-            self._excluded.add(peer, trio.current_time(), AGAIN_AFTER_S)
+            self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 
     def _blame(self, failure: LaneFailed) -> None:
         """Leave out whoever is to blame, longer each time until it has done something right."""
         blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
         for peer in blame:
-            self._strikes[peer] += 1
-            for_s = min(MAX_BLAMED_S, failure.for_s * 2 ** (self._strikes[peer] - 1))
-            self._excluded.add(peer, trio.current_time(), for_s)
-            self._suspects.add(peer)
+            if failure.has_declined:
+                self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
+            else:
+                self._swarm.rpc.standing.leave_out(peer, str(failure), failure.for_s)
+                self._suspects.add(peer)
 
     async def _drop(self, lane: Lane) -> None:
         self._listeners.pop(lane.key, None)

@@ -46,6 +46,7 @@ from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop, trips_of
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
@@ -94,7 +95,7 @@ class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
     def __init__(self, membership: Membership, network: Network, wall_clock: Callable[[], float]) -> None:
-        self.rpc = Rpc(network, self)
+        self.rpc = Rpc(network, self, Standing(wall_clock))
         self.exchange = Exchange(membership.keys, wall_clock)
         self.budget = Budget()
         self.supply = Supply(

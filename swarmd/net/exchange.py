@@ -12,8 +12,9 @@ from collections.abc import Callable
 import msgspec
 import trio
 
-from swarmd.errors import Code, IntegrityError, Refused, RemoteProtocolError
+from swarmd.errors import Code, Forged, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.standing import Fault
 from swarmd.plan.view import RecordBook, SwarmView
 from swarmd.protocol import records
 from swarmd.protocol.fields import Count, Text
@@ -99,7 +100,7 @@ class Exchange:
         self._catalog_news = trio.Event()
 
     def merge_body_untrusted(self, payload: memoryview) -> ExchangeBody:
-        """Take all that one frame brought. Raises RemoteProtocolError when any of it is forged."""
+        """Take all that one frame brought. Raises Forged when any of it is."""
         body = decode(payload, ExchangeBody, "a records payload")
         try:
             if body.catalog is not None:
@@ -107,7 +108,7 @@ class Exchange:
             for raw in body.envelopes:
                 self.merge_untrusted(raw)
         except IntegrityError as error:
-            raise RemoteProtocolError(f"records that do not verify: {error}") from None
+            raise Forged(f"records that do not verify: {error}") from None
         return body
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
@@ -121,7 +122,11 @@ class Exchange:
         reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
         if not isinstance(reply, ExchangeReply):
             raise RemoteProtocolError(f"expected an exchange reply, got {type(reply).__name__}")
-        body = self.merge_body_untrusted(frame.payload)
+        try:
+            body = self.merge_body_untrusted(frame.payload)
+        except RemoteProtocolError as error:
+            rpc.standing.fault(peer, Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED, str(error))
+            raise
         wanted = self.book.pick(set(body.want))
         if wanted:
             channel = await rpc.channel(peer, "bulk")

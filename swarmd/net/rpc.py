@@ -9,15 +9,26 @@ by one task for each channel, so a slow handler slows its peer and nobody else.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import trio
 
-from swarmd.errors import Code, IntegrityError, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
+from swarmd.errors import (
+    Code,
+    Forged,
+    IntegrityError,
+    OtherVersion,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    RemoteProtocolError,
+    Unreachable,
+)
 from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
+from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
+from swarmd.plan.standing import Fault
 from swarmd.protocol import frames, messages
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
@@ -148,9 +159,9 @@ class _Reply:
 class Rpc:
     """All channels of one process. ``run`` owns the tasks that read them."""
 
-    def __init__(self, network: Network, guest: Guest) -> None:
+    def __init__(self, network: Network, guest: Guest, standing: Standing | None = None) -> None:
         self.network = network
-        self.faults: Counter[PeerId] = Counter()
+        self.standing = standing or Standing()
         self._guest = guest
         self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
@@ -161,8 +172,10 @@ class Rpc:
             self._nursery = nursery
             for purpose in PURPOSES:
                 self.network.set_handler(purpose, self._acceptor(purpose))
+            nursery.start_soon(self.standing.keep)
             task_status.started()
-            await trio.sleep_forever()
+            while True:
+                await self.network.disconnect(await self.standing.next_banned())
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
         return next((c for c in self._channels.get((peer, purpose), ()) if c.is_open), None)
@@ -177,6 +190,7 @@ class Rpc:
             return found
         if peer == self.network.peer_id:
             raise Unreachable("a peer does not dial itself")
+        self._require_standing(peer)
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
@@ -209,6 +223,12 @@ class Rpc:
             times.append(trio.current_time() - begun)
         return min(times)
 
+    def _require_standing(self, peer: PeerId) -> None:
+        """Have nothing to do with who is banned. Raises Refused."""
+        left_s = self.standing.ban_left_s(peer)
+        if left_s:
+            raise Refused(Code.BANNED, f"{peer} is banned for {left_s:.0f} s more, for what it sent", left_s)
+
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
         channel = Channel(stream, purpose)
@@ -234,6 +254,7 @@ class Rpc:
             channel = Channel(stream, purpose)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
+                    self._require_standing(channel.peer)
                     decoder, early = await self._greet(channel)
                     if len(self._channels.get((channel.peer, purpose), ())) >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
@@ -270,7 +291,7 @@ class Rpc:
         try:
             self._guest.admit(channel.peer, message)
         except IntegrityError as error:
-            self.faults[channel.peer] += 1
+            self.standing.fault(channel.peer, Fault.FORGED, str(error))
             raise RemoteProtocolError(str(error)) from None
 
     def _register(self, channel: Channel) -> None:
@@ -293,8 +314,11 @@ class Rpc:
             while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
                     await self._handle(channel, frame)
+        except OtherVersion as error:
+            logger.info("closing the channel from %s: %s", channel.peer, error)
         except RemoteProtocolError as error:
-            self.faults[channel.peer] += 1
+            kind = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED
+            self.standing.fault(channel.peer, kind, str(error))
             logger.warning("closing the channel from %s: %s", channel.peer, error)
         except Unreachable:
             pass

@@ -174,8 +174,9 @@ class Lanes:
         served, principal = self._server.served, self._exchange.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
-        if not message.start < message.end or not served.span.covers(Span(message.start, message.end)):
-            raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span}")
+        is_held = message.start < message.end and served.span.covers(Span(message.start, message.end))
+        if not is_held or message.model not in ("", served.model):
+            raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span} of {served.model[:12]}")
 
         def request(call_id: int) -> PutTuned:
             return msgspec.structs.replace(message, id=call_id, client=principal)

@@ -10,9 +10,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swarmd.errors import RemoteProtocolError
+from swarmd.errors import OtherVersion, RemoteProtocolError
 
 VERSION = 1
+LAST_VERSION = 15  # that may ever be: beyond it is no other version, but noise
 MINOR = 1  # announced: grows with each message, codec or need that is added
 MAX_HEADER_BYTES = 60_000
 MAX_PAYLOAD_BYTES = 16 * 2**20
@@ -72,7 +73,9 @@ class FrameDecoder:
     def _frame_bytes(self, data: bytes | bytearray, at: int) -> int | None:
         if len(data) - at < PREFIX_BYTES:
             return None
-        version, _, header_bytes, payload_bytes = _PREFIX.unpack_from(data, at)
+        version, reserved, header_bytes, payload_bytes = _PREFIX.unpack_from(data, at)
+        if 0 < version <= LAST_VERSION and version != VERSION and not reserved:
+            raise OtherVersion(f"expected frame version {VERSION}, got {version}: update the older of the two")
         if version != VERSION:
             raise RemoteProtocolError(f"expected frame version {VERSION}, got {version}")
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > self.max_payload_bytes:

@@ -11,6 +11,7 @@ import trio
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.plan.ballot import Acceptor
 from swarmd.plan.ledger import Ledger
+from swarmd.plan.standing import Fault
 from swarmd.protocol import commit as commits
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Run, RunOrder, read_order_untrusted
@@ -95,7 +96,7 @@ class Chronicle:
             try:
                 await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, before))
             except IntegrityError as error:
-                self._world.rpc.faults[peer] += 1
+                self._world.rpc.standing.fault(peer, Fault.FORGED, str(error))
                 logger.warning("commits of %s do not count: %s", peer[-8:], error)
             except PeerError as error:
                 logger.info("no commits from %s: %s", peer[-8:], error)
@@ -173,7 +174,7 @@ class Chronicle:
         try:
             await self.take(await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, before))
         except IntegrityError as error:
-            self._world.rpc.faults[anchor] += 1
+            self._world.rpc.standing.fault(anchor, Fault.FORGED, str(error))
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
         if self.ledger.epoch > before:
             raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")

@@ -199,9 +199,7 @@ class Collaboration:
 
     def _getter(self, layout: Layout) -> Get:
         folder = Path(self._folder.name)
-        return recovery.getter(
-            self._swarm.rpc, folder, layout.dtype, layout.n_elements, Pace(lambda: None), lambda peer: None
-        )
+        return recovery.getter(self._swarm.rpc, folder, layout.dtype, layout.n_elements, Pace(lambda: None))
 
 
 class _LoopSource:

@@ -266,7 +266,7 @@ class Joining:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
             for peer, witnesses in leader.blamed.items():
-                self._members.blame(peer, witnesses, trio.current_time())
+                self._members.blame(peer, witnesses)
             self._pulsing.cancel()
             if self.leader is leader:
                 self.leader = None
@@ -344,7 +344,7 @@ class Joining:
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
             self._nursery.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
-        if self._members.is_shunned(peer, trio.current_time()):
+        if self._members.standing.is_shunned(peer):
             raise Refused(Code.REFUSED, "fault was found with your numbers more than once: you sit out for a while")
         if (left_s := self.retry_at - trio.current_time()) > 0:
             raise Refused(Code.NO_CAPACITY, "fewer samples were there than forecast", left_s)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarmd.net.standing import Standing
 from swarmd.plan.progress import Progress
+from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import RunRecord
 from swarmd.values import PeerId, RunId
 
 SUSPECT_FOR_S = 15.0
 LEADS_FOR_S = 1.5  # after its last sign of life
-SHUNNED_FOR_S = 600.0
-N_BLAMES = 2
-N_BLAMES_KEPT = 8
 
 
 @dataclass(slots=True)
@@ -40,11 +38,11 @@ class Members:
     me: PeerId
     view: Callable[[], SwarmView]
     learn: Callable[[PeerId, tuple[str, ...]], None]
+    standing: Standing
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
-    _blamed: dict[PeerId, deque[tuple[PeerId, float]]] = field(default_factory=dict)  # by whom, and when
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -62,7 +60,7 @@ class Members:
                 if heard is not None:
                     self.vouch(peer)
             is_left_out = self._suspects.get(peer, 0.0) > now or self._distrusted.get(peer) == record.head
-            if not is_left_out and not self.is_shunned(peer, now):
+            if not is_left_out and not self.standing.is_shunned(peer):
                 found[peer] = record
         return found
 
@@ -80,19 +78,17 @@ class Members:
         if peer in self.look(now):
             self._leading[peer] = head, now
 
-    def blame(self, peer: PeerId, witnesses: set[PeerId], now: float) -> None:
+    def blame(self, peer: PeerId, witnesses: set[PeerId]) -> None:
         """In a round that was led here, reducers found fault with a peer's numbers."""
         if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
-            witnesses = {self.me}
-        self._blamed.setdefault(peer, deque(maxlen=N_BLAMES_KEPT)).extend((w, now) for w in witnesses)
+            self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
+            return
+        for witness in sorted(witnesses):  # others may lie: each counts once
+            self.standing.fault(peer, Fault.FAULTY_NUMBERS, f"in a round, says {witness[-8:]}", witness)
 
-    def is_shunned(self, peer: PeerId, now: float) -> bool:
-        """Has a peer lost its standing, since fault was found with its numbers several times of late?"""
-        recent = [w for w, at in self._blamed.get(peer, ()) if now - at < SHUNNED_FOR_S]
-        return recent.count(self.me) + len({*recent} - {self.me}) >= N_BLAMES  # others may lie: each counts once
-
-    def shunned(self, now: float) -> list[PeerId]:
-        return sorted(peer for peer in self._blamed if self.is_shunned(peer, now))
+    def shunned(self) -> list[PeerId]:
+        """Who has lost its standing here, for whatever reason."""
+        return self.standing.shunned()
 
     def distrust(self, peer: PeerId) -> None:
         """It has nothing to show for the commit that it names: do without it until it names another."""

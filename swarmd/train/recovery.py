@@ -18,6 +18,7 @@ import trio
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.recovery import Offer
+from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.fields import Message
 from swarmd.protocol.manifest import Manifest
@@ -47,17 +48,17 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...]], Awaitable[dict[str,
 """Fetches the vectors that a hash names from donors; the names of those vectors are known. Raises SwarmUnavailable."""
 
 
-def getter(rpc: Rpc, folder: Path, dtype: str, n_elements: int, pace: Pace, lied: Callable[[PeerId], None]) -> Get:
+def getter(rpc: Rpc, folder: Path, dtype: str, n_elements: int, pace: Pace) -> Get:
     """The real ``Get``: through a folder, so that a restart goes on where it was."""
 
     async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
         wanted = ModelId(digest.hex())
-        manifest = await fetch_manifest(rpc, wanted, donors, lied)
+        manifest = await fetch_manifest(rpc, wanted, donors)
         _check(manifest, dtype, n_elements, names)
         target = await trio.to_thread.run_sync(folders.create, folder, manifest)
         if 0 not in target.held:
             offers = {peer: frozenset({0}) for peer in donors}
-            fetch = Fetch(rpc, target, {0}, lambda: offers, pace, lied)
+            fetch = Fetch(rpc, target, {0}, lambda: offers, pace)
             await fetch.run()
             logger.info("%s: %s", "snapshot" if len(names) > 1 else "average", fetch.progress())
         path = target.folder / "head.safetensors"
@@ -90,7 +91,7 @@ async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tup
             try:
                 return await _ask_run(rpc, peer, run_id)
             except IntegrityError as error:
-                rpc.faults[peer] += 1
+                rpc.standing.fault(peer, Fault.FORGED, str(error))
                 reasons[peer] = f"{peer[-8:]} lies about the run: {error}"
             except PeerError as error:
                 reasons[peer] = f"{peer[-8:]}: {error}"

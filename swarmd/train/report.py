@@ -68,7 +68,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         last_catch_up_s=trainer.catching_up.last_s if trainer.catching_up else None,
         death_costs_at_most_s=round(joining.longest_wait_s, 2),
         peers=others,
-        shunned=tuple(trainer.members.shunned(now)),
+        shunned=tuple(trainer.members.shunned()),
         device=device,
         worker=worker,
         failure=failure or trainer.trouble,

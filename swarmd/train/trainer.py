@@ -71,7 +71,7 @@ class Trainer:
         self.samples_wasted = 0
         self.state: RunState | None = None
         self.gathered = Gathered()
-        self.members = Members(run.id, self.me, world.view, world.rpc.network.learn)
+        self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
         self._news = News()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news)
         self.ledger = self.chronicle.ledger

@@ -8,7 +8,6 @@ repetition of what it was asked for; what was verified stays on disk whatever ha
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from swarmd.errors import (
 )
 from swarmd.net.rpc import Rpc
 from swarmd.plan.download import Download, Piece, cut
+from swarmd.plan.standing import Fault
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.fields import Message
 from swarmd.protocol.manifest import Manifest
@@ -42,9 +42,8 @@ MAX_DONORS = 8  # at the same time: what is under way is in memory
 WINDOW = 2  # requests under way at each donor: its link is never idle, and little waits for a slow one at the end
 LOOK_INTERVAL_S = 0.5
 STALL_S = 120.0  # for the first piece of a donor whose speed is not known: 4 MiB at 0.3 Mbit/s
-BANNED_S = 2.0  # after a first failure, twice as long after each other one
-LONGEST_BAN_S = 60.0
-LIAR_BANNED_S = 600.0
+LEFT_OUT_S = 2.0  # after a first failure, twice as long after each other one
+LONGEST_LEFT_OUT_S = 60.0
 PATIENCE_S = 180.0
 MANIFEST_TIMEOUT_S = 20.0
 
@@ -79,9 +78,7 @@ class Progress:
         return left / self.bytes_per_s if self.bytes_per_s else None
 
 
-async def fetch_manifest(
-    rpc: Rpc, model: ModelId, donors: Iterable[PeerId], lied: Callable[[PeerId], None] = lambda peer: None
-) -> Manifest:
+async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
     """Ask one donor after the other. Raises SwarmUnavailable when none gives the true one."""
     reasons = []
     for donor in donors:
@@ -92,8 +89,7 @@ async def fetch_manifest(
                 raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
             return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
         except IntegrityError as error:
-            rpc.faults[donor] += 1
-            lied(donor)
+            rpc.standing.fault(donor, Fault.BAD_CHUNK, str(error))
             reasons.append(f"{donor[-8:]} lies: {error}")
         except PeerError as error:
             reasons.append(f"{donor[-8:]}: {error}")
@@ -114,7 +110,6 @@ class Fetch:
         groups: Iterable[int],
         donors: Donors,
         pace: Pace,
-        lied: Callable[[PeerId], None] = lambda peer: None,
         hub: Hub | None = None,
     ) -> None:
         self.groups = frozenset(groups) - target.held
@@ -126,9 +121,6 @@ class Fetch:
         self._parts: dict[int, Part] = {}
         self._unfinished: dict[int, Part] = {}  # each is put in place once
         self._given: dict[PeerId, int] = {}
-        self._banned: dict[PeerId, float] = {}
-        self._failures: Counter[PeerId] = Counter()
-        self._lied = lied
         self._hub = hub
         self._resumed_bytes = 0
         self._done_bytes = 0
@@ -177,7 +169,7 @@ class Fetch:
         serving: dict[PeerId, trio.CancelScope] = {}
         while not self._download.is_done:
             now = trio.current_time()
-            offers = {p: g for p, g in self._donors().items() if self._banned.get(p, 0.0) <= now}
+            offers = {p: g for p, g in self._donors().items() if self._rpc.standing.allows(p)}
             for peer in sorted(offers, key=lambda p: p not in serving)[MAX_DONORS:]:
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:
@@ -227,16 +219,15 @@ class Fetch:
             try:
                 await self._get(peer, piece)
             except IntegrityError as error:
-                self._rpc.faults[peer] += 1
-                self._lied(peer)
-                self._ban(peer, f"lies: {error}", LIAR_BANNED_S)
+                self._rpc.standing.fault(peer, Fault.BAD_CHUNK, str(error))
+                self._give_up(peer, f"lies: {error}")
             except Refused as error:
                 logger.info("%s does not give group %d: %s", peer, piece.group, error)
                 self._download.failed(peer, piece, holds_group=error.code not in LACKS)
                 await trio.sleep(LOOK_INTERVAL_S)
             except PeerError as error:
-                self._failures[peer] += 1
-                self._ban(peer, str(error), min(LONGEST_BAN_S, BANNED_S * 2 ** (self._failures[peer] - 1)))
+                self._rpc.standing.leave_out(peer, str(error), LEFT_OUT_S, LONGEST_LEFT_OUT_S)
+                self._give_up(peer, str(error))
 
     async def _get(self, peer: PeerId, piece: Piece) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
@@ -264,6 +255,7 @@ class Fetch:
         finally:
             self._done_bytes += written
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
+        self._rpc.standing.did_well(peer)
         self._fed_at = trio.current_time()
         with trio.CancelScope(shield=True):  # its donor may be given up meanwhile
             self._download.arrived(peer, piece, self._fed_at)
@@ -282,9 +274,8 @@ class Fetch:
             return STALL_S
         return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked) / giver.bytes_per_s)
 
-    def _ban(self, peer: PeerId, reason: str, for_s: float) -> None:
-        logger.warning("leaving out the donor %s: %s", peer, reason)
-        self._banned[peer] = trio.current_time() + for_s
+    def _give_up(self, peer: PeerId, reason: str) -> None:
+        logger.warning("doing without the donor %s: %s", peer, reason)
         self._download.leaves(peer)
         self._notify()
 

@@ -13,7 +13,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.manifest import Manifest
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
-from swarmd.weights.fetch import LIAR_BANNED_S, Fetch, Progress, fetch_manifest
+from swarmd.weights.fetch import Fetch, Progress, fetch_manifest
 from swarmd.weights.folder import ModelFolder, disk_bytes
 from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.library import Library
@@ -48,7 +48,6 @@ class Supply:
         self._locks: dict[ModelId, trio.Lock] = {}
         self._fetches: dict[ModelId, Fetch] = {}
         self._reserved: dict[ModelId, frozenset[int]] = {}
-        self._liars: dict[PeerId, float] = {}
 
     def progress(self) -> list[Progress]:
         """The downloads under way."""
@@ -65,7 +64,7 @@ class Supply:
         holders = self._holders(model)
         for peer in holders:
             self._rpc.network.learn(peer, self._addresses(peer))
-        return await fetch_manifest(self._rpc, model, holders, self._on_lie)
+        return await fetch_manifest(self._rpc, model, holders)
 
     async def ensure(self, model: ModelId, groups: Iterable[int] | None = None) -> ModelFolder:
         """Have groups of a model (None: all of it) on this disk; returns the folder to load them from.
@@ -105,7 +104,7 @@ class Supply:
             def donors() -> dict[PeerId, frozenset[int]]:
                 return {**self._donors(target), **everywhere}
 
-            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, self._on_lie, hub)
+            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
             logger.info("model %s: %s", target.model[:12], fetch.progress())
@@ -122,12 +121,10 @@ class Supply:
         used = self._in_use()
         return {m: used.get(m, frozenset()) | self._reserved.get(m, frozenset()) for m in {*used, *self._reserved}}
 
-    def _on_lie(self, peer: PeerId) -> None:
-        self._liars[peer] = trio.current_time() + LIAR_BANNED_S
-
     def _holders(self, model: ModelId) -> list[PeerId]:
-        left_out = {self._rpc.network.peer_id, *(p for p, until in self._liars.items() if until > trio.current_time())}
-        return sorted(p for p, record in self._view().peers.items() if p not in left_out and model in record.holds)
+        me, standing = self._rpc.network.peer_id, self._rpc.standing
+        held = (p for p, record in self._view().peers.items() if model in record.holds)
+        return sorted(p for p in held if p != me and not standing.is_shunned(p))
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
         found = {}

@@ -14,6 +14,7 @@ from swarmd.client.links import Terms
 from swarmd.compute.history import Budget
 from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Unreachable
+from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
@@ -38,6 +39,7 @@ class PlayedSwarm:
         self.rpc: Any = self
         self.network: Any = self
         self.peer_id = PeerId("me")
+        self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
         self.received: dict[PeerId, int] = {}

@@ -21,6 +21,7 @@ from swarmd.client.pipeline import Pipeline, Ticket
 from swarmd.compute.training import backward_frames, forward_frames
 from swarmd.compute.wire import unpack_untrusted, unpack_values_untrusted
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
+from swarmd.net.standing import Standing
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
@@ -106,6 +107,7 @@ class World:
     away: set[PeerId] = field(default_factory=set)
     listeners: dict[bytes, Any] = field(default_factory=dict)
     nursery: trio.Nursery | None = None
+    standing: Standing = field(default_factory=Standing)
 
     # the rpc
     peer_id = PeerId("me")
@@ -242,7 +244,7 @@ async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_eac
             await both_ways(lanes, batches(4))
             assert trio.current_time() - begun < 24
             await trio.sleep(30)
-        assert lanes._strikes == {"mute": 3}, "it was tried in the first, the second and the fourth round"
+        assert world.standing.strikes(PeerId("mute")) == 3, "it was tried in the first, the second and the fourth round"
 
 
 async def test_an_unreachable_peer_costs_one_wait_not_one_for_each_micro_batch(virtual_time: MockClock) -> None:

@@ -207,7 +207,7 @@ async def test_garbage_ends_that_channel_only(virtual_time: trio.testing.MockClo
         await trio.sleep(1)
         assert not channel.is_open
         daemon = s.swarm.daemons[s.server][0]
-        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
+        assert daemon.rpc.standing.count(s.attacker.identity.peer_id) == 1
 
 
 async def test_half_a_frame_and_silence_holds_nobody_up(virtual_time: trio.testing.MockClock) -> None:
@@ -239,7 +239,7 @@ async def test_a_peer_that_answers_a_dial_with_another_ones_certificate_is_a_pee
         await trio.sleep(1)
         with pytest.raises(PeerError, match="was issued to"):
             await daemon.rpc.channel(s.attacker.identity.peer_id, "bulk")
-        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
+        assert daemon.rpc.standing.count(s.attacker.identity.peer_id) == 1
 
 
 async def test_one_peer_opens_few_channels_and_announces_few_records(virtual_time: trio.testing.MockClock) -> None:
@@ -288,7 +288,7 @@ async def test_records_of_others_cannot_be_forged(virtual_time: trio.testing.Moc
         await trio.sleep(1)
         daemon = s.swarm.daemons[s.server][0]
         assert daemon.directory.view().peers[s.server].sequence < 2**50
-        assert daemon.rpc.faults[s.attacker.identity.peer_id] == 1
+        assert daemon.rpc.standing.count(s.attacker.identity.peer_id) == 1
 
 
 async def test_caches_from_a_stranger_or_for_no_heir_are_refused(virtual_time: trio.testing.MockClock) -> None:

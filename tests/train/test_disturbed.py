@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import Refused
+from swarmd.plan import standing
 from swarmd.plan.progress import leader_order
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
-from swarmd.train import members
 from swarmd.train.leader import Leader, Outcome, RoundFailed
 from swarmd.train.state import Vector
 from swarmd.values import PeerId
@@ -42,13 +42,13 @@ async def test_whoever_gives_faulty_numbers_again_loses_its_standing(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it, follows it or counts on its samples any more; after a while it may try again."""
-    monkeypatch.setattr(members, "SHUNNED_FOR_S", 90.0)
+    monkeypatch.setattr(standing, "HALF_LIFE_S", 90.0)
     async with training(seed=14, n=3) as world:
         honest = world.trainers()
         liar = world.add()
         assert liar.source is not None
         liar.source.spoil = lambda v: v * math.nan
-        while not all(m.trainer.members.shunned(trio.current_time()) == [liar.peer] for m in honest):
+        while not all(m.trainer.members.shunned() == [liar.peer] for m in honest):
             await trio.sleep(1)
         await world.pace(4)
         last = [m.trainer.joining.counters.last for m in honest]
@@ -89,9 +89,7 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
         liar.trainer.joining._tell = blame  # type: ignore[method-assign]
         await world.pace(8)
         assert all({m.peer for m in honest} <= peers for peers in world.contributors(7))
-        assert not any(m.trainer.members.shunned(trio.current_time()) for m in world.trainers()), (
-            "one word is not enough"
-        )
+        assert not any(m.trainer.members.shunned() for m in world.trainers()), "one word is not enough"
 
 
 async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) -> None:

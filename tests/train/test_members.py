@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from swarmd.net.standing import Standing
+from swarmd.plan.standing import HALF_LIFE_S
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import Catalog
-from swarmd.train.members import SHUNNED_FOR_S, Members
+from swarmd.train.members import Members
 from swarmd.values import PeerId, RunId
 
 ME, A, B, ACCUSED = (PeerId(name) for name in ("me", "a", "b", "accused"))
@@ -27,9 +29,12 @@ ME, A, B, ACCUSED = (PeerId(name) for name in ("me", "a", "b", "accused"))
 )
 def test_standing_is_lost_by_what_is_seen_here_or_said_by_several(rounds: list[set[PeerId]], is_shunned: bool) -> None:
     view = SwarmView({}, (), Catalog(), ())
-    members = Members(RunId("run"), ME, lambda: view, lambda peer, addresses: None)
-    for at, witnesses in enumerate(rounds):
-        members.blame(ACCUSED, witnesses, float(at))
-    assert members.is_shunned(ACCUSED, 10.0) is is_shunned
-    assert members.shunned(10.0) == [ACCUSED] * is_shunned
-    assert not members.is_shunned(ACCUSED, 10.0 + SHUNNED_FOR_S)
+    now = 0.0
+    members = Members(RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: now))
+    for witnesses in rounds:
+        members.blame(ACCUSED, witnesses)
+        now += 1.0
+    now = 10.0
+    assert members.shunned() == [ACCUSED] * is_shunned
+    now += HALF_LIFE_S
+    assert not members.shunned()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerTimeout, Refused, SwarmUnavailable, Unreachable
+from swarmd.net.standing import Standing
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
 from swarmd.values import PeerId
@@ -69,7 +69,7 @@ class PlayedDonor:
 class PlayedRpc:
     def __init__(self, donors: dict[PeerId, PlayedDonor]) -> None:
         self.donors = donors
-        self.faults: Counter[PeerId] = Counter()
+        self.standing = Standing()
 
     async def call(self, peer: PeerId, request: Any, timeout_s: float, purpose: str) -> Any:
         assert purpose == "weights"
@@ -112,8 +112,8 @@ async def test_a_liar_loses_standing_and_the_rest_goes_on(
     liar.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
     rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
     await fetch_of(rpc, target).run()
-    assert rpc.faults[A] >= 1
-    assert not rpc.faults[B]
+    assert rpc.standing.count(A) >= 1
+    assert not rpc.standing.count(B)
     assert target.held == ALL
     assert not target.damaged()
 
@@ -138,7 +138,7 @@ async def test_one_byte_short_is_a_lie(virtual_time: MockClock, whole: ModelFold
     short.spoil = lambda data: data[:-1]
     rpc = PlayedRpc({A: short, B: PlayedDonor(whole, 50)})
     await fetch_of(rpc, target).run()
-    assert rpc.faults[A] >= 1
+    assert rpc.standing.count(A) >= 1
     assert target.held == ALL
 
 
@@ -153,7 +153,7 @@ async def test_groups_come_from_whoever_holds_them(
     rpc = PlayedRpc(donors)
     await fetch_of(rpc, target).run()
     assert target.held == ALL
-    assert not rpc.faults
+    assert not rpc.standing.shunned()
 
 
 async def test_what_nobody_holds_is_named_and_the_rest_is_kept(
@@ -190,7 +190,7 @@ async def test_a_manifest_is_taken_from_who_tells_the_truth(virtual_time: MockCl
     rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
     found = await fetch_manifest(rpc, whole.model, [A, B])  # type: ignore[arg-type]
     assert found == whole.manifest
-    assert rpc.faults == {A: 1}
+    assert (rpc.standing.count(A), rpc.standing.count(B)) == (1, 0)
     with pytest.raises(SwarmUnavailable, match="lies: a manifest that is not"):
         await fetch_manifest(rpc, whole.model, [A])  # type: ignore[arg-type]
 

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swarmd.errors import SwarmUnavailable, Unreachable
+from swarmd.net.standing import Standing
 from swarmd.weights import fetch
 from swarmd.weights import folder as files
 from swarmd.weights.fetch import Fetch
@@ -54,7 +56,7 @@ def served(whole: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
 
 def fetch_of(target: ModelFolder, groups: frozenset[int], source: str = SOURCE) -> Fetch:
-    rpc: Any = None
+    rpc: Any = SimpleNamespace(standing=Standing())
     hub = Hub(source, target.manifest)
     return Fetch(rpc, target, groups, lambda: {HUB: ALL}, Pace(lambda: None), hub=hub)
 

@@ -1,0 +1,178 @@
+"""The one place where a process remembers what it has seen of others: faults, bans, and whom it leaves out for now.
+
+Rpc, donors, sessions, lanes and rounds tell it and ask it; the rules are ``plan.standing``'s. What is held against a
+peer survives a restart; that one was left out for a moment does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmd.plan.standing import Fault, Seen, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.status import FaultRow, StandingRow
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 4_096
+LEFT_OUT_S = 20.0  # after a first silence
+LONGEST_LEFT_OUT_S = 600.0
+SAVE_INTERVAL_S = 10.0
+
+
+class Standing:
+    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
+
+    def __init__(self, clock: Callable[[], float] = trio.current_time, file: Path | None = None) -> None:
+        self._clock = clock
+        self._file = file
+        self._seen: dict[PeerId, Seen] = self._read()
+        self._banned: list[PeerId] = []
+        self._news = trio.Event()
+        self._is_saved = True
+
+    # --- what is told ----------------------------------------------------------------------------------------
+
+    def fault(self, peer: PeerId, kind: Fault, why: str, witness: str = "") -> None:
+        """A peer did something wrong, seen here or (``witness``) said by another."""
+        decision = note(self._of(peer), kind, why, self._clock(), witness)
+        self._is_saved = False
+        if decision.action:
+            logger.warning("%s is %s", peer, decision.reason)
+            self._banned.append(peer)
+            self._news.set()
+
+    def leave_out(
+        self, peer: PeerId, why: str, for_s: float = LEFT_OUT_S, longest_s: float = LONGEST_LEFT_OUT_S
+    ) -> None:
+        """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
+        seen, now = self._of(peer), self._clock()
+        note(seen, Fault.SILENT, why, now)
+        until = leave_out(seen, now, for_s, longest_s)
+        logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
+
+    def did_well(self, peer: PeerId) -> None:
+        """A peer did what was asked of it."""
+        seen = self._seen.get(peer)
+        if seen is not None:
+            seen.strikes = 0
+
+    async def next_banned(self) -> PeerId:
+        """Wait for somebody to be banned."""
+        while not self._banned:
+            self._news = trio.Event()
+            await self._news.wait()
+        return self._banned.pop(0)
+
+    # --- what is asked ---------------------------------------------------------------------------------------
+
+    def allows(self, peer: PeerId, is_last_resort: bool = False) -> bool:
+        """May this peer be used now?"""
+        seen = self._seen.get(peer)
+        return seen is None or is_allowed(seen, self._clock(), is_last_resort)
+
+    def is_shunned(self, peer: PeerId) -> bool:
+        """Has this peer lost its standing, whether it is there or not?"""
+        seen = self._seen.get(peer)
+        return seen is not None and is_shunned(seen, self._clock())
+
+    def shunned(self) -> list[PeerId]:
+        return sorted(peer for peer in self._seen if self.is_shunned(peer))
+
+    def ban_left_s(self, peer: PeerId) -> float:
+        """For how long a peer is banned from now on; 0 is not at all."""
+        seen = self._seen.get(peer)
+        return max(0.0, seen.banned_until - self._clock()) if seen is not None else 0.0
+
+    def strikes(self, peer: PeerId) -> int:
+        """How often in a row it was left out, without having done something right."""
+        seen = self._seen.get(peer)
+        return 0 if seen is None else seen.strikes
+
+    def count(self, peer: PeerId, *kinds: Fault) -> int:
+        """How many faults of some kinds (or any that weighs something) were seen of a peer."""
+        seen = self._seen.get(peer)
+        wanted = kinds or tuple(set(Fault) - {Fault.SILENT})
+        return 0 if seen is None else sum(n for kind, (n, _) in seen.faults.items() if kind in wanted)
+
+    def row(self, peer: PeerId) -> StandingRow | None:
+        """What people are shown of a peer; None when nothing was ever seen."""
+        seen, now = self._seen.get(peer), self._clock()
+        if seen is None or not seen.faults:
+            return None
+        faults = tuple(
+            FaultRow(kind=str(kind), count=count, weight=round(seen.weight(kind, now), 3))
+            for kind, (count, _) in sorted(seen.faults.items())
+        )
+        left_s = round(self.ban_left_s(peer), 1)
+        return StandingRow(score=round(seen.score(now), 3), banned_s=left_s, why=seen.why, faults=faults)
+
+    def rows(self) -> dict[str, StandingRow]:
+        """All who are left out or banned now, with the reason."""
+        out = [peer for peer in sorted(self._seen) if not self.allows(peer)]
+        return {str(peer): row for peer in out if (row := self.row(peer)) is not None}
+
+    # --- between runs ----------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Write what is held against others to the file now and then, until cancelled, and at the end."""
+        try:
+            while True:
+                await trio.sleep(SAVE_INTERVAL_S)
+                self._save()
+        finally:
+            self._save()
+
+    def _save(self) -> None:
+        if self._file is None or self._is_saved:
+            return
+        rows = {
+            peer: _Row(
+                faults={kind: pair for kind, pair in seen.faults.items() if kind is not Fault.SILENT},
+                at=seen.at,
+                why=seen.why,
+                banned_until=seen.banned_until,
+                n_bans=seen.n_bans,
+            )
+            for peer, seen in self._seen.items()
+            if self.count(peer)
+        }
+        new = self._file.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(rows))
+            new.replace(self._file)
+            self._is_saved = True
+        except OSError as error:
+            logger.warning("cannot keep what was seen of others in %s: %s", self._file, error.strerror)
+
+    def _read(self) -> dict[PeerId, Seen]:
+        if self._file is None or not self._file.is_file():
+            return {}
+        try:
+            rows = msgspec.json.decode(self._file.read_bytes(), type=dict[str, _Row])
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("ignoring %s: it does not parse (%s)", self._file, error)
+            return {}
+        return {PeerId(peer): Seen(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
+
+    def _of(self, peer: PeerId) -> Seen:
+        if peer not in self._seen and len(self._seen) >= MAX_PEERS:
+            now = self._clock()
+            least = min(self._seen, key=lambda p: (is_banned(self._seen[p], now), self._seen[p].score(now)))
+            del self._seen[least]
+        return self._seen.setdefault(peer, Seen(at=self._clock()))
+
+
+class _Row(msgspec.Struct):
+    """One peer as it is written down."""
+
+    faults: dict[Fault, tuple[int, float]]
+    at: float
+    why: str
+    banned_until: float
+    n_bans: int

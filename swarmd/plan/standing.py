@@ -1,0 +1,126 @@
+"""What a peer's faults are worth: weights, decay, when it is left out, and when and for how long it is banned.
+
+Pure rules over one record a peer; ``net.standing`` keeps them. What honest peers do under load, what they relay and
+what tells their version from another one is no fault: there is no kind for it. docs/protocol.md, "Standing".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swarmd.values import Decision
+
+HALF_LIFE_S = 600.0  # of a fault's weight
+LEFT_OUT_ABOVE = 1.0  # one accident is not enough, two within a half-life are
+BANNED_ABOVE = 2.0
+FIRST_BAN_S = 60.0  # doubles with each ban
+LONGEST_BAN_S = 86_400.0
+BANS_FORGOTTEN_S = 86_400.0  # without another one
+SECOND_CHANCE_S = 1.0  # for who alone holds what is needed
+MAX_WITNESSES = 64
+
+
+class Fault(StrEnum):
+    """What a peer can do wrong."""
+
+    MALFORMED = "malformed"
+    FORGED = "forged"
+    BAD_CHUNK = "bad_chunk"
+    FAULTY_NUMBERS = "faulty_numbers"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``weight`` of one fault of a kind; with ``bans`` it counts towards a ban."""
+
+    weight: float
+    bans: bool
+    meaning: str
+
+
+RULES: Mapping[Fault, Rule] = {
+    Fault.MALFORMED: Rule(0.5, True, "bytes that no honest peer sends"),
+    Fault.FORGED: Rule(1.0, True, "a signature, certificate or commit that does not verify"),
+    Fault.BAD_CHUNK: Rule(2.0, True, "weights or state that are not what their hash says"),
+    Fault.FAULTY_NUMBERS: Rule(1.0, False, "gradients or averages that cannot be right, seen here or said by several"),
+    Fault.SILENT: Rule(0.0, False, "no sign of life while something was outstanding: left out for a while, no more"),
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one peer: faults by kind as (count, weight as of ``at``), and what follows from them.
+
+    ``out_since`` and ``out_until`` say when it is left out though nothing is held against it; ``strikes`` counts how
+    often that was, since it last did something right.
+    """
+
+    faults: dict[Fault, tuple[int, float]] = field(default_factory=dict)
+    at: float = 0.0
+    why: str = ""
+    strikes: int = 0
+    out_since: float = 0.0
+    out_until: float = 0.0
+    banned_until: float = 0.0
+    n_bans: int = 0
+    witnesses: dict[str, float] = field(default_factory=dict)
+
+    def weight(self, kind: Fault, now: float) -> float:
+        """What the faults of a kind weigh by now."""
+        decay: float = 0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S)
+        return self.faults.get(kind, (0, 0.0))[1] * decay
+
+    def score(self, now: float) -> float:
+        return sum(self.weight(kind, now) for kind in self.faults)
+
+
+def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
+    """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
+    if witness:
+        heard = seen.witnesses.get(f"{kind}/{witness}", -HALF_LIFE_S)
+        if now - heard < HALF_LIFE_S or len(seen.witnesses) >= MAX_WITNESSES:
+            return Decision(False, f"{witness[-8:]} has said so before")
+        seen.witnesses[f"{kind}/{witness}"] = now
+    weights = {k: (count, seen.weight(k, now)) for k, (count, _) in seen.faults.items()}
+    count, weight = weights.get(kind, (0, 0.0))
+    seen.faults, seen.at = {**weights, kind: (count + 1, weight + RULES[kind].weight)}, now
+    seen.why = f"{kind}: {why}"[:300]
+    counted = sum(w for k, (_, w) in seen.faults.items() if RULES[k].bans)
+    if counted <= BANNED_ABOVE or is_banned(seen, now):
+        return Decision(False, seen.why)
+    if now - seen.banned_until > BANS_FORGOTTEN_S:
+        seen.n_bans = 0
+    ban_s = min(LONGEST_BAN_S, FIRST_BAN_S * 2**seen.n_bans)
+    seen.n_bans += 1
+    seen.banned_until = now + ban_s
+    seen.faults = {k: (count, 0.0 if RULES[k].bans else w) for k, (count, w) in seen.faults.items()}
+    return Decision(True, f"banned for {ban_s:.0f} s, for the {seen.n_bans}. time: {seen.why}")
+
+
+def leave_out(seen: Seen, now: float, for_s: float, longest_s: float) -> float:
+    """Do without a peer for a while, twice as long each time until it does something right; returns until when."""
+    grown_s = min(longest_s, for_s * 2**seen.strikes) if longest_s > for_s else for_s
+    seen.strikes = min(seen.strikes + 1, 32)
+    seen.out_since, seen.out_until = now, now + grown_s
+    return seen.out_until
+
+
+def is_banned(seen: Seen, now: float) -> bool:
+    return now < seen.banned_until
+
+
+def is_shunned(seen: Seen, now: float) -> bool:
+    """Has this peer lost its standing by what it did?"""
+    return is_banned(seen, now) or seen.score(now) > LEFT_OUT_ABOVE
+
+
+def is_allowed(seen: Seen, now: float, is_last_resort: bool = False) -> bool:
+    """May this peer be used? As a last resort one is that is left out, soon after it was, but none that is banned."""
+    if is_banned(seen, now):
+        return False
+    if is_last_resort:
+        return now >= min(seen.out_until, seen.out_since + SECOND_CHANCE_S)
+    return now >= seen.out_until and not is_shunned(seen, now)
