@@ -1,4 +1,6 @@
 # One way in. `make demo` and `make test` set up what they need; nothing outside .venv is touched.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,16 +14,25 @@ PARTS    := quick slow-tuning slow-faults slow-training slow-rest
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 
+INSTALL  := $(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt
+# pip's own lines are pages: one for every ten packages shows that it goes on, and errors are shown as they are
+PROGRESS := 2>&1 | awk '/^Collecting/ && ++n % 10 == 0 {print "  " n " packages so far, now " $$2; fflush()} \
+    /^Installing collected/ {print "  installing them ..."; fflush()} /^ERROR|^error/ {failing = 1} failing {print}'
+
 .PHONY: help setup demo fix check test $(PARTS) prove bench clean
 help:
 	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Setting up .venv: usually 2 to 5 minutes, most of it for torch (a few hundred MB) and some 120 packages."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: torch"
+	@$(INSTALL) torch==2.13.0 $(PROGRESS)
+	@echo "2 of 2: everything else"
+	@$(INSTALL) -e '.[dev]' $(PROGRESS)
 	@touch $@
+	@echo "Ready."
 
 demo: setup
 	@$(BIN)/swarmd demo

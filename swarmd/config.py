@@ -225,7 +225,8 @@ def _check_address(name: str, text: str) -> None:
     elif match is not None:
         is_right = is_right and bool(_HOST_NAME.fullmatch(match[2]))
     if not is_right:
-        raise ConfigError(f"{name} takes a multiaddr, for example /ip4/192.0.2.7/tcp/4117, not {text!r}")
+        article = "an" if name.startswith("a") else "a"
+        raise ConfigError(f"expected {article} {name} address such as /ip4/192.0.2.7/tcp/4117, not {text!r}")
 
 
 def _convert(name: str, value: Any, kind: type, source: str) -> Any:

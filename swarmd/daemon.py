@@ -248,14 +248,19 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
         world = Surroundings(network, records, time.time, random.Random(), workers.start)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
-            nursery.start_soon(_stop_on_signal, daemon)
+
+            async def live(task_status: TaskStatus[None]) -> None:
+                await daemon.run(task_status)
+                nursery.cancel_scope.cancel()
+
+            await nursery.start(_stop_on_signal, daemon)
+            await nursery.start(live)
             ready(daemon)
-            await daemon.run()
-            nursery.cancel_scope.cancel()
 
 
-async def _stop_on_signal(daemon: Daemon) -> None:
+async def _stop_on_signal(daemon: Daemon, task_status: TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
         async for number in signals:
             logger.info("stopping on %s", signal.Signals(number).name)
             daemon.stop()

@@ -120,8 +120,13 @@ class CacheExhausted(SwarmError):
     exit_code = 2
 
 
+def all_errors(error: BaseException) -> list[BaseException]:
+    """The errors inside nested groups, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in all_errors(inner)]
+    return [error]
+
+
 def first_error(error: BaseException) -> BaseException:
     """The first error inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return all_errors(error)[0]

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from swarmd.errors import ConfigError, NotJoined
+from swarmd.folders import SOCKET, default_folder
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
 from swarmd.protocol.identity import Identity, certify
@@ -47,12 +48,11 @@ class Home:
 
     @classmethod
     def default(cls) -> Home:
-        chosen = os.environ.get("SWARMD_HOME")
-        return cls(Path(chosen) if chosen else Path.home() / ".local" / "share" / "swarmd")
+        return cls(default_folder())
 
     @property
     def socket(self) -> Path:
-        return self.folder / "control.sock"
+        return self.folder / SOCKET
 
     @property
     def peers_file(self) -> Path:

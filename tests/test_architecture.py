@@ -16,6 +16,7 @@ LAYERS = {
     "swarmd.values": 0,
     "swarmd.errors": 0,
     "swarmd.config": 0,
+    "swarmd.folders": 0,
     "swarmd.status": 0,
     "swarmd.protocol": 1,
     "swarmd.plan": 1,

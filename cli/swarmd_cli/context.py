@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmd.folders import SOCKET, default_folder
+
 if TYPE_CHECKING:
     from swarmd.home import Home
 
@@ -17,29 +19,26 @@ def set_home(folder: Path | None) -> None:
     _chosen[0] = folder
 
 
+def _folder() -> Path:
+    return _chosen[0] if _chosen[0] is not None else default_folder()
+
+
 def home() -> Home:
     from swarmd.home import Home
 
-    return Home(_chosen[0]) if _chosen[0] is not None else Home.default()
+    return Home(_folder())
 
 
-def ask(path: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
+def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
-    import httpx
+    from swarmd import errors
+    from swarmd.net import local
 
-    from swarmd.errors import DaemonNotRunning
-
-    socket = home().socket
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=timeout_s) as http:
-            answer = http.request(method, f"http://swarmd/v1/{path}", params=query)
-    except httpx.TransportError:
+        return local.ask(_folder() / SOCKET, verb, query, method, timeout_s)
+    except errors.DaemonNotRunning:
         home().swarm()  # not joined is the better answer when it is the case
-        raise DaemonNotRunning(f"no daemon answers at {socket}: start it with swarmd up") from None
-    body: dict[str, Any] = answer.json()
-    if answer.status_code != 200:
-        raise _refused(body)
-    return body
+        raise
 
 
 def is_running() -> bool:
@@ -50,14 +49,6 @@ def is_running() -> bool:
     except SwarmError:
         return False
     return True
-
-
-def _refused(body: dict[str, Any]) -> Exception:
-    from swarmd.errors import SwarmError
-
-    error = SwarmError(body.get("error", "the daemon refused"))
-    error.exit_code = body.get("exit_code", 1)
-    return error
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -107,3 +98,10 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3600:.1f} h"
+
+
+def percent(chance: float) -> str:
+    """Write a chance for people; only what is certain is 0 or 100 %."""
+    if chance <= 0 or chance >= 1:
+        return f"{100 * min(1.0, max(0.0, chance)):.0f} %"
+    return "under 0.1 %" if chance < 0.001 else "over 99.9 %" if chance > 0.999 else f"{100 * chance:.1f} %"

@@ -25,7 +25,7 @@ def run(
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
     home().swarm()
-    text = prompt or sys.stdin.read()
+    text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
     import swarmd
@@ -41,6 +41,20 @@ def run(
                     raise
                 print(f"waiting: {error}", file=sys.stderr)
         _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json)
+
+
+def _read_stdin() -> str:
+    """The prompt from standard input. Raises ConfigError for what is no UTF-8."""
+    from swarmd.errors import ConfigError
+
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the prompt on standard input is not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; "
+            "convert it first, for example with iconv -f latin1 -t utf-8"
+        ) from None
 
 
 def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json) -> None:  # type: ignore[no-untyped-def]

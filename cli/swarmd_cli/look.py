@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, duration, home, is_running, number, print_json, rate, size, table
+from swarmd_cli.context import ask, duration, home, is_running, number, percent, print_json, rate, size, table
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
 
@@ -20,7 +20,6 @@ def status(as_json: Json = False) -> None:
     if as_json:
         print_json(now)
         return
-    serving, worker, server = now["serving"], now["worker"], now["server"]
     rows = [
         ["swarm", f"{now['swarm']}, {now['members']} members known"],
         ["this peer", now["peer"]],
@@ -28,30 +27,41 @@ def status(as_json: Json = False) -> None:
         ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
         ["directory", now["directory"]["reason"]],
     ]
-    if serving:
-        rows.append(["serving", f"{serving['name']} blocks {span_text(serving['blocks'])}: {serving['why']}"])
-    elif now["cannot_serve"]:
-        rows.append(["serving", f"nothing yet: {now['cannot_serve']}"])
+    for hosting in now["hosting"]:
+        rows += _hosting_rows(hosting)
+    if not now["hosting"]:
+        rows.append(["serving", "nothing: started with --no-serve"])
     for download in now["downloads"]:
         rows.append(["fetching", download_line(download)])
-    if worker:
-        rows.append(["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"])
-        if worker["batching"]:
-            rows.append(["batching", worker["batching"]])
-    if server:
-        free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
-        rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
-    if training := now["training"]:
-        users = f"{training['clients']} client{'' if training['clients'] == 1 else 's'}"
-        rows.append(
-            ["fine-tuning", f"{training['lanes']} lanes of {users}, {training['tokens_trained']} tokens trained"]
-        )
     for model in now["models"]:
-        missing = ", ".join(span_text(s) for s in model["missing"])
-        rows.append([f"model {model['name']}", f"blocks missing: {missing}" if missing else _safety(model)])
-    if serving:
-        rows.append(["balance", now["balance"]["last_move"] or f"never moved; {now['balance']['last_look']}"])
+        rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
     table("Status", ["", ""], rows)
+
+
+def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
+    """What one worker serves, in which state, and why."""
+    serving, worker, server, tuning = (hosting[key] for key in ("serving", "worker", "server", "tuning"))
+    if not serving:
+        return [["serving", f"nothing now ({hosting['wanted']} is wanted); {hosting['state']}: {hosting['why']}"]]
+    rows = [
+        ["serving", f"{serving['name']} blocks {span_text(serving['blocks'])}: {serving['why']}"],
+        ["state", f"{hosting['state']}: {hosting['why']}"],
+        ["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"],
+    ]
+    if worker["batching"]:
+        rows.append(["batching", worker["batching"]])
+    free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
+    rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
+    users = f"{tuning['clients']} client{'' if tuning['clients'] == 1 else 's'}"
+    rows.append(["fine-tuning", f"{tuning['lanes']} lanes of {users}, {tuning['tokens_trained']} tokens trained"])
+    balance = hosting["balance"]
+    rows.append(["balance", balance["last_move"] or f"never moved; {balance['last_look']}"])
+    return rows
+
+
+def _missing(model: dict[str, Any]) -> str:
+    missing = ", ".join(span_text(s) for s in model["missing"])
+    return f"blocks missing: {missing}" if missing else ""
 
 
 def download_line(download: dict[str, Any]) -> str:
@@ -69,7 +79,7 @@ def _safety(model: dict[str, Any]) -> str:
     """How many servers hold the rarest block, and how likely a gap is."""
     holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
     chance = model["gap_chance_within_hour"]
-    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else f'{100 * chance:.2g} %'}"
+    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else percent(chance)}"
 
 
 def peers(as_json: Json = False) -> None:
@@ -99,10 +109,19 @@ def _peer_lines(peer: dict[str, Any]) -> str:
     own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
     machine = f"device {peer['device'] or 'unknown'}{own}, memory {size(peer['memory_bytes'])}"
     lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
+    if peer["standing"]:
+        lines.append(f"  standing: {standing_text(peer['standing'])}")
     lines.append(
         f"  up {rate(peer['up_bytes_per_s'])}, down {rate(peer['down_bytes_per_s'])}, version {peer['version']}"
     )
     return "\n".join(lines)
+
+
+def standing_text(standing: dict[str, Any]) -> str:
+    """What is held against a peer, in a line."""
+    faults = ", ".join(f"{f['count']} x {f['kind']}" for f in standing["faults"])
+    banned = f"banned for {duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
+    return f"{banned}{faults} (weighs {standing['score']:.2g}); the last: {standing['why']}"
 
 
 def ps(as_json: Json = False) -> None:
@@ -155,8 +174,19 @@ def why(
     if as_json:
         print_json(reasons)
         return
-    print(f"placement: {reasons['placement']}")
-    print(f"worker:    {reasons['worker']}")
+    for hosting in reasons["hosting"]:
+        serving = hosting["serving"]
+        what = f"{serving['name']} {span_text(serving['blocks'])}" if serving else hosting["wanted"]
+        print(f"{what}: {hosting['state']}: {hosting['why']}")
+        if serving:
+            print(f"  placement: {serving['why']}")
+        if hosting["worker"]:
+            print(f"  worker:    {hosting['worker']['why']}")
+        print(f"  balance:   {hosting['balance']['last_look']}")
+    if not reasons["hosting"]:
+        print(f"placement: {reasons['placement']}")
+    for peer, standing in reasons["standing"].items():
+        print(f"{peer[-8:]} is left out: {standing_text(standing)}")
     for session in reasons["sessions"]:
         print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
     for name, chain in reasons["chains"].items():
@@ -193,8 +223,14 @@ def _examine() -> list[tuple[str, bool, str]]:
     state = home()
     parent = next(p for p in (state.folder, *state.folder.parents) if p.exists())
     free = shutil.disk_usage(parent).free
+    may_write, where = os.access(parent, os.W_OK), str(state.folder)
+    folder = (
+        (may_write, where if may_write else f"{where} cannot be written: choose another --home")
+        if state.folder.is_dir()
+        else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
+    )
     checks = [
-        ("state folder", os.access(parent, os.W_OK), str(state.folder)),
+        ("state folder", *folder),
         ("free disk", free > 1 << 30, size(free)),
         ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else "swarmd join INVITE"),
     ]
@@ -207,11 +243,13 @@ def _examine() -> list[tuple[str, bool, str]]:
     now = ask("status")
     others = now["members"] - 1
     checks.append(("other members", others > 0, f"{others} known; {now['directory']['reason']}"))
-    if now["worker"]:
-        checks.append(("worker", now["worker"]["state"] in ("online", "loading"), now["worker"]["why"]))
+    for hosting in now["hosting"]:
+        name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
+        is_fine = hosting["state"] in ("online", "loading", "fetching")
+        checks.append((f"serving {name}", is_fine, f"{hosting['state']}: {hosting['why']}"))
     for model in now["models"]:
-        missing = ", ".join(span_text(s) for s in model["missing"])
-        checks.append((f"model {model['name']}", not missing, f"missing {missing}" if missing else "complete"))
+        lacking = model["help"] or _missing(model)
+        checks.append((f"model {model['name']}", not model["missing"], lacking or "complete"))
     return checks
 
 

@@ -14,6 +14,8 @@ import typer
 from swarmd_cli import generate, look, member, models, service, train, tune
 from swarmd_cli.context import set_home
 
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
+
 app = typer.Typer(
     name="swarmd",
     help="Pool the computers you already have to run language models that none of them could alone.",
@@ -57,18 +59,19 @@ app.add_typer(service.app, name="service")
 
 def run() -> None:
     """Entry point: exit codes are those of docs/operating.md."""
-    from swarmd.errors import SwarmError
+    from swarmd.errors import SwarmError, all_errors
 
     try:
         app(standalone_mode=True)
     except BaseException as error:
-        first = error
-        while isinstance(first, BaseExceptionGroup) and len(first.exceptions) == 1:
-            first = first.exceptions[0]
-        if not isinstance(first, SwarmError):
+        leaves = all_errors(error)
+        if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+            print("swarmd: interrupted", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        if not all(isinstance(leaf, SwarmError) for leaf in leaves):
             raise
-        print(f"swarmd: {first}", file=sys.stderr)
-        raise SystemExit(first.exit_code) from None
+        print(f"swarmd: {leaves[0]}", file=sys.stderr)
+        raise SystemExit(getattr(leaves[0], "exit_code", 1)) from None
 
 
 if __name__ == "__main__":

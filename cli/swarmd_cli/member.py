@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -75,7 +76,9 @@ def join(
     print("Start this machine's daemon with: swarmd up")
 
 
-def leave() -> None:
+def leave(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, even where the founder's key goes with it.")] = False,
+) -> None:
     """Leave the swarm: forget its keys and this machine's identity.
 
     Example: swarmd leave
@@ -86,13 +89,30 @@ def leave() -> None:
     name = state.swarm().keys.name
     if is_running():
         raise ConfigError("the daemon is running: swarmd down first")
+    if state.is_founder and not yes:
+        _confirm_loss_of_founder_key(name, state.folder / "founder.key")
     state.leave()
     print(f"Left the swarm {name!r}. Settings and added models are still in {state.folder}.")
 
 
+def _confirm_loss_of_founder_key(swarm: str, key: Path) -> None:
+    """Ask before what nobody can undo. Raises ConfigError when the answer is no, or nobody is there to give it."""
+    from swarmd.errors import ConfigError
+
+    loss = f"this machine founded {swarm!r}: without {key} nobody can invite, revoke or add models there any more"
+    keep = f"to keep a copy: cp {key} SOMEWHERE-SAFE"
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{loss}; {keep}; then swarmd leave --yes")
+    print(f"{loss[0].upper()}{loss[1:]}.\n{keep[0].upper()}{keep[1:]}", file=sys.stderr)
+    if not typer.confirm("Delete it for good?", err=True):
+        raise ConfigError("nothing was deleted")
+
+
 def up(
     listen: Annotated[str | None, typer.Option(help="Address to listen on, as a multiaddr.")] = None,
-    serve: Annotated[str | None, typer.Option(metavar="MODEL", help="Serve this model.")] = None,
+    serve: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Serve this model; several times: each by its own worker.")
+    ] = None,
     blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Serve blocks A to B (exclusive).")] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="Only help others find each other.")] = False,
     announce: Annotated[str | None, typer.Option(help="Address to give to others instead.")] = None,
@@ -110,7 +130,7 @@ def up(
     settings = config.load(
         state.folder,
         listen=listen,
-        model=serve,
+        model=",".join(serve) if serve else None,
         blocks=blocks,
         announce=announce,
         serve=False if no_serve else None,
@@ -126,24 +146,32 @@ def up(
     trio.run(daemon.main, state, settings, ready)
 
 
-def drain() -> None:
+Served = Annotated[str, typer.Argument(metavar="[MODEL]", help="Only this one of the models that are served here.")]
+
+
+def drain(model: Served = "") -> None:
     """Stop serving: live sessions are taken over by other servers. The daemon stays a member; see resume.
 
     Example: swarmd drain
     """
-    asked = ask("drain", "POST")
+    asked = ask("drain", "POST", model=model)
     n = asked["sessions"]
     print(f"draining: {n} session{'' if n == 1 else 's'} to be taken over", flush=True)
-    is_done = _wait_until(lambda: ask("status")["serving"] is None)
+
+    def is_drained() -> bool:
+        rows = [h for h in ask("status")["hosting"] if not model or model == (h["serving"] or {}).get("name")]
+        return all(h["serving"] is None for h in rows)
+
+    is_done = _wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
 
 
-def resume() -> None:
+def resume(model: Served = "") -> None:
     """Serve again after a drain.
 
     Example: swarmd resume
     """
-    ask("resume", "POST")
+    ask("resume", "POST", model=model)
     print("serving again: swarmd status")
 
 

@@ -54,6 +54,9 @@ def ls(as_json: Json = False) -> None:
         for m in listed
     ]
     table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
+    for m in listed:
+        if m["help"]:
+            print(f"{m['name']}: {m['help']}")
     if adapters:
         rows = [[str(a["name"]), str(a["adapter"])[:12], str(a["for"] or a["model"])] for a in adapters]
         table("Adapters", ["name", "hash", "for"], rows)
@@ -328,6 +331,6 @@ def _offline_models() -> list[dict[str, Any]]:
         folder = folders.get(model)  # type: ignore[call-overload]
         blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
         here = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]]}
+        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
         rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
     return rows

@@ -32,6 +32,7 @@ Role = Annotated[
 def start(
     recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; docs/training.md explains it.")],
     role: Role = "train",
+    again: Annotated[bool, typer.Option("--again", help="Start another run though one of this name is there.")] = False,
 ) -> None:
     """Check a recipe, pack its data, sign the run, and take part in it.
 
@@ -48,9 +49,18 @@ def start(
     state.swarm()
     if role not in ROLES:
         raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
-    if ask("train")["training"] == "off":
-        raise ConfigError('this machine takes no part in training: its setting "training" is "off"')
+    known = ask("train")
+    if known["training"] == "off":
+        raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
     written = read_toml(recipe)
+    taken = {row["name"] for row in [*known["runs"], *known["others"]]}
+    if written.name in taken and not again:
+        raise ConfigError(
+            f"a run called {written.name!r} is there already: swarmd train join {written.name} takes part in it, "
+            f"--again starts another one, called {_next_name(written.name, taken)!r}"
+        )
+    if written.name in taken:
+        written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
     model, folder = _model(state, written, recipe.parent)
     data, n_rows = _data(state, written, recipe.parent, folder)
     anchors = written.anchors or (state.identity().peer_id,)
@@ -197,8 +207,11 @@ def export(
 
     Example: swarmd train export demo-run --out ./result
     """
+    from swarmd.errors import ConfigError
     from swarmd.train.disk import RunFolder
 
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already, and is not overwritten: choose another --out, or remove it first")
     body = ask("train/checkpoint", "POST", timeout_s=600.0, name=run)
     path = Path(body["path"])
     recipe = RunFolder(path.parent).run().recipe
@@ -207,6 +220,11 @@ def export(
     print(f"update {body['update']} of {recipe.name}: {out}")
     if recipe.train == "all":
         print(f"to have the swarm serve it: swarmd models add {out} --name NAME")
+
+
+def _next_name(name: str, taken: set[str]) -> str:
+    """The first of name-2, name-3, ... that no run has."""
+    return next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
 
 
 # --- what start does ---------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from swarmd.client.swarm import Membership
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
+from swarmd.net.local import ask
 from swarmd.protocol import invite as invites
 from swarmd.protocol.identity import Identity
 from swarmd.values import PeerId
@@ -33,12 +35,7 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
     """Addresses from the running daemon if there is one, its own first, else from what it remembered."""
     if state.socket.exists():
-        import httpx
-
-        try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(state.socket)), timeout=5) as http:
-                found = http.get("http://swarmd/v1/addresses").json()["addresses"]
+        with suppress(SwarmError):
+            found = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
             return {PeerId(p): tuple(a) for p, a in found.items() if a}
-        except (httpx.HTTPError, ValueError, KeyError):
-            pass
     return state.bootstrap()

@@ -64,11 +64,11 @@ class Turnover:
 
     def risk(self, view: SwarmView, model: ModelId, n_blocks: int) -> Risk:
         """How safe the blocks of a model are by what was seen so far."""
-        coverage = view.coverage(model, n_blocks)
+        holders = view.holders(model, n_blocks)
         now = self._wall_clock()
         hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
-        lowest = min(coverage, default=0)
-        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(coverage, hazard)
+        lowest = min(map(len, holders), default=0)
+        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(holders, hazard)
         return Risk(TARGET_REDUNDANCY, lowest, chance)
 
 

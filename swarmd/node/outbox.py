@@ -46,12 +46,13 @@ class Outbox:
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks that send, until cancelled."""
-        try:
-            async with trio.open_nursery() as self._nursery:
-                task_status.started()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            try:
                 await trio.sleep_forever()
-        finally:
-            self._nursery = None
+            finally:
+                self._nursery = None  # before it closes: whoever ends at the same time may still want to tell somebody
 
     def tell(self, client: PeerId, frame: bytes) -> None:
         """Queue ``frame`` for a client on the channel that it opened; one that is gone hears nothing."""

@@ -13,7 +13,8 @@ one they serve, where each of their blocks has another holder, for one that lack
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,13 +212,16 @@ def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float
     return len(lifetimes_s) / total if lifetimes_s and total > 0 else None
 
 
-def gap_chance(coverage: Sequence[int], hazard: float, within_s: float = 3_600.0) -> float:
+def gap_chance(holders: Iterable[frozenset[str]], hazard: float, within_s: float = 3_600.0) -> float:
     """The chance that at least one block loses all its present holders within ``within_s``, if nobody comes or moves.
 
-    Holders leave independently; blocks with the same holders are counted as if they were apart, so it errs upwards.
+    ``holders`` are those of each block. Members leave independently; blocks with the same holders go together and count
+    once, and a set that holds a smaller one adds nothing. Sets that overlap count as if apart: it errs upwards.
     """
-    leave = 1.0 - np.exp(-hazard * within_s)
-    return float(1.0 - np.prod([1.0 - leave**n for n in coverage]))
+    leave = -math.expm1(-hazard * within_s)
+    sets = set(holders)
+    least = [s for s in sets if not any(other < s for other in sets)]
+    return 1.0 - math.prod(1.0 - leave ** len(s) for s in least)
 
 
 def _state(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:

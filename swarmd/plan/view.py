@@ -43,6 +43,14 @@ class SwarmView:
                     counts[block] += 1
         return counts
 
+    def holders(self, model: ModelId, n_blocks: int) -> list[frozenset[str]]:
+        """The peers that serve each block."""
+        found: list[set[str]] = [set() for _ in range(n_blocks)]
+        for span in self.serving(model):
+            for block in range(span.start, min(span.end, n_blocks)):
+                found[block].add(span.peer)
+        return [frozenset(peers) for peers in found]
+
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
         return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
 

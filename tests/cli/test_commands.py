@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -63,12 +67,55 @@ def test_help_has_an_example_for_every_verb() -> None:
             assert "Example: swarmd" in shown.stdout, words
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, swarmd_cli.main; assert not {'torch', 'libp2p', 'trio', 'httpx'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+HEAVY = {"torch", "transformers", "libp2p", "trio", "httpx", "hypercorn", "starlette", "scipy", "numpy", "cryptography"}
+READING = (["status"], ["peers"], ["ps"], ["why"], ["ping", "x"], ["train", "status"], ["train", "plan"], ["drain"])
+
+
+@pytest.mark.parametrize("words", [["--help"], *READING], ids=" ".join)
+def test_what_only_asks_the_daemon_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
+    """Half of what a reading verb took was imports; who has no daemon to ask learns why at the same price."""
+    with answering(tmp_path) as answered:
+        code = (
+            f"import sys; sys.argv = ['swarmd', '--home', {str(tmp_path)!r}, *{words!r}]\n"
+            "from swarmd_cli.main import run\n"
+            "try: run()\n"
+            "except BaseException: pass\n"
+            f"print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "HEAVY []", done.stdout
+        assert words == ["--help"] or answered, "it came as far as asking"
+
+
+@contextmanager
+def answering(home: Path) -> Iterator[list[bytes]]:
+    """A control socket that refuses everything."""
+    answered: list[bytes] = []
+    body = b'{"schema": 1, "error": "not now", "exit_code": 75}'
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(home / "control.sock"))
+        listener.listen()
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    answered.append(connection.recv(65_536))
+                    head = b"HTTP/1.1 409 Conflict\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+                    connection.sendall(head + body)
+                    connection.close()
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield answered
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(timeout=5)
 
 
 def test_before_anything(tmp_path: Path) -> None:
+    checked = json.loads(swarmd("doctor", "--json", home=tmp_path / "none").stdout)["checks"]
+    assert [c["ok"] for c in checked if c["check"] in ("state folder", "member of a swarm")] == [False, False]
+    assert "is not there yet" in checked[0]["detail"]
     fails(swarmd("status", home=tmp_path), 4, "swarmd init --name NAME, or swarmd join INVITE")
     fails(swarmd("up", home=tmp_path), 4, "is no member of a swarm")
     fails(swarmd("run", "demo", "hello", home=tmp_path), 4)
@@ -88,6 +135,15 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("lisen = 3")
     fails(swarmd("up", home=tmp_path), 2, "unknown setting 'lisen'")
     (tmp_path / "config.toml").unlink()
+    latin = subprocess.run(
+        [sys.executable, "-m", "swarmd_cli.main", "--home", str(tmp_path), "run", "demo"],
+        input="größer".encode("latin-1"),
+        capture_output=True,
+        check=False,
+    )
+    assert latin.returncode == 2
+    assert b"is not UTF-8: byte 3 is 0xf6" in latin.stderr
+    assert b"Traceback" not in latin.stderr
     listed = json.loads(swarmd("models", "ls", "--json", home=tmp_path).stdout)
     assert listed["schema"] == 1
     assert [m["name"] for m in listed["models"]] == ["demo"]
@@ -95,7 +151,9 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
     added = swarmd("models", "add", str(bundled_folder()), "--name", "twin", home=tmp_path)
     assert added.returncode == 0, added.stderr
     assert "6 blocks" in added.stdout
-    assert swarmd("leave", home=tmp_path).returncode == 0
+    fails(swarmd("leave", home=tmp_path), 2, "nobody can invite", "to keep a copy: cp", "swarmd leave --yes")
+    assert (tmp_path / "founder.key").is_file()
+    assert swarmd("leave", "--yes", home=tmp_path).returncode == 0
     fails(swarmd("status", home=tmp_path), 4)
 
 
@@ -138,6 +196,9 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("run", "demo", "hello", home=home), 5, "no live server holds blocks [0,6)")
     fails(swarmd("run", "nope", "hello", home=home), 2, "it has: demo")
     fails(swarmd("ping", "zzz", home=home), 2, "see swarmd peers")
+    fails(swarmd("drain", home=home), 2, "serves no blocks")
+    fails(swarmd("resume", home=home), 2, "--no-serve")
+    assert "nothing: started with --no-serve" in swarmd("status", home=home).stdout
     fails(swarmd("leave", home=home), 2, "swarmd down first")
     fails(swarmd("up", home=home), 2, "another daemon runs on")
     port = founder.ask("status")["addresses"][0].split("/")[4]
@@ -147,6 +208,25 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     assert oct(founder.home.socket.stat().st_mode)[-3:] == "600", "only its owner can open the control socket"
     assert swarmd("down", home=home).returncode == 0
     fails(swarmd("status", home=home), 3)
+
+
+def test_ctrl_c_while_the_daemon_starts_or_runs_is_no_traceback(tmp_path: Path) -> None:
+    swarmd("init", "--name", "ours", home=tmp_path)
+    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(tmp_path), "up", "--no-serve"]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as early:
+        while not (tmp_path / "lock").exists():  # from here on it is importing and starting for a second or so
+            time.sleep(0.01)
+        early.send_signal(signal.SIGINT)
+        _, said = early.communicate(timeout=30)
+        assert "Traceback" not in said, said
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as late:
+        assert late.stdout is not None
+        assert "is up as" in late.stdout.readline()
+        late.send_signal(signal.SIGINT)
+        _, said = late.communicate(timeout=30)
+        assert "Traceback" not in said, said
+        assert late.returncode == 0
 
 
 def test_state_folder_that_cannot_be_written(tmp_path: Path) -> None:

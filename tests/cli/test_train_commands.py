@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
     with local_swarm(tmp_path) as swarm:
-        a, off = swarm.add("--no-serve"), swarm.add("--no-serve", SWARMD_TRAINING="off")
+        a, off = swarm.add("--no-serve"), swarm.add("--no-serve", SWARMD_TRAINING_RUNS="off")
         recipe = tmp_path / "recipe.toml"
         filled = {
             "name": "run",
@@ -42,17 +42,22 @@ def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
         assert "no run called 'run'" in command(a, "train", "join", "run", code=2)
         assert "no run called" in command(a, "train", "plan", "run", code=2)
         assert "no run called" in command(a, "train", "export", "run", "--out", str(tmp_path / "out"), code=2)
-        assert '"training" is "off"' in command(off, "train", "start", str(recipe), code=2)
+        assert '"training_runs" is "off"' in command(off, "train", "start", str(recipe), code=2)
         assert not list(a.home.runs.glob("*/role"))
 
         assert "others take part with" in start(text, code=0)
+        assert "a run called 'run' is there already" in start(text)
+        assert "run-2: run " in start(text, "--again", code=0)
+        assert "left" in command(a, "train", "stop", "run-2")
         swarm.wait(lambda: a.ask("train")["runs"][0]["update"] == 5, "the run's end", a)
         assert "it is in: run" in command(a, "train", "status", "nosuch", code=2)
         shown = command(a, "train", "status", "run", "--plot", str(tmp_path / "loss.png"))
         assert "5 updates are done" in shown
         assert (tmp_path / "loss.png").stat().st_size > 1_000
-        assert "to have the swarm serve it" in command(a, "train", "export", "--out", str(tmp_path / "out"))
+        assert "to have the swarm serve it" in command(a, "train", "export", "run", "--out", str(tmp_path / "out"))
         assert (tmp_path / "out" / "model.safetensors").is_file()
+        again = command(a, "train", "export", "run", "--out", str(tmp_path / "out"), code=2)
+        assert "is there already, and is not overwritten" in again
         assert "already" in command(a, "train", "join", "run", code=2)
         assert "peer id" in command(a, "train", "anchors", "run", "nobody", code=2)
         assert "left" in command(a, "train", "stop", "run")

@@ -238,9 +238,27 @@ def test_the_chance_of_a_gap_follows_lifetimes_and_coverage() -> None:
     assert hazard_per_s([], [1e6]) is None
     hazard = hazard_per_s([3_600.0, 3_600.0], [7_200.0])
     assert hazard == pytest.approx(2 / 14_400)
-    assert gap_chance([1], 1 / 3_600) == pytest.approx(1 - math.exp(-1))
-    assert gap_chance([2, 2], 1 / 3_600) < gap_chance([1, 2], 1 / 3_600)
-    assert gap_chance([0, 5], 1e-9) == 1
+    a, b, ab, cd = (frozenset(peers) for peers in ("a", "b", "ab", "cd"))
+    once = 1 - math.exp(-1)
+    assert gap_chance([a], 1 / 3_600) == pytest.approx(once)
+    assert gap_chance([a] * 30, 1 / 3_600) == pytest.approx(once), "one departure takes all its blocks together"
+    assert gap_chance([ab] * 6, 1 / 3_600) == pytest.approx(once**2)
+    assert gap_chance([ab, cd], 1 / 3_600) == pytest.approx(1 - (1 - once**2) ** 2)
+    assert gap_chance([a, b], 1 / 3_600) == pytest.approx(1 - math.exp(-2))
+    assert gap_chance([a, ab], 1 / 3_600) == pytest.approx(once), "where a holds a block alone, b adds nothing"
+    assert gap_chance([frozenset(), ab], 1e-9) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_chance_of_a_gap_is_what_a_thousand_swarms_show_or_a_little_more(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = [f"p{i}" for i in range(6)]
+    holders = [frozenset(rng.sample(peers, rng.randint(1, 3))) for _ in range(8)]
+    hazard, n, gaps = 1 / 7_200, 4_000, 0
+    for _ in range(n):
+        gone = {peer for peer in peers if rng.expovariate(hazard) < 3_600}
+        gaps += any(held <= gone for held in holders)
+    assert gaps / n - 0.03 <= gap_chance(holders, hazard) <= 1.25 * gaps / n + 0.03
 
 
 def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:

@@ -1,0 +1,85 @@
+"""Every setting is checked when it is read, and names what was expected; old names still count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmd.config import Serve, load
+from swarmd.errors import ConfigError
+
+PEER = "12D3KooWMbixtMEkZk78g8eibf8t2qnuUP6uZyYEauXxoToQGhJM"
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "config.toml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('announce = "foo"', "expected an announce address such as /ip4/192.0.2.7/tcp/4117, not 'foo'"),
+        ('listen = "/ip4/300.1.1.1/tcp/1"', "expected a listen address"),
+        ('listen = "/ip6/127.0.0.1/tcp/1"', "expected a listen address"),
+        ('listen = "/ip4/127.0.0.1/tcp/70000"', "expected a listen address"),
+        ('listen = "/ip4/127.0.0.1/udp/1"', "expected a listen address"),
+        ('announce = "/dns4/-bad-/tcp/1"', "expected an announce address"),
+        (f'announce = "/ip4/1.2.3.4/tcp/1/p2p/{PEER[:-1]}"', "expected an announce address"),
+        ('blocked_peers = "foo"', r"blocked_peers lists peer ids .* not 'foo'"),
+        ("direct_port = 70000", "at most 65535"),
+        ("threads = -1", "threads cannot be negative"),
+        ('dtype = "float8"', "dtype is one of"),
+        ('device = "cuda:x"', "device is a name of torch's"),
+        ('blocks = "4:2"', "START:END with START < END"),
+        ('model = "a,b"\nblocks = "0:3"', r"cannot be those of 2 models"),
+        ("tuning_share = 2.0", "a part of 1"),
+        ("serve = 7", "serve takes a value of type bool"),
+        ("serve = [7]", r"tables \[\[serve\]\]"),
+        ('[[serve]]\nmodle = "a"', r"unknown setting 'modle' in \[\[serve\]\]"),
+        ('[[serve]]\nquantize = "int2"', "quantize is one of"),
+        ("[[serve]]\nthreads = -3", "cannot be negative"),
+        ("\n".join(["[[serve]]"] * 17), "16 workers at most"),
+        ("lisen = 3", "unknown setting 'lisen'"),
+        ("listen = ", "config.toml"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_right_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(written(tmp_path, text), {})
+
+
+def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes('model = "größer"'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.toml: .*utf-8"):
+        load(tmp_path, {})
+
+
+def test_what_is_right_is_taken(tmp_path: Path) -> None:
+    text = f"""
+    announce = "/ip4/192.0.2.7/tcp/4117, /dns4/host.example/tcp/4117/p2p/{PEER}, /ip6/::1/tcp/1"
+    blocked_peers = "{PEER}"
+    """
+    config = load(written(tmp_path, text), {})
+    assert config.to_host() == (Serve(),)
+    assert load(tmp_path, {}, serve=False).to_host() == ()
+
+
+def test_several_models_get_a_worker_each_and_tables_say_more_of_each(tmp_path: Path) -> None:
+    assert [s.model for s in load(tmp_path, {}, model="a,b").to_host()] == ["a", "b"]
+    text = 'quantize = "int8"\n[[serve]]\nmodel = "a"\ndevice = "cuda:1"\n[[serve]]\nmodel = "b"\nquantize = "none"'
+    config = load(written(tmp_path, text), {})
+    assert config.to_host() == (
+        Serve("a", quantize="int8", device="cuda:1"),
+        Serve("b", quantize="none"),
+    )
+    assert [s.model for s in load(tmp_path, {}, model="typed").to_host()] == ["typed"], "what is typed counts"
+
+
+def test_old_names_still_count_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load(written(tmp_path, "training_mib = 7"), {"SWARMD_TRAINING": "off"}, tuning_share=0.5)
+    assert (config.tuning_mib, config.training_runs, config.tuning_share) == (7, "off", 0.5)
+    assert "training_mib is called tuning_mib now" in caplog.text
+    assert "training is called training_runs now" in caplog.text
