@@ -25,7 +25,8 @@ from swarmd.errors import (
 )
 
 if TYPE_CHECKING:
-    from swarmd.client.swarm import AsyncSwarm, Swarm
+    from swarmd.client.blocking import Swarm
+    from swarmd.client.swarm import AsyncSwarm
 
 __all__ = [
     "CacheExhausted",
@@ -48,8 +49,8 @@ def connect(invite: str | None = None, *, home: str | Path | None = None) -> Swa
     Without either, the default home (or SWARMD_HOME) is used. The client has an identity of its own, certified by
     the invite or the member, and never shares a peer id with a daemon. Raises SwarmError.
     """
+    from swarmd.client.blocking import Swarm
     from swarmd.client.entry import membership
-    from swarmd.client.swarm import Swarm
 
     return Swarm(membership(invite, home))
 

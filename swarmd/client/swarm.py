@@ -1,36 +1,27 @@
 """The client's side of a swarm: a throw-away member that listens to records and opens sessions.
 
-``Swarm`` is what scripts and notebooks use from any thread; ``AsyncSwarm`` is the same inside a trio program. Both
-run one trio task group with libp2p; for ``Swarm`` it lives in a thread of its own.
+``AsyncSwarm`` is what trio programs use; scripts and notebooks use the same from any thread (``blocking``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import random
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import msgspec
-import torch
 import trio
 
-from swarmd.client.chain import ChainSession
-from swarmd.client.lane import Lane, MicroBatch
-from swarmd.client.links import Listeners, Repair, Statistics, Terms
-from swarmd.client.model import remote_model
-from swarmd.client.own import OwnParameters
-from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
+from swarmd.client.lane import Lane
+from swarmd.client.links import Listeners, Terms
+from swarmd.client.pipeline import Pipeline
+from swarmd.client.session import ChainSession
 from swarmd.compute.history import Budget
-from swarmd.config import QUANTIZE
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -38,7 +29,6 @@ from swarmd.errors import (
     Refused,
     SwarmError,
     SwarmUnavailable,
-    Unreachable,
     first_error,
 )
 from swarmd.net.api import Network, Purpose, TaskStatus
@@ -47,14 +37,14 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
-from swarmd.plan.routing import Hop, trips_of
+from swarmd.plan.routing import trips_of
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.protocol.records import AnyRecord, ExchangeBody, SpanRecord
+from swarmd.protocol.records import AnyRecord, SpanRecord
 from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
@@ -64,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 3.0
 JOIN_TIMEOUT_S = 10.0
-ANNOUNCE_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 
@@ -218,13 +207,7 @@ class AsyncSwarm:
     async def announce(self, record: AnyRecord) -> None:
         """Tell the members that this client is connected with what it does in a run."""
         raw = records.sign(record, self._membership.identity)
-        self.exchange.merge_untrusted(raw)
-        body = msgspec.msgpack.encode(ExchangeBody(envelopes=[raw]))
-        for peer in sorted(self.rpc.peers()):
-            channel = self.rpc.existing(peer, "bulk")
-            if channel is not None:
-                with contextlib.suppress(PeerError), trio.move_on_after(ANNOUNCE_TIMEOUT_S):
-                    await channel.send(Records(), body)
+        await self.exchange.push(self.rpc, [raw], sorted(self.rpc.peers()))
 
     @property
     def certificate(self) -> tuple[bytes, ...]:
@@ -317,250 +300,3 @@ async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-class BlockingSession:
-    """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
-
-    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, session: ChainSession) -> None:
-        self.chain_session = session
-        self._thread = thread
-        self._swarm = swarm
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._work: tuple[Any, ...] | None = None
-        self._wake = trio.Event()
-        self._is_closed = False
-        thread.spawn(self._run)
-
-    @property
-    def layer_arity(self) -> int:
-        return self.chain_session.layer_arity
-
-    @property
-    def statistics(self) -> Statistics:
-        return self.chain_session.statistics
-
-    @property
-    def chain(self) -> tuple[str, ...]:
-        return self.chain_session.chain
-
-    def step(self, *work: Any) -> torch.Tensor | None:
-        """See ChainSession.step. Blocks the calling thread."""
-        if self._is_closed:
-            raise ConfigError("this session was closed")
-        self._thread.soon(self._submit, work)
-        try:
-            answer = self._answers.get()
-        except BaseException:  # interrupted: the answer of this step must not be taken for that of another
-            self.close()
-            raise
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(trio.RunFinishedError):
-                self._thread.soon(self._submit, None)
-
-    def _submit(self, work: tuple[Any, ...] | None) -> None:
-        self._work = work
-        self._wake.set()
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake = trio.Event()
-                if self._work is None:
-                    return
-                try:
-                    self._answers.put(await self.chain_session.step(*self._work))
-                except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
-                    self._answers.put(error)
-        finally:
-            self._answers.put(Unreachable("the connection to the swarm was closed"))
-            with trio.CancelScope(shield=True):
-                await self._swarm.close_session(self.chain_session)
-
-
-class BlockingLanes:
-    """A pipeline for threads."""
-
-    def __init__(self, thread: TrioThread, pipeline: Pipeline) -> None:
-        self._thread = thread
-        self._pipeline = pipeline
-
-    @property
-    def layer_arity(self) -> int:
-        return self._pipeline.layer_arity
-
-    @property
-    def statistics(self) -> PipelineStatistics:
-        return self._pipeline.statistics
-
-    @property
-    def open(self) -> tuple[Lane, ...]:
-        """The lanes that are open now."""
-        return self._pipeline.lanes
-
-    def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
-        """See Pipeline.forward. Blocks the calling thread."""
-        return self._thread.call(self._pipeline.forward, batches)
-
-    def backward(
-        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """See Pipeline.backward. Blocks the calling thread."""
-        return self._thread.call(self._pipeline.backward, tickets, gradients)
-
-    def close(self) -> None:
-        """Have the servers forget what they keep for this model; more can follow."""
-        with contextlib.suppress(trio.RunFinishedError):
-            self._thread.spawn(self._pipeline.close)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class TrioThread:
-    """A trio loop in a daemon thread, with one nursery to start things in."""
-
-    def __init__(self) -> None:
-        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._token: trio.lowlevel.TrioToken
-        self._nursery: trio.Nursery
-        self._stop: trio.Event
-        self.value: Any = None
-
-    def start(self, make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> Any:
-        """Enter an async context manager in the thread; returns what it yields, or raises what it raised."""
-        self._thread = threading.Thread(target=self._main, args=(make,), name="swarmd", daemon=True)
-        self._thread.start()
-        failure = self._ready.get()
-        if failure is not None:
-            self._thread.join()
-            raise failure
-        return self.value
-
-    def _main(self, make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> None:
-        async def main() -> None:
-            async with make() as self.value, trio.open_nursery() as self._nursery:
-                self._token = trio.lowlevel.current_trio_token()
-                self._stop = trio.Event()
-                self._ready.put(None)
-                await self._stop.wait()
-                self._nursery.cancel_scope.cancel()
-
-        try:
-            trio.run(main)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._ready.put(first_error(error))
-
-    def soon(self, function: Callable[..., Any], *args: Any) -> None:
-        self._token.run_sync_soon(function, *args)
-
-    def spawn(self, function: Callable[[], Awaitable[Any]]) -> None:
-        self.soon(self._nursery.start_soon, function)
-
-    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        return trio.from_thread.run(function, *args, trio_token=self._token)
-
-    def close(self) -> None:
-        with contextlib.suppress(trio.RunFinishedError):
-            self.soon(self._stop.set)
-        self._thread.join(timeout=10)
-
-
-class Swarm:
-    """A swarm for scripts, notebooks and several threads; a context manager.
-
-    >>> with swarmd.connect(invite) as swarm:                        # doctest: +SKIP
-    ...     model, tokenizer = swarm.model("demo"), swarm.tokenizer("demo")
-    ...     ids = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=20)
-    """
-
-    def __init__(self, membership: Membership) -> None:
-        self._thread = TrioThread()
-        self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
-
-    @property
-    def within(self) -> AsyncSwarm:
-        """The same inside its own thread, for what ``call`` runs there."""
-        return self._swarm
-
-    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run an async function in the swarm's thread, and wait for it."""
-        return self._thread.call(function, *args)
-
-    def view(self) -> SwarmView:
-        """The frozen picture of all records."""
-        return self._swarm.view()
-
-    def model(
-        self,
-        name: str,
-        *,
-        exact: bool = False,
-        dtype: str = "float32",
-        chain: tuple[Hop, ...] = (),
-        codec: str = "auto",
-        adapter: str = "",
-        quantize: str = "auto",
-        wait_s: float = 10.0,
-    ) -> Any:
-        """Return a transformers model by its name in the catalog (or its hash).
-
-        ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
-        chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8; see
-        docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
-        ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
-        Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
-        than ``wait_s``.
-        """
-        model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        lora = self._swarm.adapter(adapter, model)
-        if quantize not in ("auto", "any", *QUANTIZE):
-            raise ConfigError(f"quantize is one of auto, any, {', '.join(QUANTIZE)}, not {quantize!r}")
-        folder = self._thread.call(self._swarm.folder, model, n_blocks)
-        self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
-
-        def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
-            grade = "exact" if exact else "replayed"
-            kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            return Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-
-        def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
-            if own is not None and lora:
-                raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
-            opening = terms(batch, max_tokens, own)
-            return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, opening))
-
-        lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype))
-
-    def tokenizer(self, name: str) -> Any:
-        """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""
-        from transformers import AutoTokenizer
-
-        model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        folder = self._thread.call(self._swarm.folder, model, n_blocks)
-        try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            raise ConfigError(f"the tokenizer of {name} cannot be used: {error}") from None
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def __enter__(self) -> Swarm:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-__all__ = ["AsyncSwarm", "Membership", "Repair", "Swarm", "joined"]

@@ -7,12 +7,13 @@ Each side of an exchange sends what the other lacks, so any one reply can reveal
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import msgspec
 import trio
 
-from swarmd.errors import Code, Forged, IntegrityError, Refused, RemoteProtocolError
+from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import RecordBook, SwarmView
@@ -29,6 +30,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 EXCHANGE_TIMEOUT_S = 8.0
+PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
 MAX_REMEMBERED_MEMBERS = 20_000
 MAX_DIGEST_BYTES = 4 * 2**20
 Digest = dict[Text, Count]
@@ -131,6 +133,17 @@ class Exchange:
         if wanted:
             channel = await rpc.channel(peer, "bulk")
             await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
+
+    async def push(self, rpc: Rpc, raws: list[bytes], peers: Iterable[PeerId], catalog: bool = False) -> None:
+        """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""
+        for raw in raws:
+            self.merge_untrusted(raw)
+        body = msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw if catalog else None))
+        for peer in peers:
+            channel = rpc.existing(peer, "bulk")
+            if channel is not None:
+                with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
+                    await channel.send(Records(), body)
 
     async def answer(self, channel: Channel, message: ExchangeDigest, frame: Frame) -> None:
         """Answer somebody's digest with what it lacks and what this side wants."""

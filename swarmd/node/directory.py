@@ -23,7 +23,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import Ping, Records
+from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
 from swarmd.protocol.untrusted import decode
 from swarmd.status import DirectoryStatus
@@ -158,20 +158,9 @@ class Directory:
     async def announce(self) -> None:
         """Sign this peer's own records anew and tell some of those it is connected with."""
         raws = [records.sign(record, self._identity) for record in self._own_records()]
-        for raw in raws:
-            self.exchange.merge_untrusted(raw)
-        if not self._is_exchange_on:
-            return
-        body = msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.exchange.book.catalog_raw))
-        connected = sorted(self._rpc.peers() - {self._network.peer_id})
-        for peer in self._rng.sample(connected, min(N_PUSHED_TO, len(connected))):
-            channel = self._rpc.existing(peer, "bulk")
-            if channel is not None:
-                try:
-                    with trio.move_on_after(2):
-                        await channel.send(Records(), body)
-                except PeerError:
-                    continue
+        connected = sorted(self._rpc.peers() - {self._network.peer_id}) if self._is_exchange_on else []
+        told = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
+        await self.exchange.push(self._rpc, raws, told, catalog=True)
 
     def _own_records(self) -> list[AnyRecord]:
         now = int(self._wall_clock())

@@ -36,7 +36,8 @@ from swarmd.values import RunId
 from swarmd.weights.pace import Pace
 
 if TYPE_CHECKING:
-    from swarmd.client.swarm import AsyncSwarm, Swarm
+    from swarmd.client.blocking import Swarm
+    from swarmd.client.swarm import AsyncSwarm
 
 RECORD_LIFETIME_S = 60
 ANNOUNCE_INTERVAL_S = 20.0

@@ -9,8 +9,8 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.client.chain import ChainSession
 from swarmd.client.links import Terms
+from swarmd.client.session import ChainSession
 from swarmd.compute.history import Budget
 from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Unreachable
@@ -72,18 +72,18 @@ class PlayedSwarm:
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
         assert isinstance(op, Op)
-        for peer in self.dead.intersection(link.hop.peer for link in self.session.links):
+        for peer in self.dead.intersection(link.hop.peer for link in self.session.hops.links):
             self.session.on_gone(peer)
             return
         await self.answer(op.seq)
 
     async def answer(self, seq: int) -> None:
         meta, payload = pack(torch.ones(1, 1, 8), torch.zeros(1, 1), None, "raw")
-        epoch = self.session._epoch
+        epoch = self.session.hops.epoch
         raw = messages.framed(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
-        await self.session.on_message(self.session.links[-1].hop.peer, op, frame)
+        await self.session.on_message(self.session.hops.links[-1].hop.peer, op, frame)
 
     async def call(self, peer: PeerId, request: Callable[[int], Any], timeout_s: float) -> tuple[AnyMessage, None]:
         message = request(1)
@@ -138,7 +138,7 @@ async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: Moc
     replays = [m for _, m in swarm.asked if isinstance(m, Replay)]
     assert [m.have for m in replays] == [None, None], "the merged history too: without it later ops have a gap"
     assert [peer for peer, m in swarm.asked if isinstance(m, OpenSession)].count(C) == 2
-    assert [link.hop.peer for link in session.links] == [A, C]
+    assert [link.hop.peer for link in session.hops.links] == [A, C]
 
 
 async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time: MockClock) -> None:
@@ -148,9 +148,9 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     await step(session)
     swarm.received = {A: 1, B: 1}
     swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
-    session._lose(session.links[1], "a moment of silence")
+    session.hops.lose(session.hops.links[1], "a moment of silence")
     begun = trio.current_time()
-    await session._repair()
+    await session._repairs.run()
     assert trio.current_time() - begun < 2, "nobody else holds its blocks: it is not left out for 20 s"
 
 
@@ -164,4 +164,4 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     await step(session)
     assert not session.statistics.repairs
     await session.on_message(B, refusal, frame)
-    assert session.links[1].is_lost
+    assert session.hops.links[1].is_lost

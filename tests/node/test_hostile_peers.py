@@ -11,7 +11,7 @@ import torch
 import trio
 import trio.testing
 
-from swarmd.client.chain import ChainSession
+from swarmd.client.session import ChainSession
 from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
