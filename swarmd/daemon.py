@@ -34,11 +34,11 @@ from swarmd.node.hosting import Around
 from swarmd.node.hosts import Hosts
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
-from swarmd.protocol.frames import MINOR, Frame
+from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import KNOWN_NEEDS, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.protocol.tensors import CODECS
+from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.report import Owner
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId
@@ -67,13 +67,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The world that a daemon runs in: the real one, or a simulated one."""
+    """The world that a daemon runs in: the real one, or a simulated one, perhaps of another version."""
 
     network: Network
     records: RecordStore
     wall_clock: Callable[[], float]
     rng: random.Random
     start_worker: Starter
+    understands: Understanding = OURS
 
 
 class Daemon:
@@ -112,11 +113,13 @@ class Daemon:
             wall_clock=world.wall_clock,
             rng=world.rng,
             turnover=Turnover(world.wall_clock),
+            understands=world.understands,
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop)
         self._certificate = member.certificate
+        self._understands = world.understands
         self._home = home
         self._up_since = int(world.wall_clock())
         self._stopping = trio.Event()
@@ -212,9 +215,9 @@ class Daemon:
             "kind": "peer",
             "addresses": self.network.addresses()[:16],
             "version": version("swarmd"),
-            "minor": MINOR,
-            "codecs": tuple(CODECS),
-            "needs": tuple(sorted(KNOWN_NEEDS)),
+            "minor": self._understands.minor,
+            "codecs": self._understands.codecs,
+            "needs": tuple(sorted(self._understands.needs)),
             "device": devices[0].device if devices else None,
             "device_memory_bytes": devices[0].device_memory_bytes if devices else None,
             "memory_bytes": psutil.virtual_memory().total,

@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links import Declined, Link, Statistics, Swarm, Terms, suits
+from swarmd.client.links import Declined, Link, Statistics, Swarm, Terms, suits, understands
 from swarmd.client.ops import codec_for
 from swarmd.client.own import give
 from swarmd.client.requests import Requests
@@ -147,13 +147,15 @@ class Chain:
 
     def route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
         now, is_last_resort, standing = trio.current_time(), False, self.swarm.rpc.standing
-        spans = self.swarm.view().serving(self.terms.model)
+        view = self.swarm.view()
+        spans = view.serving(self.terms.model)
 
         def eligible(span: SpanRecord) -> bool:
             covers = not whole or Span(span.start, span.end).covers(wanted)
             peer = PeerId(span.peer)
             allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
-            return covers and allowed and suits(span, self.terms, self._numerics)
+            is_able = suits(span, self.terms, self._numerics) and understands(view, span, self.terms)
+            return covers and allowed and is_able
 
         client = self.swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens

@@ -17,6 +17,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
+from swarmd.protocol.understanding import understanding_of
 from swarmd.values import ModelId, PeerId, Span
 
 
@@ -69,6 +70,18 @@ def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
     if terms.grade == "exact" and numerics not in ("", span.numerics):
         return False
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
+
+
+def needs_of(terms: Terms, codec: str) -> frozenset[str]:
+    """What servers must understand for a session of these terms that travels in ``codec``."""
+    needs = {"exact": terms.grade == "exact", "codec": codec not in ("auto", "raw"), "adapter": bool(terms.adapter)}
+    needs["tuned"] = terms.own is not None
+    return frozenset(need for need, is_needed in needs.items() if is_needed)
+
+
+def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
+    """Does a server announce all that a session of these terms uses?"""
+    return understanding_of(view.peers.get(PeerId(span.peer))).knows(terms.codec, needs_of(terms, terms.codec))
 
 
 @dataclass(slots=True)

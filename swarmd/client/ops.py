@@ -17,7 +17,8 @@ from swarmd.plan.batching import tokens_of_op
 from swarmd.plan.codec import choose_codec
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import Op
-from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.protocol.tensors import CODECS, max_tokens_per_frame
+from swarmd.protocol.understanding import understanding_of
 from swarmd.values import Decision, PeerId
 
 MAX_OP_BYTES = 8 * 2**20
@@ -36,7 +37,8 @@ def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
     trips = [trip for a, b in pairs if (trip := known.get((a, b), known.get((b, a)))) is not None]
     records = [view.peers.get(peer) for peer in peers]
     rates = [rate for r in records if r for rate in (r.up_bytes_per_s, r.down_bytes_per_s) if rate is not None]
-    return choose_codec(terms.codec, terms.grade, terms.dtype, trips, rates)
+    known_to_all = frozenset(CODECS).intersection(*(understanding_of(r).codecs for r in records))
+    return choose_codec(terms.codec, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
 def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:

@@ -19,7 +19,7 @@ import torch
 import trio
 
 from swarmd.client.lane import Lane, LaneFailed, MicroBatch
-from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits
+from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits, understands
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import Window
@@ -234,9 +234,10 @@ class Pipeline:
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
-            return is_able and allowed and suits(span, self._terms, "")
+            return is_able and allowed and suits(span, self._terms, "") and understands(view, span, self._terms)
 
-        spans = self._swarm.view().serving(self._terms.model)
+        view = self._swarm.view()
+        spans = view.serving(self._terms.model)
         wanted, client = Span(0, self._terms.n_blocks), self._swarm.rpc.network.peer_id
         find = partial(least_loaded, spans, wanted, client, self._swarm.trips(spans), eligible, n_tokens, self._of_peer)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from swarmd.client.links import Link, Terms
+from swarmd.client.links import Link, Terms, needs_of
 from swarmd.protocol.messages import HandOver, OpenSession, Replay, Reroute
 from swarmd.values import PeerId
 
@@ -23,8 +23,6 @@ class Requests:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop, terms = links[index].hop, self._terms
         before, after = _neighbours(links, index)
-        needs = {"exact": terms.grade == "exact", "codec": codec != "raw", "adapter": bool(terms.adapter)}
-        needs["tuned"] = terms.own is not None
         return OpenSession(
             id=call_id,
             session=self._session,
@@ -44,7 +42,7 @@ class Requests:
             inherit=inherit,
             adapter=terms.adapter,
             tuned=terms.own.version if terms.own else b"",
-            needs=tuple(need for need, is_needed in needs.items() if is_needed),
+            needs=tuple(sorted(needs_of(terms, codec))),
         )
 
     def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:

@@ -37,6 +37,7 @@ from swarmd.plan.placement import Target, choose_model, choose_span
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Refusal
 from swarmd.protocol.tensors import ITEM_BYTES
+from swarmd.protocol.understanding import Understanding
 from swarmd.protocol.worker import Loaded, LoadSpan
 from swarmd.values import Decision, ModelId, PeerId, Span
 
@@ -76,6 +77,7 @@ class Around:
     wall_clock: Callable[[], float]
     rng: random.Random
     turnover: Turnover
+    understands: Understanding
     spill_folder: str = ""
 
     @property
@@ -247,7 +249,7 @@ class Hosting:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         around, wanted = self._around, self.wanted
         limit_bytes = around.config.tuning_mib << 20
-        served = Served(model, placement.action, wanted.dtype, limit_bytes)
+        served = Served(model, placement.action, wanted.dtype, limit_bytes, around.understands)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder))
         ledger, supply = CacheLedger(wanted.cache_tokens), around.store.supply
         world = (around.rpc, around.exchange)

@@ -48,7 +48,7 @@ from swarmd.protocol.messages import (
     Rerouted,
     framed,
 )
-from swarmd.protocol.tensors import CODECS
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.worker import Done, Loaded
 from swarmd.status import ServerStatus, SessionRow
 from swarmd.values import ModelId, PeerId, Span
@@ -70,6 +70,7 @@ class Served:
     span: Span
     dtype: str
     limit_bytes: int = 0
+    understands: Understanding = OURS
 
 
 class Server:
@@ -236,7 +237,7 @@ class Server:
         self._on_change()
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
-        if unknown := messages.unknown_needs(opening.needs):
+        if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         require_peer_ids(opening.predecessor, opening.successor)
         loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
@@ -263,8 +264,9 @@ class Server:
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span}, not {start}:{end}")
         if dtype != served.dtype:
             raise Refused(Code.UNSUPPORTED, f"this server computes in {served.dtype}, not {dtype}")
-        if codec not in CODECS:
-            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {', '.join(CODECS)}, not {codec}")
+        if codec not in served.understands.codecs:
+            known = ", ".join(served.understands.codecs)
+            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {known}, not {codec}")
         return loaded
 
     async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:

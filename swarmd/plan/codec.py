@@ -17,9 +17,16 @@ INT8_BELOW_BYTES_PER_S = 2.5e6
 
 
 def choose_codec(
-    asked: str, grade: str, dtype: str, trips_s: Sequence[float], bandwidths_bytes_per_s: Sequence[float]
+    asked: str,
+    grade: str,
+    dtype: str,
+    trips_s: Sequence[float],
+    bandwidths_bytes_per_s: Sequence[float],
+    known_to_all: frozenset[str] = frozenset(CODECS),
 ) -> Decision[str]:
     """Choose a session's codec. ``asked`` is a codec or "auto"; trips and bandwidths are those that are known.
+
+    What is not ``known_to_all`` hops of the chain is not chosen.
 
     Raises ConfigError for an unknown one.
     """
@@ -37,7 +44,8 @@ def choose_codec(
     mbit = 8 * slowest / 1e6
     if slowest >= HALF_BELOW_BYTES_PER_S:
         return Decision("raw", f"the slowest link has {mbit:.0f} Mbit/s")
-    codec = "int8" if slowest < INT8_BELOW_BYTES_PER_S else dtype if dtype != "float32" else "float16"
-    codec = "raw" if codec == dtype else codec
+    half = dtype if dtype != "float32" else "float16"
+    wanted = ["int8", half] if slowest < INT8_BELOW_BYTES_PER_S else [half]
+    codec = next((c for c in wanted if c in known_to_all and c != dtype), "raw")
     share = token_bytes(1_024, dtype, codec) / token_bytes(1_024, dtype, "raw")
     return Decision(codec, f"the slowest link has {mbit:.0f} Mbit/s: {100 * share:.0f} % of the bytes")

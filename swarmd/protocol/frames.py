@@ -14,7 +14,6 @@ from swarmd.errors import OtherVersion, RemoteProtocolError
 
 VERSION = 1
 LAST_VERSION = 15  # that may ever be: beyond it is no other version, but noise
-MINOR = 1  # announced: grows with each message, codec or need that is added
 MAX_HEADER_BYTES = 60_000
 MAX_PAYLOAD_BYTES = 16 * 2**20
 _PREFIX = struct.Struct(">BBHI")

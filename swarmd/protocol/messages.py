@@ -528,6 +528,6 @@ def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
     )
 
 
-def unknown_needs(needs: tuple[str, ...]) -> list[str]:
+def unknown_needs(needs: tuple[str, ...], known: frozenset[str] = KNOWN_NEEDS) -> list[str]:
     """Name what a message needs and this version does not know."""
-    return [need for need in needs if need not in KNOWN_NEEDS]
+    return [need for need in needs if need not in known]

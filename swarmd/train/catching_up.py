@@ -17,9 +17,8 @@ from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Commit
 from swarmd.train import recovery
+from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
-from swarmd.train.joining import Joining
-from swarmd.train.leader import Outcome
 from swarmd.train.members import Members
 from swarmd.train.recovery import Get
 from swarmd.train.state import RunState, Vector
@@ -34,14 +33,19 @@ RETRY_FAILED_S = 1.0
 
 
 class CatchingUp:
-    """See the module. ``begin_anew`` is told of each commit that is applied, or of None when work is void."""
+    """See the module. ``begin_anew`` is told of each commit that is applied, or of None when work is void.
+
+    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``nursery``.
+    """
 
     def __init__(
         self,
         world: World,
         chronicle: Chronicle,
         members: Members,
-        joining: Joining,
+        averages: Averages,
+        end_round: Callable[[], None],
+        nursery: trio.Nursery,
         state: RunState,
         get: Get,
         begin_anew: Callable[[Commit | None], None],
@@ -55,7 +59,9 @@ class CatchingUp:
         self._chronicle = chronicle
         self._ledger = chronicle.ledger
         self._members = members
-        self._joining = joining
+        self._averages = averages
+        self._end_round = end_round
+        self._nursery = nursery
         self._state = state
         self._get = get
         self._begin_anew = begin_anew
@@ -68,7 +74,7 @@ class CatchingUp:
 
     async def advance(self) -> None:
         """Take one step towards the ledger's head; say in ``why`` what that waits for."""
-        self._joining.end_round()
+        self._end_round()
         if self._is_mistrusted or not await self._apply_next():
             self.n_times += 1
             begun = trio.current_time()
@@ -92,7 +98,7 @@ class CatchingUp:
         commit = missed[0]
         if commit.restores:
             return False
-        average = self._joining.take_average(commit.average)
+        average = self._averages.take(commit.average, self._ledger.head)
         return average is not None and await self._apply(commit, average)
 
     async def _apply(self, commit: Commit, average: Vector) -> bool:
@@ -208,6 +214,6 @@ class CatchingUp:
             restores=self._state.head,
         )
         self._behind_since = None
-        raw = await self._joining.new_leader().restore(commits.encode(commit))
-        await self._joining.spread(Outcome(raw, None), set())
+        raw = await self._chronicle.proposer().settle(commits.encode(commit))
+        await self._chronicle.spread(self._nursery, raw, self._members.look(trio.current_time()))
         return True

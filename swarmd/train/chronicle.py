@@ -20,6 +20,7 @@ from swarmd.train import recovery
 from swarmd.train.anchor import Anchor
 from swarmd.train.disk import RunFolder
 from swarmd.train.members import Members
+from swarmd.train.proposer import Proposer
 from swarmd.train.world import News, World, tell
 from swarmd.values import PeerId
 
@@ -160,6 +161,16 @@ class Chronicle:
         if isinstance(message, Prepare):
             return await self._anchor.prepare(peer, message)
         return await self._anchor.propose(peer, message, body), b""
+
+    def proposer(self) -> Proposer:
+        """One that brings a commit after the ledger's head to the anchors."""
+        return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
+
+    async def spread(self, nursery: trio.Nursery, raw: bytes, others: Iterable[PeerId]) -> None:
+        """A majority has signed: take it, and tell the anchors and others."""
+        await self.take([raw])
+        for peer in {*others, *self.anchors} - {self._me}:
+            nursery.start_soon(self.tell, peer, [raw])
 
     async def ask_anchor(
         self, anchor: PeerId, request: Callable[[int], Message], payload: bytes

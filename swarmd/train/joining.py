@@ -16,16 +16,19 @@ from functools import partial
 import trio
 
 from swarmd.errors import Code, PeerError, Refused, Unreachable
+from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, Reduced
+from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
-from swarmd.train.leader import Leader, Outcome, RoundFailed, RoundTimes, Timing, TooEarly
+from swarmd.train.leader import Leader, Outcome, RoundTimes, Timing, TooEarly
 from swarmd.train.members import Members
+from swarmd.train.proposer import RoundFailed
 from swarmd.train.round import Round, check_group
-from swarmd.train.state import RunState, Vector, average_digest, clip_factor
+from swarmd.train.state import RunState, average_digest
 from swarmd.train.world import Gathered, News, World, tell
 from swarmd.values import PeerId
 
@@ -56,8 +59,9 @@ class RoundCounters:
 class Joining:
     """See the module."""
 
-    def __init__(self, world: World, chronicle: Chronicle, members: Members, news: News, mine: Mine) -> None:
-        self._averages: dict[bytes, tuple[bytes, Vector]] = {}  # by hash, with the parent of their round
+    def __init__(
+        self, world: World, chronicle: Chronicle, members: Members, averages: Averages, news: News, mine: Mine
+    ) -> None:
         self.counters = RoundCounters()
         self.pulses = Arrivals(least_s=2.0, first_s=3.0)
         self.retry_at = 0.0
@@ -69,6 +73,7 @@ class Joining:
         self._me = world.rpc.network.peer_id
         self._chronicle = chronicle
         self._members = members
+        self._averages = averages
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
@@ -80,9 +85,11 @@ class Joining:
         self._pulsing = trio.CancelScope()
         self._nursery: trio.Nursery
 
-    def use(self, nursery: trio.Nursery) -> None:
-        """Rounds live in ``nursery``."""
-        self._nursery = nursery
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the rounds, and what is told to others, until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
 
     @property
     def is_called(self) -> bool:
@@ -209,7 +216,7 @@ class Joining:
 
     # --- leading -----------------------------------------------------------------------------------------------
 
-    def new_leader(self) -> Leader:
+    def _new_leader(self) -> Leader:
         """One that leads the round after the newest commit."""
         chronicle = self._chronicle
         return Leader(
@@ -217,11 +224,10 @@ class Joining:
             chronicle.ledger,
             chronicle.order,
             self.counters.timing,
-            self._world.rng,
             self._tell,
             lambda: self._members.at(chronicle.ledger.head, trio.current_time()),
-            chronicle.ask_anchor,
-            self._clip,
+            chronicle.proposer(),
+            partial(self._averages.clip_factor, limit=chronicle.run.recipe.optimizer.clip_norm),
         )
 
     def _open_leader(self) -> Leader:
@@ -229,7 +235,7 @@ class Joining:
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
             self._pulsing = trio.CancelScope()
-            self.leader = self.new_leader()
+            self.leader = self._new_leader()
             self._nursery.start_soon(self._pulse, self.leader, self._pulsing)
         return self.leader
 
@@ -261,7 +267,7 @@ class Joining:
             if outcome is not None:
                 self.counters.led += 1
                 self.counters.last = outcome.times or self.counters.last
-                await self.spread(outcome, set(leader.joined))
+                await self._spread(outcome.raw, set(leader.joined))
         finally:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
@@ -291,13 +297,6 @@ class Joining:
             nursery.cancel_scope.cancel()
         return outcome
 
-    async def spread(self, outcome: Outcome, joined: set[PeerId]) -> None:
-        """A majority has signed: everybody may know."""
-        await self._chronicle.take([outcome.raw])
-        known = {*joined, *self._chronicle.anchors, *self._members.look(trio.current_time())}
-        for peer in known - {self._me}:
-            self._nursery.start_soon(self._chronicle.tell, peer, [outcome.raw])
-
     def _call_off(self, leader: Leader) -> None:
         """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
         now = trio.current_time()
@@ -320,16 +319,10 @@ class Joining:
         for peer in set(leader.joined) - {self._me, successor}:
             self._nursery.start_soon(self._tell, peer, self._successor(leader.parent, successor))
 
-    def _clip(self, average: bytes) -> float:
-        limit = self._chronicle.run.recipe.optimizer.clip_norm
-        return clip_factor(self._averages[average][1], limit) if average in self._averages else 1.0
-
-    def take_average(self, average: bytes) -> Vector | None:
-        """What a round came to here, now that a commit says that it counts; what no commit can name is let go."""
-        found = self._averages.pop(average, None)
-        current = self._chronicle.ledger.head
-        self._averages = {d: known for d, known in self._averages.items() if known[0] == current}
-        return found[1] if found is not None else None
+    async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
+        """A majority has signed: everybody may know."""
+        others = joined | set(self._members.look(trio.current_time()))
+        await self._chronicle.spread(self._nursery, raw, others)
 
     # --- what comes from others --------------------------------------------------------------------------------
 
@@ -445,7 +438,7 @@ class Joining:
     async def _live(self, live: Round, scope: trio.CancelScope, leader: PeerId) -> None:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
-                self._averages[message.result] = (live.group.parent, live.average)
+                self._averages.put(live.group.parent, message.result, live.average)
             await self._tell(leader, message)
 
         with scope:

@@ -7,40 +7,34 @@ of life, or sends nothing on, for longer than such things took so far is left ou
 from __future__ import annotations
 
 import logging
-import math
 import os
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import trio
 from msgspec.structs import replace
 
-from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
-from swarmd.plan import partition
+from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.plan import partition, verdicts
 from swarmd.plan.arrivals import Arrivals
-from swarmd.plan.ballot import NO_BALLOT, bound_to, is_majority
-from swarmd.plan.contributions import N_HISTORY, Weighed, outliers
+from swarmd.plan.contributions import N_HISTORY, outliers
 from swarmd.plan.ledger import Ledger
+from swarmd.plan.verdicts import MemberSeen
 from swarmd.protocol import commit as commits
-from swarmd.protocol.commit import Ballot, Commit, Counted
+from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import RunOrder
 from swarmd.protocol.rounds import (
-    Accepted,
     Beat,
     Group,
     GroupMember,
     GroupPart,
     JoinRound,
-    Prepare,
-    Promised,
-    Propose,
     Pulse,
 )
+from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.train.round import CHUNK_BYTES
 from swarmd.train.world import News
 from swarmd.values import PeerId
@@ -55,10 +49,6 @@ ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
 
-class RoundFailed(SwarmUnavailable):
-    """This attempt came to nothing; what was gathered is still there."""
-
-
 class TooEarly(RoundFailed):
     """Fewer samples are there than were forecast, or nobody who would hold the average beside the leader."""
 
@@ -70,16 +60,6 @@ class Timing:
     beats: Arrivals = field(default_factory=lambda: Arrivals(least_s=2.0, first_s=5.0))
     joins: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.5, first_s=4.0))
     results: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.0, first_s=8.0))
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What the leader knows of one member of the group."""
-
-    beat_at: float
-    moved_at: float
-    beat: Beat | None = None
-    had_at: float | None = None  # the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +83,6 @@ class Outcome:
     times: RoundTimes | None
 
 
-AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[tuple[Message, bytes]]]
-"""Asks one anchor, which may be this peer; returns its answer with the payload. Raises PeerError."""
-
 Clip = Callable[[bytes], float]
 """The clip factor of an average that this peer holds, by its hash."""
 
@@ -119,38 +96,37 @@ class Leader:
         ledger: Ledger,
         order: RunOrder,
         timing: Timing,
-        rng: random.Random,
         tell: Callable[[PeerId, Message], Awaitable[None]],
         expected: Callable[[], Iterable[PeerId]],
-        ask_anchor: AskAnchor,
+        proposer: Proposer,
         clip: Clip,
     ) -> None:
         self.parent = ledger.head
         self.joined: dict[PeerId, JoinRound] = {}
-        self.waits_for = "members"
+        self._waits_for = "members"
         self.missing: list[PeerId] = []  # expected, and not there in time
         self.blamed: dict[PeerId, set[PeerId]] = {}  # whose numbers were found faulty, by which others
         self._me = me
         self._ledger = ledger
         self._run = ledger.run
         self._order = order
-        self._anchors = order.anchors_of(ledger.run.recipe)
         self._timing = timing
-        self._rng = rng
         self._tell = tell
         self._expected = expected
-        self._ask_anchor = ask_anchor
         self._clip = clip
+        self._proposer = proposer
         self._group: Group | None = None
-        self._seen: dict[PeerId, _Seen] = {}
+        self._seen: dict[PeerId, MemberSeen] = {}
         self._gone: set[PeerId] = set()
         self._arrived: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
         self._news = News()
         self._began_at = trio.current_time()
-        self._ballot: Ballot = NO_BALLOT
-        self._highest = 0
-        self._name = f"{me}/{os.urandom(8).hex()}"  # an earlier life of this peer must not have used it
+
+    @property
+    def waits_for(self) -> str:
+        """What the round lacks at present, for people and members."""
+        return self._proposer.waits_for or self._waits_for
 
     @property
     def has_begun(self) -> bool:
@@ -197,7 +173,7 @@ class Leader:
                 if had := [s.had_at for s in self._seen.values() if s.had_at is not None]:
                     self._timing.results.add(now - min(had))
                 seen.had_at = now
-            if seen.beat is None or _moved(seen.beat, message):
+            if seen.beat is None or verdicts.has_moved(seen.beat, message):
                 seen.moved_at = now
             seen.beat = message
             self._news.notify()
@@ -213,14 +189,14 @@ class Leader:
         """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""
         await self._gather()
         gathered_at = trio.current_time()
-        bound = await self._promises()
+        bound = await self._proposer.promises()
         if bound:
             logger.info("adopting a commit that may have been accepted before")
-            return Outcome(await self._seal(bound), None)
+            return Outcome(await self._proposer.seal(bound), None)
         await self._average()
         averaged_at = trio.current_time()
         assert self._group is not None
-        raw = await self._seal(commits.encode(self._commit(self._group)))
+        raw = await self._proposer.seal(commits.encode(self._commit(self._group)))
         times = RoundTimes(
             gathered_at - self._began_at,
             averaged_at - gathered_at,
@@ -239,7 +215,7 @@ class Leader:
             lacking = [p for p in self._expected() if p not in self.joined and p not in self._gone]
             n = sum(j.n for j in self.joined.values())
             waited_s = trio.current_time() - self._began_at
-            self.waits_for = f"{len(lacking)} more members" if lacking else "nobody"
+            self._waits_for = f"{len(lacking)} more members" if lacking else "nobody"
             if not lacking or waited_s > self._timing.joins.limit_s():
                 self.missing = lacking
                 if n >= ENOUGH * target and not (lacking and self._is_alone()):
@@ -289,7 +265,7 @@ class Leader:
             raise RoundFailed(str(error)) from None
         ranges = partition.cut(plan.shares, n_elements)
         now = trio.current_time()
-        self._seen = {p: _Seen(now, now) for p in known}
+        self._seen = {p: MemberSeen(now, now) for p in known}
         return Group(
             run=self._run.id,
             round=os.urandom(16),
@@ -335,26 +311,22 @@ class Leader:
             ]
         now = trio.current_time()
         kept = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
-        self._seen = {p: _Seen(seen.beat_at, now) for p, seen in kept.items()}
+        self._seen = {p: MemberSeen(seen.beat_at, now) for p, seen in kept.items()}
         return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
 
     def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
-        """Who must be left out now, with the reason."""
-        lost: dict[PeerId, str] = {}
+        """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
+        assert self._group is not None
         limit_s = self._timing.beats.limit_s()
-        for peer, seen in self._seen.items():
-            if peer in self._gone:
-                lost[peer] = "it has gone"
-            elif now - seen.beat_at > limit_s:
-                lost[peer] = f"no sign of life for {now - seen.beat_at:.1f} s, the limit here is {limit_s:.1f}"
-        reports = self._received()
+        lost = verdicts.silent(self._seen, self._gone, limit_s, now)
+        reports = verdicts.put_together(self._group, self._seen)
         for peer, fault in reports.faults.items():
             lost.setdefault(peer, fault)
         for peer, witnesses in reports.witnesses.items():
             self.blamed.setdefault(peer, set()).update(witnesses)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
-            for peer, why in self._stuck(reports).items():
+            for peer, why in verdicts.holding_up(self._group, self._seen, reports, self._me).items():
                 lost.setdefault(peer, f"{why} for {stuck_s:.1f} s")
             if not lost.keys() - self._left_out.keys():
                 raise RoundFailed(f"nothing has moved for {stuck_s:.1f} s, and there is nobody to go on without")
@@ -362,80 +334,26 @@ class Leader:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
-    def _stuck(self, reports: _Reports) -> dict[PeerId, str]:
-        """Everybody lives, and nothing moves: who is it that holds the round up?"""
-        wanted, have = self._results()
-        if deaf := [p for p, seen in self._seen.items() if seen.beat is None]:
-            return dict.fromkeys(deaf, "it has not taken part")
-        if reports.incomplete:
-            return dict.fromkeys(reports.incomplete, "its parts have not come")
-        return {p: "it lacks results" for p in wanted if p not in have and p != self._me}
-
     def _chunk_s(self) -> float:
         """How long the slowest link that is known takes to show that anything moves."""
         here = [self.joined[p] for p in self._seen]
         rates = [r for j in here for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
         return min(LONGEST_CHUNK_S, len(here) * CHUNK_BYTES / _rate(min(rates))) if rates else 0.0
 
-    def _received(self) -> _Reports:
-        """What the reducers have of each counted member, put together."""
-        assert self._group is not None
-        group = self._group
-        reports = _Reports()
-        reducers = {PeerId(group.members[p.reducer].peer) for p in group.parts}
-        counted = sum(1 for m in group.members if m.n and m.is_counted)
-        for reducer in reducers & self._seen.keys():
-            beat = self._seen[reducer].beat
-            if beat is not None and counted > 2 and 2 * sum(1 for r in beat.received if r.fault) > counted:
-                reports.faults[reducer] = "it finds fault with most of the others"
-        if reports.faults:
-            return reports
-        for place, member in enumerate(group.members):
-            peer = PeerId(member.peer)
-            if not member.n or not member.is_counted:
-                continue
-            squares, is_whole = 0.0, True
-            for reducer in reducers:
-                beat = self._seen[reducer].beat if reducer in self._seen else None
-                said = next((r for r in beat.received if r.member == place), None) if beat else None
-                if said is not None and said.fault:
-                    reports.faults[peer] = said.fault
-                    reports.witnesses.setdefault(peer, set()).add(reducer)
-                elif said is None or said.squares is None:
-                    is_whole = False
-                else:
-                    squares += said.squares
-            if is_whole:
-                reports.weighed[peer] = Weighed(member.n, math.sqrt(squares) / member.n)
-            elif peer not in reports.faults:
-                reports.incomplete.add(peer)
-        return reports
-
     def _is_done(self, now: float) -> bool:
-        """Is the average whole, in the same bytes, at all who are expected to get it, or at enough of them?"""
-        reports = self._received()
+        """Is the average whole? Who has another one than most is left out."""
+        assert self._group is not None
+        reports = verdicts.put_together(self._group, self._seen)
         if reports.incomplete or reports.faults:
             return False
-        wanted, have = self._results()
-        results = Counter(have.values())
-        if len(results) > 1:
-            best = results.most_common(1)[0][0]
-            for peer in [p for p, r in have.items() if r != best]:
-                self._left_out[peer] = "it has another average than most members"
-        self.waits_for = f"{len(wanted) - len(have)} members to have the average"
-        if len(have) == len(wanted):
-            return bool(have)
-        since = max((self._seen[p].moved_at for p in have), default=now)
-        return self._me in have and 2 * len(have) > len(wanted) and now - since > self._timing.results.limit_s()
-
-    def _results(self) -> tuple[list[PeerId], dict[PeerId, bytes]]:
-        """Members that should have the average, and the hash of it that those have named who do."""
-        assert self._group is not None
-        wanted = [PeerId(m.peer) for m in self._group.members if m.receives and m.peer in self._seen]
-        return wanted, {p: b.result for p in wanted if (b := self._seen[p].beat) is not None and b.result}
+        for peer in verdicts.odd_ones(self._group, self._seen):
+            self._left_out[peer] = "it has another average than most members"
+        verdict = verdicts.is_whole(self._group, self._seen, self._me, now, self._timing.results.limit_s())
+        self._waits_for = verdict.reason
+        return verdict.action
 
     def _commit(self, group: Group) -> Commit:
-        reports = self._received()
+        reports = verdicts.put_together(group, self._seen)
         held = Counter(s.beat.result for s in self._seen.values() if s.beat is not None and s.beat.result)
         average = held.most_common(1)[0][0]
         counted = tuple(
@@ -454,100 +372,6 @@ class Leader:
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
             clip=self._clip(average),
         )
-
-    # --- anchors -----------------------------------------------------------------------------------------------
-
-    async def restore(self, body: bytes) -> bytes:
-        """Bring a commit that restores an earlier state to the anchors; returns what they signed."""
-        return await self._seal(await self._promises() or body)
-
-    async def _promises(self) -> bytes:
-        """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
-        attempt = 0
-        while True:
-            self._ballot = (self._highest + 1, self._name)
-            request = partial(_prepare, self._run.id, self.parent, self._ballot)
-            answers = await self._ask_anchors(request, b"")
-            yes = [
-                (m.accepted, body) for _, m, body in answers if isinstance(m, Promised) and m.promised == self._ballot
-            ]
-            if is_majority(len(yes), len(self._anchors)):
-                return bound_to([(ballot, body) for ballot, body in yes if not body or self._may_follow(body)])
-            await self._back_off("a majority of the anchors", len(yes), attempt)
-            attempt += 1
-
-    async def _seal(self, body: bytes) -> bytes:
-        """Have a majority sign one commit, or the one that they are bound to by now. Waits for as long as it takes."""
-        attempt = 0
-        while True:
-            request = partial(_propose, self._run.id, self._ballot)
-            signatures: dict[int, bytes] = {}
-            for place, message, _ in await self._ask_anchors(request, body):
-                if isinstance(message, Accepted) and message.signature:
-                    try:
-                        commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
-                        signatures[place] = message.signature
-                    except IntegrityError as error:
-                        logger.warning("an anchor's signature does not count: %s", error)
-            if is_majority(len(signatures), len(self._anchors)):
-                return commits.seal(body, self._ballot, signatures)
-            await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
-            attempt += 1
-            body = await self._promises() or body
-
-    def _may_follow(self, body: bytes) -> bool:
-        """Could what an anchor says it has accepted be signed at all?"""
-        try:
-            commit = commits.read_body_untrusted(body)
-            self._ledger.check_next(commit)
-        except IntegrityError as error:
-            logger.warning("an anchor names a commit that cannot follow: %s", error)
-            return False
-        return commit.generation == self._order.generation
-
-    async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
-        """Let another proposer finish, longer after each attempt."""
-        self.waits_for = f"{wanted}: {n} of {len(self._anchors)} answer"
-        await trio.sleep(self._rng.uniform(0.0, min(4.0, 0.1 * 2**attempt)))
-
-    async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
-        """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
-        answers: list[tuple[int, Message, bytes]] = []
-        said_yes: set[int] = set()
-        asked: set[int] = set()
-        newer: list[Refused] = []
-        malformed: list[Refused] = []
-        n = len(self._anchors)
-
-        async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
-            try:
-                message, body = await self._ask_anchor(anchor, request, payload)
-                answers.append((place, message, body))
-                if isinstance(message, Promised | Accepted):
-                    self._highest = max(self._highest, message.promised[0])
-                    if message.promised == self._ballot:
-                        said_yes.add(place)
-            except Refused as error:
-                if error.code is Code.STALE_EPOCH:
-                    newer.append(error)
-                elif error.code is Code.MALFORMED:
-                    malformed.append(error)
-                logger.info("the anchor %s: %s", anchor[-8:], error)
-            except PeerError as error:
-                logger.info("the anchor %s: %s", anchor[-8:], error)
-            asked.add(place)
-            can_be = is_majority(n - len(asked - said_yes), n)
-            if newer or is_majority(len(said_yes), n) or not can_be:
-                scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for place, anchor in enumerate(self._anchors):
-                nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
-        if newer:
-            raise newer[0]
-        if is_majority(len(malformed), len(self._anchors)):
-            raise RoundFailed(f"the anchors do not take this commit: {malformed[0]}")
-        return answers
 
     # --- small things ------------------------------------------------------------------------------------------
 
@@ -576,28 +400,6 @@ class Leader:
                 await trio.sleep(PULSE_INTERVAL_S)
 
 
-@dataclass(slots=True)
-class _Reports:
-    weighed: dict[PeerId, Weighed] = field(default_factory=dict)
-    incomplete: set[PeerId] = field(default_factory=set)
-    faults: dict[PeerId, str] = field(default_factory=dict)
-    witnesses: dict[PeerId, set[PeerId]] = field(default_factory=dict)
-
-
 def _rate(said: float) -> float:
     """A bandwidth that somebody says it has, as one that the program can count with."""
     return max(LEAST_BYTES_PER_S, said)
-
-
-def _moved(before: Beat, after: Beat) -> bool:
-    """Has anything come since?"""
-    here = sum(r.n_bytes for r in before.received), before.n_results_bytes, before.result
-    return (sum(r.n_bytes for r in after.received), after.n_results_bytes, after.result) != here
-
-
-def _prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
-    return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
-
-
-def _propose(run: str, ballot: Ballot, call_id: int) -> Message:
-    return Propose(id=call_id, run=run, ballot=ballot)

@@ -28,6 +28,7 @@ from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.recipe import Run
 from swarmd.protocol.untrusted import decode
 from swarmd.train import recovery
+from swarmd.train.averages import Averages
 from swarmd.train.catching_up import CatchingUp
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.disk import RunFolder, read_vectors
@@ -75,7 +76,9 @@ class Trainer:
         self._news = News()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news)
         self.ledger = self.chronicle.ledger
-        self.joining = Joining(world, self.chronicle, self.members, self._news, lambda: (self.state, self.gathered))
+        self._averages = Averages()
+        own = (self._averages, self._news, lambda: (self.state, self.gathered))
+        self.joining = Joining(world, self.chronicle, self.members, *own)
         self.catching_up: CatchingUp | None = None
         self._world = world
         self._source = source
@@ -96,7 +99,7 @@ class Trainer:
         """Take part until cancelled. Raises SwarmError when this peer cannot."""
         await self.chronicle.recall()
         async with trio.open_nursery() as self._nursery:
-            self.joining.use(self._nursery)
+            await self._nursery.start(self.joining.run)
             task_status.started()
             if self._source is not None:
                 await self._load(self._source)
@@ -118,7 +121,15 @@ class Trainer:
         await self._resume_from_disk(state)
         get = self._make_get(layout)
         self.catching_up = CatchingUp(
-            self._world, self.chronicle, self.members, self.joining, state, get, self._begin_anew
+            self._world,
+            self.chronicle,
+            self.members,
+            self._averages,
+            self.joining.end_round,
+            self._nursery,
+            state,
+            get,
+            self._begin_anew,
         )
         self.state = state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import trio
 from trio.testing import MockClock
@@ -13,7 +14,7 @@ from swarmd.client.links import Terms
 from swarmd.client.session import ChainSession
 from swarmd.compute.history import Budget
 from swarmd.compute.wire import pack
-from swarmd.errors import Code, PeerError, Unreachable
+from swarmd.errors import Code, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
@@ -42,6 +43,7 @@ class PlayedSwarm:
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
+        self.refuse: dict[PeerId, Refused] = {}
         self.received: dict[PeerId, int] = {}
         self.on_replay: Callable[[PeerId], None] = lambda peer: None
         self.session: ChainSession
@@ -91,6 +93,8 @@ class PlayedSwarm:
         if peer in self.dead:
             raise PeerError(f"{peer} is dead")
         self.asked.append((peer, message))
+        if peer in self.refuse:
+            raise self.refuse[peer]
         if isinstance(message, OpenSession):
             self.received[peer] = 0
             return Opened(re=1, push=True, why="", numerics="", layer_arity=0), None
@@ -165,3 +169,26 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     assert not session.statistics.repairs
     await session.on_message(B, refusal, frame)
     assert session.hops.links[1].is_lost
+
+
+async def test_unsupported_is_final_for_that_server_and_others_are_asked(virtual_time: MockClock) -> None:
+    swarm = PlayedSwarm(serves(A, 0, 6), serves(B, 0, 6))
+    swarm.refuse = {A: Refused(Code.UNSUPPORTED, "too old for that"), B: Refused(Code.NO_CAPACITY, "busy", 3.0)}
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.open)
+        await trio.sleep(10)
+        del swarm.refuse[B]
+    assert [peer for peer, _ in swarm.asked].count(A) == 1, "whoever cannot is not asked again"
+    assert session.hops.links[0].hop.peer == B
+
+
+async def test_a_session_that_nobody_supports_ends_at_once(virtual_time: MockClock) -> None:
+    """It was tried for 60 s before."""
+    for route in ((), (Hop(A, Span(0, 6)),)):
+        swarm = PlayedSwarm(serves(A, 0, 6))
+        swarm.refuse = {A: Refused(Code.UNSUPPORTED, "too old for that")}
+        begun = trio.current_time()
+        with pytest.raises(Refused, match="too old for that"):
+            await ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=route), Budget()).open()
+        assert trio.current_time() - begun < 1

@@ -28,6 +28,7 @@ from swarmd.protocol import frames, manifest, messages, shards, worker
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.records import Catalog, sign_catalog
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span
 
@@ -169,7 +170,7 @@ class SimSwarm:
         chosen = self.rng.sample(sorted(self.daemons), min(2, len(self.daemons)))
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
-    async def add(self, span: Span, is_fixed: bool = True) -> PeerId:
+    async def add(self, span: Span, is_fixed: bool = True, understands: Understanding = OURS) -> PeerId:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
         exchange = Exchange(self.keys, self.wall_clock)
@@ -184,7 +185,7 @@ class SimSwarm:
         member = Member(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
-        world = Surroundings(network, records, self.wall_clock, rng, start_worker)
+        world = Surroundings(network, records, self.wall_clock, rng, start_worker, understands)
         daemon = Daemon(member, config, world, exchange)
         scope = trio.CancelScope()
 

@@ -17,7 +17,8 @@ from swarmd.plan.progress import leader_order
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
-from swarmd.train.leader import Leader, Outcome, RoundFailed
+from swarmd.train.leader import Leader, Outcome
+from swarmd.train.proposer import RoundFailed
 from swarmd.train.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import training

@@ -13,7 +13,8 @@ from swarmd.plan.ledger import Ledger
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import Batch, Recipe, RunOrder, start_run
 from swarmd.protocol.rounds import Beat, JoinRound, Prepare, Promised, Received
-from swarmd.train.leader import Leader, RoundFailed, Timing, TooEarly
+from swarmd.train.leader import Leader, Timing, TooEarly
+from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.values import PeerId
 
 OWNER = Identity(b"o" * 32)
@@ -35,17 +36,9 @@ def leader_among(*expected: PeerId, anchors: tuple[str, ...] = (OWNER.peer_id,),
 
     async def tell(peer: PeerId, message: object) -> None: ...
 
-    return Leader(
-        ME,
-        Ledger(run),
-        RunOrder(run.id, 0),
-        Timing(),
-        random.Random(1),
-        tell,
-        lambda: expected,
-        ask_anchor,
-        lambda average: 1.0,
-    )
+    ledger, order = Ledger(run), RunOrder(run.id, 0)
+    proposer = Proposer(ME, ledger, order, random.Random(1), ask_anchor)
+    return Leader(ME, ledger, order, Timing(), tell, lambda: expected, proposer, lambda average: 1.0)
 
 
 def joining(n: int, receives: bool = True) -> JoinRound:
