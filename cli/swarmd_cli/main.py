@@ -74,5 +74,7 @@ def run() -> None:
         raise SystemExit(getattr(leaves[0], "exit_code", 1)) from None
 
 
+main = run  # what node.forkserver calls in a module
+
 if __name__ == "__main__":
     run()

@@ -9,6 +9,7 @@ killed and replaced; its sessions are lost and said to be.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import trio
 
 from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
+from swarmd.node.forkserver import VARIABLE, Forked
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
@@ -71,8 +73,7 @@ class SubprocessWorker:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        command = [sys.executable, "-c", START.format(module), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = _launch(module, theirs.fileno())
         theirs.close()
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self.pid = self._process.pid
@@ -97,6 +98,14 @@ class SubprocessWorker:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._stream.socket.close()
+
+
+def _launch(module: str, file: int) -> subprocess.Popen[bytes] | Forked:
+    """Start a worker that talks at ``file``: a new process, or one of the fork server where there is one."""
+    if server := os.environ.get(VARIABLE):
+        return Forked(server, module, ["{0}"], [file], os.environ)
+    command = [sys.executable, "-c", START.format(module), str(file)]
+    return subprocess.Popen(command, pass_fds=[file], stdin=subprocess.DEVNULL)
 
 
 class Prestarted:

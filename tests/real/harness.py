@@ -19,9 +19,11 @@ from typing import Any
 import httpx
 
 from swarmd.home import Home
+from swarmd.node.forkserver import VARIABLE, Forked
 from swarmd.plan.routing import Hop
 from swarmd.protocol import invite as invites
 from swarmd.values import ModelId, PeerId, Span
+from tests.real import forks
 
 READY_TIMEOUT_S = 60.0
 
@@ -33,7 +35,7 @@ class Volunteer:
     home: Home
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def peer(self) -> PeerId:
@@ -44,13 +46,18 @@ class Volunteer:
         return int(self.ask("status")["worker"]["pid"])
 
     def start(self) -> None:
-        log = (self.home.folder / "daemon.log").open("ab")
-        command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(self.home.folder), "up", *self.arguments]
+        arguments = ["--home", str(self.home.folder), "up", *self.arguments]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.environment}
-        self.process = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        log.close()
+        with (self.home.folder / "daemon.log").open("ab") as log:
+            if forks.IS_ON:
+                environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
+                server = forks.server(*forks.DAEMON)
+                self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, output=True)
+                return
+            command = [sys.executable, "-m", "swarmd_cli.main", *arguments]
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
 
     def signal(self, number: int, what: str = "daemon") -> None:
         """Send a signal to the daemon, its worker, or both."""

@@ -56,6 +56,8 @@ def test_two_models_by_one_daemon_and_one_is_drained_while_the_other_goes_on(tmp
             assert "drained by its owner" in hosting(both, "m")["why"]
             assert "drained by its owner" in both.ask("why")["hosting"][1]["why"]
             assert hosting(both, "demo")["state"] == "online"
+            model, n_blocks = client.call(client.within.resolve, "m")
+            swarm.wait(lambda: bool(client.view().missing(model, n_blocks)), "the client to hear of it")
             with pytest.raises(swarmd.NoRoute, match=r"\[0,4\)"):
                 client.model("m", wait_s=1)
             long.join(timeout=60)
