@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol import shards
@@ -38,3 +41,14 @@ def whole(tmp_path: Path) -> ModelFolder:
     """The model as its owner has it."""
     folder = make_model(tmp_path / "whole")
     return ModelFolder(folder, manifests.read_folder(folder))
+
+
+@pytest.fixture
+def threads_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time does not wait for threads, so that what they do is done at once."""
+
+    async def run_sync(function: Callable[..., Any], *args: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return function(*args)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)

@@ -23,20 +23,10 @@ from swarmd.weights.folder import ModelFolder
 from swarmd.weights.pace import Pace
 from tests.weights.conftest import N_BLOCKS
 
+pytestmark = pytest.mark.usefixtures("threads_inline")
 MBIT = 1e6 / 8
 ALL = frozenset(range(N_BLOCKS + 1))
 A, B, C = PeerId("donor-a"), PeerId("donor-b"), PeerId("donor-c")
-
-
-@pytest.fixture(autouse=True)
-def threads_inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual time does not wait for threads, so that what they do is done at once."""
-
-    async def run_sync(function: Callable[..., Any], *args: Any) -> Any:
-        await trio.lowlevel.checkpoint()
-        return function(*args)
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
 
 
 class PlayedDonor:
