@@ -38,7 +38,9 @@ class ChainSession:
         self._repairs = Repairs(self.hops, self._history)
         self._answers: dict[int, tuple[Op, Frame]] = {}
         self._fatal: Exception | None = None
-        self._is_over = self._is_closed = False
+        self._is_busy = False  # a step is under way
+        self._is_broken = False  # one broke off: nobody knows what its servers did
+        self._is_closed = False
         self._quiet_repair: trio.Event | None = None
 
     @property
@@ -88,9 +90,9 @@ class ChainSession:
         """
         while self._quiet_repair is not None:
             await self._quiet_repair.wait()
-        if self._is_over:
+        if self._is_broken:
             raise ConfigError("this session ended with an error: start a new one")
-        self._is_over = True  # until the answers are here
+        self._is_busy = self._is_broken = True  # until the answers are here
         self._fatal = None
         first = self._position.seq + 1
         whole = Sent(first, edits, hidden, positions, mask, record_past)
@@ -102,7 +104,7 @@ class ChainSession:
             await self._send(sent, None if want is None else max(0, want - left))
             while n_sent - len(outs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
                 outs.append(await self._receive(first + len(outs), parts[len(outs)].hidden))
-        self._is_over = False
+        self._is_busy = self._is_broken = False
         return None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _prefill_speeds(self) -> list[float]:
@@ -160,12 +162,12 @@ class ChainSession:
         link.is_leaving = True
         self.hops.decline(peer, LEAVING_FOR_S)
         self.hops.worry(f"{link.hop} stops serving")
-        if not self._is_over and not self._is_closed:
+        if not self._is_busy and not self._is_closed:
             self._swarm.start_soon(self._repair_quietly)
 
     async def _repair_quietly(self) -> None:
         """Repair between two steps; the next step waits for it, and tries again if it failed."""
-        if self._is_over or self._quiet_repair is not None:
+        if self._is_busy or self._quiet_repair is not None:
             return
         self._quiet_repair = trio.Event()
         try:

@@ -37,7 +37,15 @@ class Lora:
 class Adapters:
     """The adapters of one span. ``using`` says whose tokens a pass holds."""
 
-    def __init__(self, model: nn.Module, layers: Any, span: Span, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Any,
+        span: Span,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_tensor: Callable[[], None] = lambda: None,
+    ) -> None:
         names = {module: name for name, module in model.named_modules()}
         self._blocks = {f"{names[layers[block]]}.": block for block in span.blocks()}
         self._all_blocks = names[layers].rstrip(".") + "."
@@ -46,7 +54,7 @@ class Adapters:
         self._known: dict[str, Lora] = {}
         self._hooked: set[str] = set()
         self._now: list[tuple[int, Lora]] = []
-        self.on_tensor: Callable[[], None] = lambda: None  # reading takes a while, and is progress
+        self._on_tensor = on_tensor  # reading takes a while, and is progress
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
@@ -70,7 +78,7 @@ class Adapters:
                 for name in file.keys():  # noqa: SIM118
                     if self._is_here(name):
                         tensors[name] = file.get_tensor(name)
-                        self.on_tensor()
+                        self._on_tensor()
         lora = Lora()
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")

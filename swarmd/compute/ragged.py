@@ -40,12 +40,12 @@ class Piece:
 class RaggedAttention:
     """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, on_layer: Callable[[], None] = lambda: None) -> None:
         self._config = text_config(config)
         self._original = self._config._attn_implementation
         self._name = f"swarmd_ragged_{id(self)}"
         self._cuts: list[tuple[Piece, slice]] = []
-        self.on_layer: Callable[[], None] = lambda: None
+        self._on_layer = on_layer
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._sites: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._is_capturing = False
@@ -120,7 +120,7 @@ class RaggedAttention:
             mask = self._mask(piece, keys.shape[2], getattr(own, "sliding_window", None))
             out, _ = function(module, _rows(query, piece, cut), keys, values, mask, **kwargs)
             outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]))
-        self.on_layer()
+        self._on_layer()
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _function(self, module: Any) -> Callable[..., Any]:

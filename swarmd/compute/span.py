@@ -40,7 +40,13 @@ class LoadedSpan:
     """Blocks of one model on one device. Not thread-safe: the worker is single-threaded."""
 
     def __init__(
-        self, folder: Path, span: Span, dtype: torch.dtype, device: str = "cpu", quantize: str = "none"
+        self,
+        folder: Path,
+        span: Span,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        quantize: str = "none",
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.span = span
         self.dtype = dtype
@@ -51,13 +57,13 @@ class LoadedSpan:
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
         self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
-        self.on_block: Callable[[], None] = lambda: None
+        self.on_block = on_progress
         self._decoder = self.model.get_decoder()
         self._layers = skeleton.decoder_layers(self.model)
         self._arguments = _accepted_arguments(self._decoder.forward)
         self._entering: torch.Tensor | None = None
         self._leaving: torch.Tensor | None = None
-        self.adapters = Adapters(self.model, self._layers, span, dtype, self.device)
+        self.adapters = Adapters(self.model, self._layers, span, dtype, self.device, on_progress)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self._hop = span
@@ -246,7 +252,7 @@ class LoadedSpan:
         if not can_batch(self.new_cache(), self.config):
             self.batching = "one session at a time: this family's layers keep more than plain keys and values"
             return
-        self._ragged = RaggedAttention(self.config)
+        self._ragged = RaggedAttention(self.config, self.on_block)
         rng = torch.Generator().manual_seed(1)
         alone, together = [], []
         for b, n_past, t in ((1, 5, 1), (2, 3, 1), (1, 4, 3), (1, 0, 2)):
@@ -267,7 +273,6 @@ class LoadedSpan:
             self._ragged = None
             self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
             return
-        self._ragged.on_layer = lambda: self.on_block()
         self._capture = True
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 

@@ -172,8 +172,7 @@ class Worker:
         try:
             device = pick_device(request.device)
             folder, blocks = Path(request.path), Span(request.start, request.end)
-            span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize)
-            span.on_block = span.adapters.on_tensor = self._tick
+            span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick)
             span.self_test()
             loss = None if request.quantize == "none" else span.quantization_error(folder)
             self._speed = Measured(

@@ -73,7 +73,7 @@ class Collaboration:
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._source = _LoopSource(self._parameters, self.run.recipe)
+        self._source = _LoopSource(self._parameters, self.run.recipe, lambda: self._is_over())
         self._folder = tempfile.TemporaryDirectory(prefix="swarmd-run-")
         self._epoch = -1
         self._trainer: Trainer
@@ -156,7 +156,6 @@ class Collaboration:
         self._trainer = Trainer(world, self.run, "train", self._source, None, self._getter)
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
-        self._source.is_over = self._is_over
         swarm.take_part(self.run.id, self._trainer)
         swarm.start_soon(self._live)
         await self._source.wait_wanted()
@@ -206,7 +205,7 @@ class Collaboration:
 class _LoopSource:
     """See ``train.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe, is_over: Callable[[], bool]) -> None:
         self._layout = Layout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
         flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
         self._vector: Vector = flat.astype(recipe.precision)
@@ -217,7 +216,7 @@ class _LoopSource:
         self._given: Computed | None = None
         self._ready = trio.Event()
         self._failure = ""
-        self.is_over: Callable[[], bool] = lambda: False
+        self._is_over = is_over
 
     async def open(self) -> tuple[Layout, Vector]:
         return self._layout, self._vector
@@ -244,7 +243,7 @@ class _LoopSource:
 
     async def wait_wanted(self) -> None:
         """Wait until gradients are asked for, or the run is over here. Raises SwarmUnavailable when it has failed."""
-        while not self._wanted.is_set() and not self.is_over():
+        while not self._wanted.is_set() and not self._is_over():
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await self._wanted.wait()
         if self._failure:

@@ -13,6 +13,7 @@ from tests.families import FAMILIES, REFUSED, TOLERANCE, make, prove
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- written by tests/compute/test_families.py: SWARMD_WRITE_DOCS=1 pytest tests/compute/test_families.py -->"
+IN_CI = {"llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bloom", "falcon_h1", "deepseek_v3", "opt", "phi3"}
 _rows: dict[str, str] = {}
 _refusals: dict[str, str] = {}
 
@@ -23,7 +24,9 @@ def one_thread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family", [f if f in IN_CI else pytest.param(f, marks=pytest.mark.prove) for f in sorted(FAMILIES)]
+)
 def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path) -> None:
     proof = prove(make(family, tmp_path, FAMILIES[family]))
     errors = (proof.full, proof.cached, proof.padded, proof.gradient)
@@ -32,11 +35,17 @@ def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.prove
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_what_cannot_be_served_is_refused_with_a_reason(family: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         prove(make(family, tmp_path, REFUSED[family]))
     _refusals[family] = str(refusal.value).removeprefix(f"{tmp_path}: ").removesuffix(": unsupported family")
+
+
+def test_ten_families_of_different_kinds_are_proved_in_ci() -> None:
+    assert set(FAMILIES) >= IN_CI
+    assert len(IN_CI) == 10
 
 
 def test_the_document_says_what_was_proved() -> None:

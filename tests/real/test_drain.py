@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -80,11 +79,6 @@ def test_caches_are_handed_over_and_nothing_is_replayed(how: str, mode: str, tmp
         assert model.last_session.chain[1].endswith(heir.peer[-8:])
         if how == "drain":
             swarm.wait(lambda: b.ask("status")["serving"] is None, "the server to be drained")
-            assert b.process is not None
-            drained = psutil.Process(b.process.pid)
-            before = drained.cpu_times().user
-            time.sleep(2)
-            assert drained.cpu_times().user - before < 1, "a drained daemon rests"
             b.ask("resume", "POST")
             swarm.wait_online()
             pid = b.worker_pid
