@@ -163,7 +163,15 @@ class Chain:
         with suppress(NoRoute):
             return find()
         is_last_resort = True
-        return find()
+        try:
+            return find()
+        except NoRoute as error:
+            n_older = sum(not understands(view, span, self.terms) for span in spans)
+            if not n_older:
+                raise
+            raise NoRoute(
+                f"{error}; {n_older} that serve it do not announce what this session needs", error.missing
+            ) from None
 
     def _is_declined_for_good(self) -> bool:
         """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""

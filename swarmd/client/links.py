@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from swarmd.client.own import OwnParameters
+from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
@@ -17,6 +18,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
+from swarmd.protocol.tensors import CODECS
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import ModelId, PeerId, Span
 
@@ -50,7 +52,7 @@ class Swarm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is fixed when a session opens."""
+    """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know."""
 
     model: ModelId
     n_blocks: int
@@ -63,6 +65,10 @@ class Terms:
     adapter: str = ""
     quantize: str = "any"
     own: OwnParameters | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec not in ("auto", *CODECS):
+            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, not {self.codec!r}")
 
 
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
