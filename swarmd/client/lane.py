@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from swarmd.client.links import Swarm, Terms
 from swarmd.client.ops import codec_for
 from swarmd.client.own import OwnParameters, give
-from swarmd.compute.training import backward_frames, forward_frames
-from swarmd.compute.wire import unpack_values_untrusted
 from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmError
 from swarmd.plan.routing import Hop
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Backward, CloseLane, Forward, Gradients, OpenLane, Ping, Refusal
 from swarmd.values import PeerId
+from swarmd.wire.micro_batches import backward_frames, forward_frames
+from swarmd.wire.tensors import unpack_values_untrusted
 
 OPEN_TIMEOUT_S = 8.0
 QUIET_S = 2.0

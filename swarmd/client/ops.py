@@ -9,8 +9,6 @@ from dataclasses import replace
 import torch
 
 from swarmd.client.links import Swarm, Terms
-from swarmd.compute.history import Sent
-from swarmd.compute.wire import unpack_untrusted
 from swarmd.errors import RemoteProtocolError
 from swarmd.net.interfaces import is_loopback
 from swarmd.plan.batching import tokens_of_op
@@ -20,6 +18,8 @@ from swarmd.protocol.messages import Op
 from swarmd.protocol.tensors import CODECS, max_tokens_per_frame
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import Decision, PeerId
+from swarmd.wire.history import Sent
+from swarmd.wire.tensors import unpack_untrusted
 
 MAX_OP_BYTES = 8 * 2**20
 

@@ -17,12 +17,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from swarmd.compute.training import pieces
 from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.protocol.messages import PutTuned
 from swarmd.values import ModelId, Span
+from swarmd.wire.micro_batches import pieces
 
 GIVE_TIMEOUT_S = 120.0
 

@@ -14,8 +14,6 @@ import trio
 
 from swarmd.client.chain import PATIENCE_S, Chain
 from swarmd.client.links import Link, Repair, joined, lacks
-from swarmd.compute.history import History
-from swarmd.compute.session import replay_frames
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
@@ -23,6 +21,8 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
 from swarmd.values import PeerId, Span
+from swarmd.wire.history import History
+from swarmd.wire.ops import replay_frames
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.links import Statistics, Swarm, Terms
 from swarmd.client.ops import cut, read_answer
 from swarmd.client.repair import Repairs
-from swarmd.compute.history import Budget, History, Sent
-from swarmd.compute.session import encode_op
 from swarmd.errors import CacheExhausted, Code, ConfigError, PeerError, Refused, SwarmError
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, Refusal, Suspect
 from swarmd.values import Decision, PeerId
+from swarmd.wire.history import Budget, History, Sent
+from swarmd.wire.ops import encode_op
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
 LOOK_INTERVAL_S = 0.25

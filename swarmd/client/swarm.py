@@ -21,7 +21,6 @@ from swarmd.client.lane import Lane
 from swarmd.client.links import Listeners, Terms
 from swarmd.client.pipeline import Pipeline
 from swarmd.client.session import ChainSession
-from swarmd.compute.history import Budget
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -49,6 +48,7 @@ from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
 from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
+from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from swarmd.compute.history import Budget
 from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
@@ -23,6 +22,7 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
 from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
+from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 

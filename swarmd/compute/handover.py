@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from swarmd.compute.history import History, Sent
 from swarmd.compute.kvcache import SlabLayer, SpanCache
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.messages import Edit
 from swarmd.protocol.untrusted import decode
+from swarmd.wire.history import History, Sent
 
 Tensors = dict[str, torch.Tensor]
 MAX_RECENT = 4_096

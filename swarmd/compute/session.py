@@ -13,21 +13,20 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.history import Budget, History, Sent
 from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
-from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
 from swarmd.protocol import messages
 from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
-from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.protocol.worker import Done
 from swarmd.values import Span
+from swarmd.wire.history import Budget, History, Sent
+from swarmd.wire.ops import encode_op, replay_frames
+from swarmd.wire.tensors import unpack_untrusted
 
-REPLAY_FRAME_BYTES = 4 * 2**20
 PART_BYTES = 1 << 20
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
@@ -274,54 +273,3 @@ class HopSession:
         past = self._mask if self._mask is not None else torch.ones(self.n_rows, self._n_tokens, device=device)
         new = torch.ones(self.n_rows, n_new) if mask is None else mask
         self._mask = torch.cat([past.long(), new.long().to(device)], 1)
-
-
-def replay_frames(
-    history: History, at: tuple[bytes, int, int], have: int | None, marks: Op, codec: str
-) -> Iterator[bytes]:
-    """Encode what a successor lacks; ``at`` is (session, its first block, epoch).
-
-    ``marks`` carries silent_through and replay_end.
-    """
-    settled = history.base_seq
-    if have is None:
-        first = next((s for _, _, s in history.base(1)), None)
-        if first is not None and first.hidden is not None:
-            b, _, d = first.hidden.shape
-            dtype = str(first.hidden.dtype).removeprefix("torch.")
-            step = max_tokens_per_frame(b, d, dtype, REPLAY_FRAME_BYTES)
-            for part, n_parts, sent in history.base(step):
-                yield encode_op(*at, settled, sent, marks, (part, n_parts), codec)
-    for sent in history.after(have or 0):
-        yield encode_op(*at, settled, sent, marks, None, codec)
-
-
-def encode_op(
-    session: bytes,
-    start: int,
-    epoch: int,
-    settled: int,
-    sent: Sent,
-    marks: Op,
-    base: tuple[int, int] | None,
-    codec: str,
-) -> bytes:
-    """Frame one op for the hop that starts at ``start``."""
-    meta, payload = None, b""
-    if sent.hidden is not None and sent.positions is not None:
-        meta, payload = pack(sent.hidden, sent.positions, sent.mask, codec)
-    header = Op(
-        session=session,
-        start=start,
-        epoch=epoch,
-        seq=sent.seq,
-        settled=settled,
-        edits=sent.edits,
-        tensor=meta,
-        record_past=sent.record_past,
-        silent_through=marks.silent_through,
-        replay_end=marks.replay_end,
-        base=base,
-        want=marks.want,
-    )
-    return messages.framed(header, payload)

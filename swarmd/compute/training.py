@@ -19,20 +19,19 @@ import torch
 from swarmd.compute.engine import PASS_ERRORS
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import Tuned, TunedStore
-from swarmd.compute.wire import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.training import Held, Key, Work, choose_work, make_room
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
-from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
+from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.02
-PART_BYTES = 1 << 20
 MAX_PARTS = 4_096
 MAX_POSITION = 1 << 24
 MAX_MICRO_BATCH_TOKENS = 65_536
@@ -410,38 +409,6 @@ class Training:
         yield from forward_frames(message, lane.hop.end, hidden, None if is_last else (positions, mask), lane.codec)
 
 
-def forward_frames(
-    message: Forward,
-    start: int,
-    hidden: torch.Tensor,
-    places: tuple[torch.Tensor, torch.Tensor | None] | None,
-    codec: str,
-) -> Iterator[bytes]:
-    """Frame hidden states [b, t, d] for block ``start``; ``places`` are positions and mask, None for the client."""
-    for part, n_parts, window in _windows(hidden):
-        positions = None if places is None else places[0][:, window]
-        mask = None if places is None or places[1] is None else places[1][:, window]
-        meta, payload = pack(hidden[:, window], positions, mask, codec)
-        header = Forward(
-            message.session, start, message.seq, (part, n_parts), meta, message.keep, message.tuned, message.settled
-        )
-        yield messages.framed(header, payload)
-
-
-def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:
-    """Frame the gradient [b, t, d] by what enters block ``start``."""
-    for part, n_parts, window in _windows(gradient):
-        meta, payload, scale = pack_gradient(gradient[:, window], codec)
-        yield messages.framed(Backward(session, start, seq, (part, n_parts), meta, scale), payload)
-
-
-def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Cut bytes into (number, how many, piece) that fit a frame each."""
-    n = max(1, -(-len(raw) // PART_BYTES))
-    for number in range(n):
-        yield number, n, raw[number * PART_BYTES : (number + 1) * PART_BYTES]
-
-
 def _gradient_frames(
     message: Backward, lane: _Lane, gradient: torch.Tensor, gradients: dict[str, torch.Tensor]
 ) -> Iterator[bytes]:
@@ -450,11 +417,3 @@ def _gradient_frames(
         for number, n, piece in pieces(raw):
             yield messages.framed(Gradients(message.session, lane.hop.start, message.seq, (number, n)), piece)
     yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)
-
-
-def _windows(values: torch.Tensor) -> Iterator[tuple[int, int, slice]]:
-    b, t, d = values.shape
-    step = max_tokens_per_frame(b, d, str(values.dtype).removeprefix("torch."), PART_BYTES)
-    n = -(-t // step)
-    for number in range(n):
-        yield number, n, slice(number * step, (number + 1) * step)

@@ -21,10 +21,8 @@ import msgspec
 import torch
 
 from swarmd.compute.engine import Engine
-from swarmd.compute.history import Budget
 from swarmd.compute.span import LoadedSpan, device_description, pick_device
 from swarmd.compute.training import Training
-from swarmd.compute.wire import DTYPES
 from swarmd.errors import ConfigError
 from swarmd.plan.training import Allowance
 from swarmd.protocol import messages, worker
@@ -32,6 +30,8 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, WorkerFailed
 from swarmd.values import Span
+from swarmd.wire.history import Budget
+from swarmd.wire.tensors import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from trio.testing import MockClock
 
 from swarmd.client.links import Terms
 from swarmd.client.session import ChainSession
-from swarmd.compute.history import Budget
-from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop
@@ -23,6 +21,8 @@ from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Refusal, Replay, Replayed, Reroute, Rerouted
 from swarmd.protocol.records import Catalog, SpanRecord
 from swarmd.values import ModelId, PeerId, Span
+from swarmd.wire.history import Budget
+from swarmd.wire.tensors import pack
 
 MODEL = ModelId("m" * 64)
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")

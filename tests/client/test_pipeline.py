@@ -18,8 +18,6 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import Terms
 from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, Ticket
-from swarmd.compute.training import backward_frames, forward_frames
-from swarmd.compute.wire import unpack_untrusted, unpack_values_untrusted
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.standing import Standing
 from swarmd.plan.view import SwarmView
@@ -28,6 +26,8 @@ from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import Backward, Forward, Gradients, Opened, PutTuned, Refusal, TunedHeld
 from swarmd.protocol.records import Catalog, SpanRecord
 from swarmd.values import ModelId, PeerId
+from swarmd.wire.micro_batches import backward_frames, forward_frames
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 MODEL = ModelId("m" * 64)
 NOTHING = OwnParameters({}, {})

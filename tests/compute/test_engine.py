@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load, save
 
 from swarmd.compute.engine import Engine
-from swarmd.compute.history import Budget, Sent
-from swarmd.compute.session import encode_op
 from swarmd.compute.span import LoadedSpan
-from swarmd.compute.wire import unpack_untrusted
 from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
+from swarmd.wire.history import Budget, Sent
+from swarmd.wire.ops import encode_op
+from swarmd.wire.tensors import unpack_untrusted
 from tests import checkpoints
 
 BLOCKS = Span(0, 3)

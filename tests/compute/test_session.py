@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.history import Budget
 from swarmd.compute.session import KEPT_TIMES, HopSession
 from swarmd.compute.span import LoadedSpan
-from swarmd.compute.wire import pack
 from swarmd.errors import Refused
 from swarmd.protocol.messages import Edit, Op, OpenSession
 from swarmd.values import Span
+from swarmd.wire.history import Budget
+from swarmd.wire.tensors import pack
 from tests import checkpoints
 
 

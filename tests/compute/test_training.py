@@ -9,8 +9,7 @@ import safetensors.torch
 import torch
 
 from swarmd.compute.span import LoadedSpan
-from swarmd.compute.training import Training, backward_frames, forward_frames, pieces
-from swarmd.compute.wire import unpack_untrusted, unpack_values_untrusted
+from swarmd.compute.training import Training
 from swarmd.errors import Code
 from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
@@ -26,6 +25,8 @@ from swarmd.protocol.messages import (
     TunedHeld,
 )
 from swarmd.values import Span
+from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 from tests import checkpoints
 
 LANE = b"l" * 16
@@ -151,7 +152,7 @@ def test_small_gradients_survive_half_precision(span: LoadedSpan) -> None:
 
 
 def test_long_micro_batches_travel_in_parts(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmd.compute.training.PART_BYTES", 2_000)
+    monkeypatch.setattr("swarmd.wire.micro_batches.PART_BYTES", 2_000)
     hidden, gradient = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
     bench = Bench(span)
     bench.forward(0, hidden)

@@ -12,7 +12,6 @@ import trio
 import trio.testing
 
 from swarmd.client.session import ChainSession
-from swarmd.compute.wire import pack
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
@@ -25,6 +24,7 @@ from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.messages import AnyMessage, CachePart, Edit, HandOver, Hello, Op, OpenSession, Refusal, TensorMeta
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
+from swarmd.wire.tensors import pack
 from tests.sim.swarm import EPOCH_S, HIDDEN, Reference, SimSwarm, toy_checkpoint
 
 KEY = b"a" * 16

@@ -18,7 +18,6 @@ import trio
 from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, Membership
 from swarmd.compute.engine import Engine
-from swarmd.compute.history import Budget
 from swarmd.config import Config
 from swarmd.daemon import Daemon, Member, Surroundings
 from swarmd.net.exchange import Exchange
@@ -31,6 +30,7 @@ from swarmd.protocol.records import Catalog, sign_catalog
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span
+from swarmd.wire.history import Budget
 
 HIDDEN = 4
 EPOCH_S = 1_700_000_000

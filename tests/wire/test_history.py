@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.compute.history import Budget, History, Sent
 from swarmd.protocol.messages import Edit
+from swarmd.wire.history import Budget, History, Sent
 
 B, D = 3, 4
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.compute.wire import pack, unpack_untrusted
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
 from swarmd.protocol.tensors import CODECS, INT8_BLOCK, token_bytes
+from swarmd.wire.tensors import pack, unpack_untrusted
 
 RELATIVE = {"float16": 2**-11, "bfloat16": 2**-8}
 SMALLEST_FLOAT16 = 2**-24  # below it, steps are absolute
