@@ -145,7 +145,7 @@ LONG_FILES = {
     "swarmd/train/joining.py": (456, "one peer's part in rounds, whoever leads"),
     "swarmd/train/trainer.py": (414, "one peer's part in a run"),
     "swarmd/train/leader.py": (406, "one round"),
-    "swarmd/compute/span.py": (416, "loading and running a span of any family"),
+    "swarmd/compute/span.py": (417, "loading and running a span of any family"),
 }
 LONG_FUNCTIONS = {
     "swarmd/train/report.py:report": (58, "a row of a table, field by field"),
