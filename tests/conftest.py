@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import trio._core._run as trio_run
 import trio.testing
+
+
+os.environ.setdefault("SWARMD_TEST_FORKS", "1")  # before tests.real.forks looks
 
 
 @pytest.fixture

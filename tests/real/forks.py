@@ -1,7 +1,7 @@
 """Two fork servers for the daemons and workers of tests, started when first needed: torch is imported once.
 
 Real processes all the same, each with its own id, session, memory and sockets: they can be killed and stopped.
-``SWARMD_TEST_FORKS=0`` starts every process anew instead.
+pytest turns it on (tests/conftest.py); benchmarks and the proofs start every process anew, as a volunteer's machine does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DAEMON = (
     "swarmd.net.libp2p.kademlia",
 )
 WORKER = ("swarmd.compute.worker", "swarmd.compute.gradients")
-IS_ON = os.environ.get("SWARMD_TEST_FORKS", "1") != "0"
+IS_ON = os.environ.get("SWARMD_TEST_FORKS") == "1"
 
 
 @cache
