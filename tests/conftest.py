@@ -8,7 +8,6 @@ import pytest
 import trio._core._run as trio_run
 import trio.testing
 
-
 os.environ.setdefault("SWARMD_TEST_FORKS", "1")  # before tests.real.forks looks
 
 

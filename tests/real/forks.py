@@ -1,7 +1,7 @@
 """Two fork servers for the daemons and workers of tests, started when first needed: torch is imported once.
 
 Real processes all the same, each with its own id, session, memory and sockets: they can be killed and stopped.
-pytest turns it on (tests/conftest.py); benchmarks and the proofs start every process anew, as a volunteer's machine does.
+pytest turns it on (tests/conftest.py); benchmarks and the proofs start every process anew, as a volunteer does.
 """
 
 from __future__ import annotations
