@@ -269,10 +269,11 @@ class Pipeline:
         """Leave out whoever is to blame, longer each time until it has done something right."""
         blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
         for peer in blame:
-            if failure.has_declined:
+            if failure.has_declined or len(blame) > 1:  # of several nobody knows which one it was
                 self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
             else:
                 self._swarm.rpc.standing.leave_out(peer, str(failure), failure.for_s)
+            if not failure.has_declined:
                 self._suspects.add(peer)
 
     async def _drop(self, lane: Lane) -> None:

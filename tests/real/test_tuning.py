@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,13 @@ def whole_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     parameters = {name: p.detach().clone() for name, p in local.named_parameters() if p.requires_grad}
     with local_swarm(tmp_path_factory.mktemp("tuning")) as swarm:
         volunteers = swarm.serving((0, 3), (3, 6), (0, 3), (3, 6))
-        with swarmd.connect(swarm.invite()) as client:
-            yield Stage(swarm, volunteers, client, expected, parameters)
+        yield Stage(swarm, volunteers, None, expected, parameters)
 
 
 @pytest.fixture
 def stage(whole_stage: Stage) -> Iterator[Stage]:
-    yield whole_stage
+    with swarmd.connect(whole_stage.swarm.invite()) as client:  # one that holds nothing against anybody yet
+        yield replace(whole_stage, client=client)
     revive(whole_stage.swarm, whole_stage.volunteers)
 
 
