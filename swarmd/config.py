@@ -147,40 +147,39 @@ def split(text: str) -> tuple[str, ...]:
 
 def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any) -> Config:
     """Gather the settings; flags that are None were not given. Raises ConfigError."""
-    config = Config()
+    config, tables = Config(), list[Any]()
     path = folder / "config.toml"
     if path.is_file():
         try:
-            config = _apply(config, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+            written = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        if isinstance(written.get("serve"), list):
+            tables = written.pop("serve")
+        config = _apply(config, written, str(path))
     names = {f.name for f in fields(Config) if f.name != "hosted"} | set(OLD_NAMES)
     from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
     config = _apply(config, from_environment, "the environment")
     given = {k: v for k, v in flags.items() if v is not None}
-    if "model" in given or "blocks" in given:  # what is typed counts, not the tables of a file
-        config = replace(config, hosted=())
-    return _apply(config, given, "the command line").check()
+    config = _apply(config, given, "the command line")
+    if tables and not {"model", "blocks"} & {*from_environment, *given}:  # what is said later counts, not the file's
+        config = replace(config, hosted=tuple(_table(config, table, str(path)) for table in tables))
+    return config.check()
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
     types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name != "hosted"}
     changes: dict[str, Any] = {}
-    tables: list[Any] = []
     for given, value in values.items():
         name = OLD_NAMES.get(given, given)
         if name != given:
             logger.warning("%s: the setting %s is called %s now", source, given, name)
         if name not in types:
             raise ConfigError(f"{source}: unknown setting {given!r}; there are: {', '.join(sorted(types))}")
-        if name == "serve" and isinstance(value, list):
-            tables = value
-        else:
-            changes[name] = _convert(given, value, types[name], source)
-    config = replace(config, **changes)
-    return replace(config, hosted=tuple(_table(config, t, source) for t in tables)) if tables else config
+        changes[name] = _convert(given, value, types[name], source)
+    return replace(config, **changes)
 
 
 def _table(config: Config, table: Any, source: str) -> Serve:

@@ -28,9 +28,9 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.node.balancer import Turnover
+from swarmd.node.choosing import Around
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
-from swarmd.node.hosting import Around
 from swarmd.node.hosts import Hosts
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter

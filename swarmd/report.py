@@ -15,7 +15,7 @@ import trio
 import swarmd.status as answers
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
-from swarmd.node.hosting import Around
+from swarmd.node.choosing import Around
 from swarmd.node.hosts import Hosts
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of

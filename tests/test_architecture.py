@@ -138,7 +138,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 50
 LONG_FILES = {
     "swarmd/protocol/messages.py": (540, "every header of the wire, in one place to look it up"),
     "swarmd/status.py": (445, "every answer of the control API, structs only"),
-    "swarmd/node/hosting.py": (480, "one thing that is served, from choosing to pausing"),
+    "swarmd/node/hosting.py": (457, "one thing that is served, from choosing to pausing"),
     "swarmd/node/server.py": (468, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
     "swarmd/client/lane.py": (460, "one lane, forward and backward"),

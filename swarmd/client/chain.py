@@ -202,7 +202,7 @@ class Chain:
             return
         link.is_lost = True
         if error.code is not Code.STALE_EPOCH:
-            for_s = math.inf if error.code is Code.UNSUPPORTED else error.retry_after_s or BUSY_FOR_S
+            for_s = math.inf if is_final(error) else error.retry_after_s or BUSY_FOR_S
             logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
             self.decline(link.hop.peer, for_s)
         self.worry(f"{link.hop}: {error}")
@@ -247,5 +247,5 @@ class Chain:
 
 
 def is_final(error: PeerError) -> bool:
-    """Did a server say that it can never do what was asked?"""
-    return isinstance(error, Refused) and error.code is Code.UNSUPPORTED
+    """Did a server say that it can never do what was asked, and not when to ask again?"""
+    return isinstance(error, Refused) and error.code is Code.UNSUPPORTED and error.retry_after_s is None

@@ -262,6 +262,7 @@ class Pipeline:
         try:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
+            self._declined.did_well(peer)
         except PeerError:
             self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 

@@ -150,8 +150,8 @@ class Balancer:
         """Should it hold other blocks of the same model?"""
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
         spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
-        decision = choose_move([holder_of(s) for s in sorted(spans, key=lambda s: s.peer)], n_blocks)
-        if decision.action is None or decision.action.peer != own.peer:
+        decision = choose_move([holder_of(s) for s in sorted(spans, key=lambda s: (s.peer, s.slot))], n_blocks)
+        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own:
             who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{who}{decision.reason}")
         return Decision(Target(ModelId(own.model), decision.action.span), decision.reason)
@@ -161,4 +161,4 @@ def holder_of(span: SpanRecord) -> Holder:
     """A span's record as placement sees it: its best measured throughput, whatever the batch."""
     rate = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
     blocks = Span(span.start, span.end)
-    return Holder(PeerId(span.peer), blocks, rate * len(blocks), span.state == "online", span.moves_left > 0)
+    return Holder(PeerId(span.peer), blocks, rate * len(blocks), span.state == "online", span.moves_left > 0, span.slot)

@@ -117,9 +117,11 @@ class Hops(Generic[HopT]):
         key = self._by_end.get((session, end))
         return self._hops.get(key) if key else None
 
-    def touches(self, session: bytes, block: int) -> bool:
-        """Does a hop of this session start or end at a block?"""
-        return (session, block) in self._hops or (session, block) in self._by_end
+    def starts_at(self, session: bytes, block: int) -> bool:
+        return (session, block) in self._hops
+
+    def ends_at(self, session: bytes, block: int) -> bool:
+        return (session, block) in self._by_end
 
 
 async def reach_successor(

@@ -7,8 +7,6 @@ best to serve is ``plan.placement``'s; when to look again is the balancer's.
 from __future__ import annotations
 
 import logging
-import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,31 +17,26 @@ import psutil
 import trio
 
 import swarmd.status as status
-from swarmd.config import Config, Serve
+from swarmd.config import Serve
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import Purpose, TaskStatus
-from swarmd.net.exchange import Exchange
-from swarmd.net.rpc import Channel, Rpc
-from swarmd.node.balancer import Balancer, Turnover, holder_of
-from swarmd.node.directory import Directory
+from swarmd.net.rpc import Channel
+from swarmd.node.balancer import Balancer
+from swarmd.node.choosing import Around, choose_blocks
 from swarmd.node.hops import Deliver
 from swarmd.node.lanes import Lanes
 from swarmd.node.server import Served, Server
-from swarmd.node.store import Store
-from swarmd.node.worker_link import Handlers, Starter, WorkerLink, WorkerStatus
+from swarmd.node.worker_link import Handlers, WorkerLink, WorkerStatus
 from swarmd.plan.admission import CacheLedger
-from swarmd.plan.memory import blocks_bytes, blocks_that_fit
-from swarmd.plan.placement import Target, choose_model, choose_span
+from swarmd.plan.placement import Target, choose_model
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Refusal
 from swarmd.protocol.tensors import ITEM_BYTES
-from swarmd.protocol.understanding import Understanding
 from swarmd.protocol.worker import Loaded, LoadSpan
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 logger = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 4.0  # to see who else is there before choosing
 LOOK_INTERVAL_S = 0.5
 DRAIN_S = 15.0  # for sessions to be taken over elsewhere
 LANES_DRAIN_S = 2.0
@@ -62,27 +55,6 @@ class State(StrEnum):
     DRAINING = "draining"
     PAUSED = "paused"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
-
-    rpc: Rpc
-    exchange: Exchange
-    directory: Directory
-    store: Store
-    config: Config
-    start_worker: Starter
-    wall_clock: Callable[[], float]
-    rng: random.Random
-    turnover: Turnover
-    understands: Understanding
-    spill_folder: str = ""
-
-    @property
-    def me(self) -> PeerId:
-        return self.rpc.network.peer_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +109,27 @@ class Hosting:
     def n_decoding(self) -> int:
         return self._serving.server.n_decoding() if self._serving else 0
 
-    def owns(self, session: bytes, block: int) -> bool:
-        """Does a hop of this session, or lane, start or end here at a block?"""
-        serving = self._serving
-        return serving is not None and (serving.server.owns(session, block) or serving.lanes.owns(session, block))
+    def starts_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session, or lane, start here at a block?"""
+        now = self._serving
+        return now is not None and (now.server.starts_at(session, block) or now.lanes.starts_at(session, block))
+
+    def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session, or lane, end here at a block?"""
+        now = self._serving
+        return now is not None and (now.server.ends_at(session, block) or now.lanes.ends_at(session, block))
 
     def holds(self, model: str, start: int, end: int) -> bool:
         """Are these blocks of a model ("" is any) served here?"""
         served = self._serving.server.served if self._serving else None
-        return (
-            served is not None and model in ("", served.model) and served.span.start <= start < end <= served.span.end
-        )
+        if served is None or model not in ("", served.model):
+            return False
+        return served.span.start <= start < end <= served.span.end
+
+    @property
+    def takes_sessions(self) -> bool:
+        """Is it online, and does not leave?"""
+        return self._serving is not None and self.is_online and not self._serving.server.is_draining
 
     async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
         """Act on one message about sessions or fine-tuning; False when it is none. Raises Refused."""
@@ -182,13 +164,14 @@ class Hosting:
 
     async def drain(self) -> None:
         """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
-        if self._serving is None:
+        serving = self._serving  # it may end, by another drain, while this one waits
+        if serving is None:
             return
-        n = len(self._serving.server.sessions())
+        n = len(serving.server.sessions())
         self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
         self._around.directory.announce_soon()  # as draining
-        left = await self._serving.server.drain(DRAIN_S)
-        await self._serving.lanes.drain(LANES_DRAIN_S)
+        left = await serving.server.drain(DRAIN_S)
+        await serving.lanes.drain(LANES_DRAIN_S)
         logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
 
     # --- serving ---------------------------------------------------------------------------------------------
@@ -223,18 +206,18 @@ class Hosting:
 
     async def _choose_and_serve(self) -> None:
         store = self._around.store
-        model = self._next[0] if self._next else await self._choose_model()
         try:
+            model = self._next[0] if self._next else await self._choose_model()
             placement = self._next[1] if self._next else await self._choose_span(model)
             self._next, self._coming = None, (model, placement.action)
             store.hold(self.slot, model, placement.action)
             self._set(State.FETCHING, placement.reason)
             self._around.directory.announce_soon()
             folder = await store.supply.ensure(model, placement.action.blocks())
-        except SwarmError as error:  # a disk that is full, or nobody who gives the weights: it may get better
+        except SwarmError as error:  # a disk that is full, blocks that nobody gives or has: it may get better
             logger.warning("cannot serve yet: %s", error)
             self._set(State.FAILED, str(error))
-            self._coming = None
+            self._next = self._coming = None
             self._around.directory.announce_soon()
             with trio.move_on_after(RETRY_S):
                 await self._changed_mind.wait()
@@ -243,6 +226,7 @@ class Hosting:
             await self._serve(model, placement, folder.folder)
         finally:
             self._coming = None
+            self._around.choices.pop(self.slot, None)
             store.release(self.slot)
 
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
@@ -309,21 +293,7 @@ class Hosting:
             await trio.sleep(LOOK_INTERVAL_S)
 
     async def _choose_span(self, model: ModelId) -> Decision[Span]:
-        around, wanted = self._around, self.wanted
-        if wanted.span is not None:
-            return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
-        with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
-            while len(around.directory.view().peers) < 2:
-                await trio.sleep(0.2)
-        manifest = await around.store.supply.manifest(model)
-        n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, wanted.dtype, wanted.quantize)
-        n_fit = blocks_that_fit(psutil.virtual_memory().available, blocks)
-        n_fit = min(n_fit, wanted.max_blocks or n_fit, self._at_most or n_fit)
-        spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
-        own = (around.me, self.slot)
-        holders = [holder_of(s) for s in spans if s.end <= n_blocks and (s.peer, s.slot) != own]
-        speeds = [h.blocks_per_s for h in holders] or [1.0]
-        return choose_span(holders, n_blocks, n_fit, statistics.median(speeds))  # its own is not measured yet
+        return await choose_blocks(self._around, self.wanted, self.slot, self._at_most, model)
 
     async def _move(self, target: Decision[Target]) -> bool:
         """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
@@ -352,6 +322,8 @@ class Hosting:
         if is_too_much and len(server.served.span) > 1:  # a device may have less memory than the machine
             self._at_most = len(server.served.span) // 2
             self._changed_mind.set()
+        if (chosen := self._around.choices.get(self.slot)) is not None:
+            chosen.is_loaded = worker.loaded is not None
         if worker.loaded is not None:
             server.ledger.total_tokens = self._tokens_that_fit(worker.loaded)
         if self.state is not State.DRAINING:

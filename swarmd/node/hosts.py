@@ -11,7 +11,8 @@ import swarmd.status as status
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
-from swarmd.node.hosting import Around, Hosting, State
+from swarmd.node.choosing import Around
+from swarmd.node.hosting import Hosting, State
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -22,7 +23,9 @@ from swarmd.protocol.messages import (
     Op,
     OpenLane,
     OpenSession,
+    Progress,
     PutTuned,
+    Refusal,
     Replay,
     Reroute,
 )
@@ -31,6 +34,10 @@ from swarmd.values import PeerId
 PAUSED_BY_DRAIN = "drained by its owner: swarmd resume serves again"
 NEEDS_A_HOP = (OpenSession, OpenLane, PutTuned, Op, Reroute, Replay, HandOver, CachePart, Forward, Backward)
 """What asks something of a hop: refused where there is none. The rest only tells, and may come late."""
+
+
+TO_WHERE_IT_ENDS = (Progress, Backward)
+"""What names the block where the hop that it is for ends; all else names where that one starts."""
 
 
 class Hosts:
@@ -80,11 +87,14 @@ class Hosts:
         if len(serving) < 2:
             return serving[0] if serving else None
         if isinstance(message, OpenSession | OpenLane | PutTuned):
-            owner = (h for h in serving if h.holds(message.model, message.start, message.end))
-        else:
-            session, start = getattr(message, "session", b""), getattr(message, "start", 0)
-            owner = (h for h in serving if h.owns(session, start))
-        return next(owner, serving[0])
+            able = [h for h in serving if h.holds(message.model, message.start, message.end)]
+            return next((h for h in able if h.takes_sessions), (able or serving)[0])
+        session, block = getattr(message, "session", b""), getattr(message, "start", 0)
+        by_end = next((h for h in serving if h.ends_at(session, block)), None)
+        if isinstance(message, TO_WHERE_IT_ENDS):
+            return by_end or serving[0]
+        by_start = next((h for h in serving if h.starts_at(session, block)), None)
+        return (by_end or by_start if isinstance(message, Refusal) else by_start) or serving[0]
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         """The last channel of one purpose to a peer has ended."""

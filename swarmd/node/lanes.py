@@ -74,9 +74,13 @@ class Lanes:
         clients = len({lane.client for lane in self._lanes})
         return TuningStatus(lanes=len(self._lanes), clients=clients, tokens_trained=self._tokens_trained)
 
-    def owns(self, session: bytes, block: int) -> bool:
-        """Does a lane start or end here at a block?"""
-        return self._lanes.touches(session, block)
+    def starts_at(self, session: bytes, block: int) -> bool:
+        """Does a lane start here at a block?"""
+        return self._lanes.starts_at(session, block)
+
+    def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a lane end here at a block?"""
+        return self._lanes.ends_at(session, block)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Pass frames on until cancelled, tell clients that work goes on, and end lanes that nobody uses."""

@@ -136,9 +136,11 @@ class Server:
             for key, hop in self._hops.items()
         )
 
-    def owns(self, session: bytes, block: int) -> bool:
-        """Does a hop of this session start or end here at a block?"""
-        return self._hops.touches(session, block)
+    def starts_at(self, session: bytes, block: int) -> bool:
+        return self._hops.starts_at(session, block)
+
+    def ends_at(self, session: bytes, block: int) -> bool:
+        return self._hops.ends_at(session, block)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:

@@ -47,6 +47,7 @@ class Holder:
     blocks_per_s: float
     is_online: bool = True
     may_move: bool = True
+    slot: int = 0  # which of the peer's workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Move:
 
     peer: PeerId
     span: Span
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
         rest_rates[span.start : span.end] -= holder.blocks_per_s / len(span)
         value, start = _best_window(rest, rest_rates, len(span), holder.blocks_per_s)
         if best is None or value > best[0]:
-            best = value, Move(holder.peer, Span(start, start + len(span)))
+            best = value, Move(holder.peer, Span(start, start + len(span)), holder.slot)
     if best is None:
         return Decision(None, "nobody may move without opening a gap")
     (gaps, thin, soft), move = best

@@ -80,8 +80,8 @@ class Seen:
 def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
     """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
     if witness:
-        heard = seen.witnesses.get(f"{kind}/{witness}", -HALF_LIFE_S)
-        if now - heard < HALF_LIFE_S or len(seen.witnesses) >= MAX_WITNESSES:
+        seen.witnesses = {w: at for w, at in seen.witnesses.items() if now - at < HALF_LIFE_S}
+        if f"{kind}/{witness}" in seen.witnesses or len(seen.witnesses) >= MAX_WITNESSES:
             return Decision(False, f"{witness[-8:]} has said so before")
         seen.witnesses[f"{kind}/{witness}"] = now
     weights = {k: (count, seen.weight(k, now)) for k, (count, _) in seen.faults.items()}
@@ -102,8 +102,9 @@ def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> De
 
 def leave_out(seen: Seen, now: float, for_s: float, longest_s: float) -> float:
     """Do without a peer for a while, twice as long each time until it does something right; returns until when."""
-    grown_s = min(longest_s, for_s * 2**seen.strikes) if longest_s > for_s else for_s
-    seen.strikes = min(seen.strikes + 1, 32)
+    grown_s = min(longest_s, for_s * 2**seen.strikes)
+    if longest_s > for_s:  # else it is only asked again and again whether it is there
+        seen.strikes = min(seen.strikes + 1, 32)
     seen.out_since, seen.out_until = now, now + grown_s
     return seen.out_until
 

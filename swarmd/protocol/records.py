@@ -137,6 +137,12 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
 
+class _Author(msgspec.Struct, frozen=True):
+    """What is read of a record before its signature is checked."""
+
+    peer: Name
+
+
 class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer."""
 
@@ -174,14 +180,16 @@ def sign(record: AnyRecord, identity: Identity) -> bytes:
 def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozenset[bytes]) -> Verified:
     """Check one record from anywhere.
 
-    Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an
-    honest record that does not count (expired, skewed, no longer a member), which costs nobody anything.
+    Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
+    record that does not count (expired, skewed, no longer a member, of a later version), which costs nobody anything.
     """
     envelope = decode(raw, Envelope, "a record", IntegrityError)
-    record: AnyRecord = decode(envelope.body, AnyRecord, "a record", IntegrityError)  # type: ignore[arg-type]
-    verify(
-        public_key_of_untrusted(record.peer), _DOMAIN, envelope.body, envelope.signature, f"the record of {record.peer}"
-    )
+    author = decode(envelope.body, _Author, "a record", IntegrityError).peer
+    verify(public_key_of_untrusted(author), _DOMAIN, envelope.body, envelope.signature, f"the record of {author}")
+    try:
+        record: AnyRecord = decode(envelope.body, AnyRecord, "a record", IntegrityError)  # type: ignore[arg-type]
+    except IntegrityError as error:  # its author's own words, perhaps of a later version: who passes them on is honest
+        raise Refused(Code.UNSUPPORTED, f"{author} announces what this version cannot read: {error}") from None
     if record.expires_at - record.issued_at > MAX_LIFETIME_S:
         raise IntegrityError(
             f"a record may live {MAX_LIFETIME_S} s, this one wants {record.expires_at - record.issued_at}"

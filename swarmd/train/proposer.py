@@ -68,6 +68,7 @@ class Proposer:
                 (m.accepted, body) for _, m, body in answers if isinstance(m, Promised) and m.promised == self._ballot
             ]
             if is_majority(len(yes), len(self._anchors)):
+                self.waits_for = ""
                 return bound_to([(ballot, body) for ballot, body in yes if not body or self._may_follow(body)])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
@@ -86,6 +87,7 @@ class Proposer:
                     except IntegrityError as error:
                         logger.warning("an anchor's signature does not count: %s", error)
             if is_majority(len(signatures), len(self._anchors)):
+                self.waits_for = ""
                 return commits.seal(body, self._ballot, signatures)
             await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
             attempt += 1

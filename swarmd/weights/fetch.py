@@ -169,7 +169,10 @@ class Fetch:
         serving: dict[PeerId, trio.CancelScope] = {}
         while not self._download.is_done:
             now = trio.current_time()
-            offers = {p: g for p, g in self._donors().items() if self._rpc.standing.allows(p)}
+            known, standing = self._donors(), self._rpc.standing
+            offers = {p: g for p, g in known.items() if standing.allows(p)}
+            if not offers:  # whoever alone has it is asked again soon, unless it lied
+                offers = {p: g for p, g in known.items() if standing.allows(p, True) and not standing.is_shunned(p)}
             for peer in sorted(offers, key=lambda p: p not in serving)[MAX_DONORS:]:
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:

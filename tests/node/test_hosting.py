@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
-from swarmd.node.hosting import Hosting, State
+from swarmd.node.hosting import DRAIN_S, Hosting, State
 from swarmd.values import Span
-from tests.sim.swarm import SimSwarm
+from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 
 @asynccontextmanager
@@ -95,3 +97,84 @@ async def test_a_model_of_that_name_is_the_one_that_is_drained(virtual_time: Moc
             daemon.hosts.drain("other")
         daemon.hosts.drain("toy")
         await until(found, State.PAUSED)
+
+
+def halves(*blocks: str) -> tuple[Serve, ...]:
+    return tuple(Serve("toy", b, cache_tokens=10**6) for b in blocks)
+
+
+@pytest.mark.parametrize("blocks", [("0:2", "2:4"), ("2:4", "0:2"), ("0:3", "1:4")], ids=str)
+async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
+    virtual_time: MockClock, blocks: tuple[str, ...]
+) -> None:
+    """What one gives the other never leaves the peer, and finds the hop that it is for."""
+    with trio.fail_after(1_000):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=6)
+            peer = await swarm.add(Span(0, 4), hosted=halves(*blocks))
+            daemon = swarm.daemons[peer][0]
+            while not all(h.is_online for h in daemon.hosts):
+                await trio.sleep(0.5)
+            client = await swarm.client()
+            while client.view().missing(swarm.model, 4):
+                await trio.sleep(0.5)
+                await client.refresh()
+            session = await client.open_session(swarm.terms(100))
+            assert [link.hop.peer for link in session.hops.links] == [peer, peer]
+            assert len({link.hop.slot for link in session.hops.links}) == 2
+            reference, hidden = Reference(4), torch.ones(1, 1, HIDDEN)
+            for _ in range(12):
+                out = await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+                assert out is not None
+                torch.testing.assert_close(out, reference.step(hidden))
+            assert not session.statistics.repairs
+            first = next(iter(daemon.hosts))
+            assert first._serving is not None
+            assert first._serving.worker._process is not None
+            first._serving.worker._process.kill()
+            out = await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+            assert out is not None
+            torch.testing.assert_close(out, reference.step(hidden))
+            assert session.statistics.repairs, "the hop was lost, and its worker's successor took over"
+            nursery.cancel_scope.cancel()
+
+
+async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClock) -> None:
+    with trio.fail_after(1_000):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=7)
+            daemon = swarm.daemons[await swarm.add(Span(0, 4), hosted=halves("0:4", "0:4"))][0]
+            while not all(h.is_online for h in daemon.hosts):
+                await trio.sleep(0.5)
+            first, second = daemon.hosts
+            assert first.server is not None
+            first.server.is_draining = True
+            client = await swarm.client()
+            session = await client.open_session(swarm.terms(100))
+            assert second.server is not None
+            assert len(second.server.sessions()) == len(session.hops.links) == 1
+            nursery.cancel_scope.cancel()
+
+
+async def test_stopping_while_a_drain_is_under_way_ends_in_order(virtual_time: MockClock) -> None:
+    async with hosting() as (found, daemon, swarm):
+        await until(found, State.ONLINE)
+        client = await swarm.client()
+        await client.open_session(swarm.terms(100))
+        daemon.hosts.drain()
+        await trio.sleep(DRAIN_S - 1)
+        daemon.stop()
+        await trio.sleep(2 * DRAIN_S)
+        assert found.server is None
+
+
+async def test_blocks_that_the_model_does_not_have_fail_one_hosting_and_not_the_daemon(virtual_time: MockClock) -> None:
+    with trio.fail_after(1_000):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=8)
+            daemon = swarm.daemons[await swarm.add(Span(0, 4), hosted=halves("0:99", "0:4"))][0]
+            wrong, right = daemon.hosts
+            await until(right, State.ONLINE)
+            assert wrong.state is State.FAILED
+            assert "exceeds the model's 4 blocks" in wrong.why
+            nursery.cancel_scope.cancel()

@@ -87,7 +87,9 @@ def tiny_model(folder: Path, **size: Any) -> Path:
     return folder
 
 
-def start_run(volunteer: Volunteer, name: str, anchors: list[Volunteer] | None = None, **settings: Any) -> None:
+def start_run(
+    volunteer: Volunteer, name: str, anchors: list[Volunteer] | None = None, role: str = "train", **settings: Any
+) -> None:
     """Write a recipe and start it. ``optimizer``: one of ``OPTIMIZERS``, or its table; ``more``: other keys."""
     chosen = {"optimizer": "sgd", "precision": "float32", "target": 32, "steps": 1000, "every": 1000, **settings}
     chosen.setdefault("more", "")
@@ -96,7 +98,7 @@ def start_run(volunteer: Volunteer, name: str, anchors: list[Volunteer] | None =
     listed = ", ".join(f'"{a.peer}"' for a in anchors or [])
     path = volunteer.home.folder / f"{name}.toml"
     path.write_text(RECIPE.format(name=name, root=ROOT, anchors=listed, **chosen))
-    command(volunteer, "train", "start", str(path))
+    command(volunteer, "train", "start", str(path), "--role", role)
 
 
 def run_of(volunteer: Volunteer, name: str = "run") -> dict[str, Any]:
@@ -133,10 +135,11 @@ def join(swarm: LocalSwarm, volunteers: list[Volunteer], name: str = "run", role
 
 def start_together(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, **settings: Any) -> None:
     """Have the first volunteer start a run, and nobody compute before all have loaded the model."""
-    first, *others = volunteers
-    start_run(first, name, **settings)
+    first = volunteers[0]
+    start_run(first, name, role="anchor" if "anchors" not in settings else "reduce", **settings)
     command(first, "train", "stop", name, "--all")
-    join(swarm, others, name)
+    first.ask("train/leave", "POST", name=name)
+    join(swarm, volunteers, name)
     swarm.wait(lambda: all(run_of(v, name)["state_update"] is not None for v in volunteers), f"{name} loaded by all")
     command(first, "train", "resume", name, "--all")
 

@@ -18,7 +18,7 @@ import trio
 from swarmd.client.links import Terms
 from swarmd.client.swarm import AsyncSwarm, Membership
 from swarmd.compute.engine import Engine
-from swarmd.config import Config
+from swarmd.config import Config, Serve
 from swarmd.daemon import Daemon, Member, Surroundings
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
@@ -170,7 +170,9 @@ class SimSwarm:
         chosen = self.rng.sample(sorted(self.daemons), min(2, len(self.daemons)))
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
-    async def add(self, span: Span, is_fixed: bool = True, understands: Understanding = OURS) -> PeerId:
+    async def add(
+        self, span: Span, is_fixed: bool = True, understands: Understanding = OURS, hosted: tuple[Serve, ...] = ()
+    ) -> PeerId:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
         exchange = Exchange(self.keys, self.wall_clock)
@@ -180,7 +182,8 @@ class SimSwarm:
         async def start_worker() -> WorkerProcess:
             return SimWorker(step_s, load_s=2.0)
 
-        config = Config(blocks=f"{span.start}:{span.end}" if is_fixed else "auto", model="toy", cache_tokens=10**6)
+        blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
+        config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
         member = Member(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
         records = SimRecordStore(self.world, identity.peer_id)

@@ -1,0 +1,83 @@
+"""Which blocks a worker of this machine takes, beside the swarm's other servers and this daemon's other workers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+import trio
+
+from swarmd.config import Config, Serve
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Rpc
+from swarmd.node.balancer import Turnover, holder_of
+from swarmd.node.directory import Directory
+from swarmd.node.store import Store
+from swarmd.node.worker_link import Starter
+from swarmd.plan.memory import blocks_bytes, blocks_that_fit
+from swarmd.plan.placement import Holder, choose_span
+from swarmd.protocol.understanding import Understanding
+from swarmd.values import Decision, ModelId, PeerId, Span
+
+FIRST_LOOK_S = 4.0  # to see who else is there before choosing
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a hosting chose: others of the same daemon choose beside it, and leave it its memory."""
+
+    model: ModelId
+    span: Span
+    n_bytes: int
+    is_loaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+
+    rpc: Rpc
+    exchange: Exchange
+    directory: Directory
+    store: Store
+    config: Config
+    start_worker: Starter
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    turnover: Turnover
+    understands: Understanding
+    spill_folder: str = ""
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    @property
+    def me(self) -> PeerId:
+        return self.rpc.network.peer_id
+
+
+async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, model: ModelId) -> Decision[Span]:
+    """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
+    if wanted.span is not None:
+        return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
+    with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
+        while len(around.directory.view().peers) < 2:
+            await trio.sleep(0.2)
+    manifest = await around.store.supply.manifest(model)
+    n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, wanted.dtype, wanted.quantize)
+    coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
+    own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
+    free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
+    n_fit = blocks_that_fit(free_bytes, blocks)
+    n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
+    spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
+    others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
+    holders = [holder_of(s) for s in others]
+    speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
+    beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
+    holders += [Holder(around.me, span, speed) for span in beside]
+    decision = choose_span(holders, n_blocks, n_fit, speed)
+    n_bytes = sum(blocks[decision.action.start : decision.action.end])
+    around.choices[slot] = Choice(model, decision.action, n_bytes)
+    return decision
