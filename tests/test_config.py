@@ -83,3 +83,11 @@ def test_old_names_still_count_with_a_warning(tmp_path: Path, caplog: pytest.Log
     assert (config.tuning_mib, config.training_runs, config.tuning_share) == (7, "off", 0.5)
     assert "training_mib is called tuning_mib now" in caplog.text
     assert "training is called training_runs now" in caplog.text
+
+
+def test_tables_take_what_the_environment_says_of_all_and_give_way_to_a_model_named_later(tmp_path: Path) -> None:
+    written(tmp_path, '[[serve]]\nmodel = "a"\n[[serve]]\nmodel = "b"\ndtype = "float32"')
+    hosted = load(tmp_path, {"SWARMD_DTYPE": "bfloat16", "SWARMD_THREADS": "2"}).to_host()
+    assert [(s.model, s.dtype, s.threads) for s in hosted] == [("a", "bfloat16", 2), ("b", "float32", 2)]
+    assert [s.model for s in load(tmp_path, {"SWARMD_MODEL": "c"}).to_host()] == ["c"]
+    assert load(tmp_path, {}, serve=False).to_host() == ()

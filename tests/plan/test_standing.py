@@ -104,3 +104,20 @@ def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tupl
         note(seen, fault, "", now)
         assert seen.score(now) >= 0
     assert is_allowed(seen, max(now + 20 * HALF_LIFE_S, seen.banned_until + HALF_LIFE_S))
+
+
+def test_witnesses_are_forgotten_so_that_later_ones_are_heard() -> None:
+    seen = Seen()
+    for number in range(200):
+        note(seen, Fault.FAULTY_NUMBERS, "says somebody", 0.0, witness=f"w{number}")
+    before = seen.faults[Fault.FAULTY_NUMBERS][0]
+    note(seen, Fault.FAULTY_NUMBERS, "says another", HALF_LIFE_S + 1, witness="new")
+    assert seen.faults[Fault.FAULTY_NUMBERS][0] == before + 1
+    assert before < 200, "how many are remembered is bounded"
+
+
+def test_asking_whether_somebody_is_there_makes_no_wait_longer() -> None:
+    seen = Seen()
+    for n in range(10):
+        assert leave_out(seen, 100.0 * n, 20.0, 20.0) == 100.0 * n + 20.0
+    assert leave_out(seen, 5_000.0, 20.0, 600.0) == 5_020.0

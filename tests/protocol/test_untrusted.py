@@ -176,3 +176,16 @@ def test_an_invite_says_what_is_wrong_with_it() -> None:
             invite.decode_untrusted(broken, 500.0)
     with pytest.raises(ConfigError, match="expired 2 hours ago"):
         invite.decode_untrusted(text, 1_000.0 + 7_300)
+
+
+def test_a_record_of_a_later_kind_counts_for_nothing_and_costs_nobody_anything() -> None:
+    """Who passes it on is honest: only its own author can have signed it."""
+    known = msgspec.msgpack.decode(msgspec.msgpack.encode(peer_record()))
+    for later in ({**known, "kind": "aura"}, {**known, "addresses": "elsewhere"}):
+        body = msgspec.msgpack.encode(later)
+        signed = msgspec.msgpack.encode(records.Envelope(body, MEMBER.sign(b"swarmd record 1\0", body)))
+        with pytest.raises(Refused, match="what this version cannot read"):
+            records.read_untrusted(signed, KEYS.founder_key, 120, frozenset())
+        forged = msgspec.msgpack.encode(records.Envelope(body, FOUNDER.sign(b"swarmd record 1\0", body)))
+        with pytest.raises(IntegrityError, match="signature"):
+            records.read_untrusted(forged, KEYS.founder_key, 120, frozenset())
