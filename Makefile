@@ -6,11 +6,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
-# slow tests in parts of about the same length: two cores take one part after the other, the quick tests first
+# the tests in parts, the longest first: two cores take one part after the other, and end at about the same time
 TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py) tests/cli/test_train_commands.py
 TUNING   := $(addprefix tests/real/test_,tuning.py tune_command.py)
-FAULTS   := $(addprefix tests/real/test_,drain.py faults.py)
-PARTS    := quick slow-tuning slow-faults slow-training slow-rest
+FAULTS   := tests/real/test_faults.py
+DRAIN    := $(addprefix tests/real/test_,drain.py hosting.py)
+SWARM    := $(addprefix tests/real/test_,swarm.py families.py)
+PARTS    := slow-training slow-tuning quick slow-swarm slow-rest slow-faults slow-drain
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 
@@ -55,10 +57,14 @@ slow-tuning: setup
 	$(SLOW) $(TUNING)
 slow-faults: setup
 	$(SLOW) $(FAULTS)
+slow-drain: setup
+	$(SLOW) $(DRAIN)
+slow-swarm: setup
+	$(SLOW) $(SWARM)
 slow-training: setup
 	$(SLOW) $(TRAINING)
 slow-rest: setup
-	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS))
+	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS) $(DRAIN) $(SWARM))
 
 prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py
