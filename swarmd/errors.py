@@ -90,6 +90,10 @@ class Forged(RemoteProtocolError):
     """The peer sent what somebody else is said to have signed, and did not."""
 
 
+class OutOfStep(RemoteProtocolError):
+    """What the peer sent fits another state than is here: its channel ends, and nothing is held against it."""
+
+
 class OtherVersion(RemoteProtocolError):
     """The peer speaks a version of the protocol that this one does not: nobody's fault."""
 

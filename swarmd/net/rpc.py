@@ -19,6 +19,7 @@ from swarmd.errors import (
     Forged,
     IntegrityError,
     OtherVersion,
+    OutOfStep,
     PeerError,
     PeerTimeout,
     Refused,
@@ -314,7 +315,7 @@ class Rpc:
             while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
                     await self._handle(channel, frame)
-        except OtherVersion as error:
+        except (OtherVersion, OutOfStep) as error:
             logger.info("closing the channel from %s: %s", channel.peer, error)
         except RemoteProtocolError as error:
             kind = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED

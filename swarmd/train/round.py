@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from swarmd.errors import PeerError, RemoteProtocolError
+from swarmd.errors import OutOfStep, PeerError, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced
 from swarmd.train.state import Vector
@@ -134,14 +134,12 @@ class Round:
         values = self._values(payload)
         end = message.start + len(values)
         if part is None or not any(m.peer == peer and m.n for m in self.group.members) or end > part.end:
-            raise RemoteProtocolError(
-                f"a contribution of {peer} to elements [{message.start}, {end}), not reduced here"
-            )
+            raise OutOfStep(f"a contribution of {peer} to elements [{message.start}, {end}), not reduced here")
         upto = part.upto.get(peer, part.start)
         if not part.squares.get(peer, 0.0) < MOST_SQUARES:
             return
         if message.start > upto:
-            raise RemoteProtocolError(f"a contribution of {peer} from element {message.start}, expected {upto}")
+            raise OutOfStep(f"a contribution of {peer} from element {message.start}, expected {upto}")
         fresh = values[upto - message.start :]
         if not len(fresh):
             return
@@ -163,10 +161,10 @@ class Round:
         values = self._values(payload)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
         if part is None or self.group.members[part.reducer].peer != peer or message.start + len(values) > part.end:
-            raise RemoteProtocolError(f"results from element {message.start} on, which {peer} does not reduce")
+            raise OutOfStep(f"results from element {message.start} on, which {peer} does not reduce")
         upto = self._got.get(part.start, part.start)
         if message.start > upto:
-            raise RemoteProtocolError(f"results of {peer} from element {message.start}, expected {upto}")
+            raise OutOfStep(f"results of {peer} from element {message.start}, expected {upto}")
         if not math.isfinite(float(np.dot(values, values))):
             raise RemoteProtocolError(f"results of {peer} that are not finite")
         fresh = values[upto - message.start :]
