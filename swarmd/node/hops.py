@@ -110,9 +110,6 @@ class Hops(Generic[HopT]):
             del self._by_end[key[0], hop.span.end]
         return hop
 
-    def key_ending_at(self, session: bytes, end: int) -> Key | None:
-        return self._by_end.get((session, end))
-
     def ending_at(self, session: bytes, end: int) -> HopT | None:
         key = self._by_end.get((session, end))
         return self._hops.get(key) if key else None

@@ -22,7 +22,6 @@ from swarmd.node.outbox import Outbox
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Answer, Handlers, WorkerLink, WorkerLost
 from swarmd.protocol import messages
-from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import require_peer_ids
 from swarmd.protocol.messages import (
@@ -192,15 +191,7 @@ class Lanes:
             await self._worker.send(framed(request(0), frame.payload))
 
     async def _reply_put(self, peer: PeerId, call_id: int, answer: Answer) -> None:
-        reply: Message
-        try:
-            await answer.wait()
-            reply = TunedHeld(re=call_id)
-        except Refused as error:
-            reply = Refusal(re=call_id, code=error.code.value, message=str(error)[:500])
-        except WorkerLost as error:
-            reply = Refusal(re=call_id, code=Code.SESSION_LOST.value, message=str(error)[:500])
-        self._outbox.tell(peer, framed(reply))
+        self._outbox.tell(peer, framed(await answer.reply(call_id, lambda _: TunedHeld(re=call_id))))
 
     # --- what the worker says --------------------------------------------------------------------------------
 

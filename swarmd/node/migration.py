@@ -11,7 +11,7 @@ import math
 import msgspec
 import trio
 
-from swarmd.errors import Code, PeerError, Refused
+from swarmd.errors import Code, PeerError
 from swarmd.net.rpc import Rpc
 from swarmd.node.hops import Key
 from swarmd.node.outbox import Outbox
@@ -68,14 +68,10 @@ class Migrations:
         self._outbox.tell(client, framed(said[0]))
 
     async def _close_when_answered(self, request: HandOver, answer: Answer, said: list[Message]) -> None:
-        try:
-            handed = await answer.wait()
-            n_bytes = handed.n_bytes if isinstance(handed, HandedOver) else 0
-            said.append(HandedOver(re=request.id, n_bytes=n_bytes))
-        except Refused as error:
-            said.append(Refusal(re=request.id, code=error.code.value, message=str(error)[:500]))
-        except WorkerLost as error:
-            said.append(Refusal(re=request.id, code=Code.SESSION_LOST.value, message=str(error)[:500]))
+        def handed(answered: HandedOver) -> HandedOver:
+            return HandedOver(re=request.id, n_bytes=answered.n_bytes)
+
+        said.append(await answer.reply(request.id, handed))
         self._parts[request.session, request.start].close()
 
     async def _send_all(self, to: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:

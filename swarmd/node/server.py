@@ -313,16 +313,10 @@ class Server:
         nursery.start_soon(self._reply_replayed, peer, message, answer)
 
     async def _reply_replayed(self, peer: PeerId, message: Replay, answer: Answer) -> None:
-        reply: Replayed | Refusal
-        try:
-            replayed = await answer.wait()
-            ops, tokens = (replayed.ops, replayed.tokens) if isinstance(replayed, Replayed) else (0, 0)
-            reply = Replayed(re=message.id, ops=ops, tokens=tokens)
-        except Refused as error:
-            reply = Refusal(re=message.id, code=error.code.value, message=str(error))
-        except WorkerLost as error:
-            reply = Refusal(re=message.id, code=Code.SESSION_LOST.value, message=str(error)[:500])
-        self._outbox.tell(peer, framed(reply))
+        def replayed(said: Replayed) -> Replayed:
+            return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
+
+        self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         if (message.session, message.start) in self._hops:  # else it is over already, which is as good

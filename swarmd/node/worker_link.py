@@ -154,6 +154,15 @@ class Answer:
             raise Refused(Code(self._message.code), self._message.message)
         return self._message
 
+    async def reply(self, call_id: int, make: Callable[[Any], Message]) -> Message:
+        """Wait, and give what a peer is told that asked for it: what ``make`` makes of the answer, or a refusal."""
+        try:
+            return make(await self.wait())
+        except Refused as error:
+            return Refusal(re=call_id, code=error.code.value, message=str(error)[:500])
+        except WorkerLost as error:
+            return Refusal(re=call_id, code=Code.SESSION_LOST.value, message=str(error)[:500])
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:

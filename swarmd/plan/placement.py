@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from swarmd.plan.view import coverage
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 
@@ -107,7 +108,7 @@ def choose_model(
 
     def rarity(name: str) -> tuple[int, bool]:
         model, n_blocks = listed[name]
-        return min(_coverage(spans, model, n_blocks)), model not in here
+        return min(coverage(spans, model, n_blocks)), model not in here
 
     name = min(listed, key=rarity)
     return Decision(listed[name], f"{name}: its rarest block has {rarity(name)[0]} servers")
@@ -120,9 +121,9 @@ def rescues(spans: Sequence[SpanRecord], models: Models) -> list[Rescue]:
     second of them.
     """
     listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
-    counts = {model: _coverage(spans, model, n, TAKEN) for model, n in listed.values()}
+    counts = {model: coverage(spans, model, n, TAKEN) for model, n in listed.values()}
     lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
-    online = {model: _coverage(spans, model, n) for model, n in listed.values()}
+    online = {model: coverage(spans, model, n) for model, n in listed.values()}
 
     def spare(span: SpanRecord) -> int:
         """Other holders of the rarest of its blocks."""
@@ -139,17 +140,6 @@ def rescues(spans: Sequence[SpanRecord], models: Models) -> list[Rescue]:
         gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
         found.append(Rescue(model, name, tuple(gaps), tuple((s.peer, s.slot) for s in servers)))
     return found
-
-
-def _coverage(
-    spans: Sequence[SpanRecord], model: ModelId, n_blocks: int, states: tuple[str, ...] = ("online",)
-) -> list[int]:
-    counts = [0] * n_blocks
-    for span in spans:
-        if span.model == model and span.state in states:
-            for block in range(span.start, min(span.end, n_blocks)):
-                counts[block] += 1
-    return counts
 
 
 def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:

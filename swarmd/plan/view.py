@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -14,6 +14,18 @@ MAX_RECORDS = 20_000
 MAX_RECORDS_OF_A_PEER = 8
 MAX_SENT = 4_096
 MAX_REPLY_BYTES = 4 * 2**20
+
+
+def coverage(
+    spans: Iterable[SpanRecord], model: ModelId, n_blocks: int, states: Container[str] = ("online",)
+) -> list[int]:
+    """Count for each block of a model the servers, in one of ``states``, that hold it."""
+    counts = [0] * n_blocks
+    for span in spans:
+        if span.model == model and span.state in states:
+            for block in range(span.start, min(span.end, n_blocks)):
+                counts[block] += 1
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +45,9 @@ class SwarmView:
         """Spans of a model that take new sessions."""
         return [s for s in self.spans if s.model == model and s.state == "online"]
 
-    def coverage(self, model: ModelId, n_blocks: int, states: Iterable[str] = ("online",)) -> list[int]:
+    def coverage(self, model: ModelId, n_blocks: int) -> list[int]:
         """Count for each block the servers that hold it."""
-        counts = [0] * n_blocks
-        wanted = set(states)
-        for span in self.spans:
-            if span.model == model and span.state in wanted:
-                for block in range(span.start, min(span.end, n_blocks)):
-                    counts[block] += 1
-        return counts
+        return coverage(self.spans, model, n_blocks)
 
     def holders(self, model: ModelId, n_blocks: int) -> list[frozenset[str]]:
         """The peers that serve each block."""

@@ -96,8 +96,8 @@ class Collaboration:
         self._call(self._source.give, n_samples, mean * n_samples, gradient)
         self._model.zero_grad()
         is_new = self._take_parameters()
-        over = self._trainer.is_over()
-        return Stepped(self._epoch, is_new, self._trainer.doing, bool(over))
+        idle = self._trainer.why_idle()
+        return Stepped(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
         """What ``swarmd train status --json`` shows of a run."""
@@ -162,7 +162,7 @@ class Collaboration:
 
     def _is_over(self) -> bool:
         behind = self._trainer.catching_up
-        return bool(self._trainer.is_over()) and behind is not None and not behind.is_due
+        return bool(self._trainer.why_idle()) and behind is not None and not behind.is_due
 
     async def _live(self) -> None:
         failure = "this part in the run has ended"

@@ -113,18 +113,18 @@ class Joining:
 
     # --- taking part -------------------------------------------------------------------------------------------
 
-    async def take_part(self, parent: bytes, is_over: Callable[[], str]) -> None:
+    async def take_part(self, parent: bytes, why_idle: Callable[[], str]) -> None:
         """Join the round after ``parent``, under one leader after the other, until it is committed or called off."""
         begun = trio.current_time()
         self._is_in, self._why = True, "joins a round"
         try:
-            while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not is_over():
+            while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not why_idle():
                 state, _ = self._mine()
                 if state is None or state.head != parent:
                     return
                 chosen = self._choose(parent)
                 if chosen == self._me or self.leader is not None:
-                    await self._lead(is_over)
+                    await self._lead(why_idle)
                 else:
                     await self.follow(chosen, parent)
         finally:
@@ -244,13 +244,13 @@ class Joining:
         with scope:
             await leader.pulse()
 
-    async def _lead(self, is_over: Callable[[], str]) -> None:
+    async def _lead(self, why_idle: Callable[[], str]) -> None:
         """Lead the round to its end. Members are told what came of it."""
         leader = self._open_leader()
         self._followed = self._me
         try:
             leader.join(self._me, self._joining(0))
-            outcome = await self._lead_on(leader, is_over)
+            outcome = await self._lead_on(leader, why_idle)
         except* Refused as group:
             self._why = f"the anchors know more: {group.exceptions[0]}"
             if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
@@ -277,7 +277,7 @@ class Joining:
             if self.leader is leader:
                 self.leader = None
 
-    async def _lead_on(self, leader: Leader, is_over: Callable[[], str]) -> Outcome | None:
+    async def _lead_on(self, leader: Leader, why_idle: Callable[[], str]) -> Outcome | None:
         """Lead until it is done, or of no use: committed or led by others, other anchors, stopped, paused."""
         outcome: Outcome | None = None
         order, parent = self._chronicle.order, leader.parent
@@ -289,7 +289,7 @@ class Joining:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lead)
-            while self._chronicle.ledger.head == parent and self._chronicle.order is order and not is_over():
+            while self._chronicle.ledger.head == parent and self._chronicle.order is order and not why_idle():
                 if not leader.has_begun and (first := self._first(self._me, parent)) != self._me:
                     self._step_down(leader, first)
                     break

@@ -39,7 +39,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         run=trainer.run_spec.id,
         name=recipe.name,
         role=trainer.role,
-        state=trainer.is_over() or "running",
+        state=trainer.why_idle() or "running",
         why=trainer.doing,
         update=ledger.epoch,
         updates=recipe.stop.steps,

@@ -165,8 +165,8 @@ class Trainer:
             self.why = self.catching_up.why
             self._on_state(self.state)
             self._news.notify()  # look again at once
-        elif over := self.is_over():
-            self.why = over
+        elif idle := self.why_idle():
+            self.why = idle
             self.joining.close_leader()
             await self._hold()
             await self._follow_others()
@@ -177,7 +177,7 @@ class Trainer:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 await self._hold()
-                await self.joining.take_part(self.state.head, self.is_over)
+                await self.joining.take_part(self.state.head, self.why_idle)
             elif not self._may_compute:
                 self._may_compute = True
                 self._news.notify()
@@ -193,7 +193,7 @@ class Trainer:
             return Decision(Action.CONTINUE, "fewer samples were there than forecast")
         return decision
 
-    def is_over(self) -> str:
+    def why_idle(self) -> str:
         """Why nothing is computed now; "" when something is."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
@@ -335,8 +335,8 @@ class Trainer:
         elif isinstance(message, rounds.Pulse):
             self.joining.take_pulse(peer, message)
         elif isinstance(message, rounds.JoinRound):
-            if over := self.is_over():
-                raise Refused(Code.NO_CAPACITY, over, 5.0)
+            if idle := self.why_idle():
+                raise Refused(Code.NO_CAPACITY, idle, 5.0)
             self.joining.take_join(peer, message)
             await channel.send(rounds.Joined(re=message.id))
         elif isinstance(message, rounds.Prepare | rounds.Propose):
@@ -407,7 +407,7 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.gathered.n,
-            "samples_per_s": 0.0 if self.is_over() else self.samples_per_s,
+            "samples_per_s": 0.0 if self.why_idle() else self.samples_per_s,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

@@ -141,7 +141,12 @@ def start_together(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, **
     first.ask("train/leave", "POST", name=name)
     join(swarm, volunteers, name)
     swarm.wait(lambda: all(run_of(v, name)["state_update"] is not None for v in volunteers), f"{name} loaded by all")
+    for volunteer in volunteers:  # else who hears of it first is updates ahead before the others begin
+        volunteer.ask("train/pause", "POST", name=name)
     command(first, "train", "resume", name, "--all")
+    swarm.wait(lambda: all(run_of(v, name)["state"] == "paused here" for v in volunteers), f"{name} to be resumed")
+    for volunteer in volunteers:
+        volunteer.ask("train/unpause", "POST", name=name)
 
 
 def is_back(volunteer: Volunteer) -> bool:
