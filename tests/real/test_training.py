@@ -32,6 +32,7 @@ from tests.real.training import (
 
 pytestmark = pytest.mark.slow
 
+N_SAMPLES = 128  # an update: so many that all peers hear of it before one has computed them alone
 EXACT = {"sgd": "float32", "adamw": "float64"}  # precision by optimizer
 LORA = 'train = "lora"\nlora = {rank = 4, alpha = 8, targets = ["q_proj", "v_proj"]}'
 
@@ -53,7 +54,8 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
     with local_swarm(tmp_path) as swarm:
         volunteers = trainers(swarm, 4)
         for name, precision in runs.items():
-            start_together(swarm, volunteers, name, optimizer=name, precision=precision, steps=steps)
+            options = {"optimizer": name, "precision": precision, "steps": steps, "target": N_SAMPLES}
+            start_together(swarm, volunteers, name, **options)
         for name in runs:
             wait_update(swarm, volunteers, 3, name)
         with ExitStack() as slow:
