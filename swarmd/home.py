@@ -27,8 +27,8 @@ from swarmd.protocol.invite import Invite, SwarmKeys
 from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
 from swarmd.values import ModelId, PeerId
 
-MEMBERSHIP_LIFETIME_S = 365 * 86_400
-CLIENT_LIFETIME_S = 7 * 86_400
+MEMBERSHIP_LIFETIME_S = 365 * 86_400  # a volunteer's; a person asks for an invite once a year
+CLIENT_LIFETIME_S = 7 * 86_400  # a client's key is thrown away with its process
 BUNDLED_NAME = "demo"
 
 

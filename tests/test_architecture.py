@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,32 @@ LONG_FUNCTIONS = {
     "cli/swarmd_cli/demo.py:_generate": (54, "a scene of the demo"),
     "cli/swarmd_cli/models.py:add": (53, "one command, refusal after refusal"),
 }
+
+
+def unexplained(path: Path) -> list[str]:
+    """Numbers of a module that have a name and no reason: neither a comment on their line nor a docstring below."""
+    source = path.read_text()
+    lines, body = source.splitlines(), ast.parse(source).body
+    found = []
+    for node, below in itertools.zip_longest(body, body[1:]):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not (isinstance(target, ast.Name) and target.id.isupper() and isinstance(node, ast.Assign | ast.AnnAssign)):
+            continue
+        parts = list(ast.walk(node.value)) if node.value else []
+        is_number = any(isinstance(part, ast.Constant) and type(part.value) in (int, float) for part in parts)
+        is_plain = all(
+            isinstance(p, ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop) for p in parts
+        )
+        is_said = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if is_number and is_plain and not is_said and "#" not in lines[node.lineno - 1]:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno} {target.id}")
+    return found
+
+
+def test_numbers_with_names_say_why_they_are_what_they_are() -> None:
+    assert not [name for package in PACKAGES for path in sorted(package.rglob("*.py")) for name in unexplained(path)]
+
+
 PICTURE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by python -m tests.test_architecture -->", "<!-- end -->"
 

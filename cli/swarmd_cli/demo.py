@@ -22,9 +22,9 @@ from swarmd.protocol.identity import Identity
 SPANS = ((0, 4), (1, 5), (2, 6))
 CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
 NAMES = ("Ada", "Barbara", "Claude")
-VICTIM = 1
+VICTIM = 1  # who is killed: the middle of the chain
 PROMPT = "The function returns"
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 90.0  # three workers load torch side by side on a small machine
 
 
 class Volunteers:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-LOOK_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
 
 app = typer.Typer(
     help="Models of the swarm: list, add, fetch, delete and check them.", no_args_is_help=True, rich_markup_mode=None

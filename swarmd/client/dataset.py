@@ -15,8 +15,8 @@ from typing import Any
 
 from swarmd.errors import ConfigError
 
-IGNORED = -100
-MAX_REPORTED = 20
+IGNORED = -100  # label of a token without a loss, as in torch and transformers
+MAX_REPORTED = 20  # faulty lines: a person mends these first
 KINDS = ({"text"}, {"prompt", "completion"}, {"input_ids"}, {"input_ids", "labels"})
 
 

@@ -29,14 +29,14 @@ from swarmd.values import PeerId
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_values_untrusted
 
-OPEN_TIMEOUT_S = 8.0
-QUIET_S = 2.0
-PING_TIMEOUT_S = 3.0
-BLAMED_S = 20.0
-SILENT_S = 20.0
-FRAME_S = 3.0
-GRADIENT_SLACK_BYTES = 65_536
-RETRY_PAUSE_S = 1.0
+OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
+QUIET_S = 2.0  # without a word: then ask whether everybody is there
+PING_TIMEOUT_S = 3.0  # to a server that computes; it answers from another process
+BLAMED_S = 20.0  # left out: as long as a server that was killed takes to be back
+SILENT_S = 20.0  # twenty signs of life that did not come
+FRAME_S = 3.0  # for the rest of a frame that was begun
+GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
+RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
 FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
 
 

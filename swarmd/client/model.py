@@ -26,7 +26,7 @@ from swarmd.compute import skeleton
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
 
-FALLBACK_MAX_TOKENS = 2_048
+FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 
 
 class Session(Protocol):

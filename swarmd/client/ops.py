@@ -21,7 +21,7 @@ from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Sent
 from swarmd.wire.tensors import unpack_untrusted
 
-MAX_OP_BYTES = 8 * 2**20
+MAX_OP_BYTES = 8 * 2**20  # half a frame: other sessions' frames come between
 
 
 def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:

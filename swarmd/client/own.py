@@ -24,7 +24,7 @@ from swarmd.protocol.messages import PutTuned
 from swarmd.values import ModelId, Span
 from swarmd.wire.micro_batches import pieces
 
-GIVE_TIMEOUT_S = 120.0
+GIVE_TIMEOUT_S = 120.0  # a client's parameters, up to some 100 MB, on a home's uplink
 
 
 @dataclass(slots=True)

@@ -29,13 +29,13 @@ from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-LOOK_INTERVAL_S = 1.0
-RETRY_PAUSE_S = 0.3
-REFRESH_S = 1.0
-PROBE_TIMEOUT_S = 3.0
-AGAIN_AFTER_S = 20.0
-LONGEST_DECLINED_S = 600.0
+PATIENCE_S = 60.0  # a swarm that loses half of its servers is whole again by then
+LOOK_INTERVAL_S = 1.0  # lanes that are silent are asked
+RETRY_PAUSE_S = 0.3  # news of who died is on its way
+REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
+PROBE_TIMEOUT_S = 3.0  # for a ping to whoever was blamed
+AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
+LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
 WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REROUTE_TIMEOUT_S = 5.0  # for a survivor to say how far it has come
 HAND_OVER_TIMEOUT_S = 10.0  # for caches to move; after it they are replayed
 REPLAY_TIMEOUT_S = 120.0  # a long prompt is prefilled anew
-AGAIN_S = 0.05
+AGAIN_S = 0.05  # between two looks for another way
 
 
 class Repairs:

@@ -22,7 +22,7 @@ from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
-LOOK_INTERVAL_S = 0.25
+LOOK_INTERVAL_S = 0.25  # a twelfth of what makes a silent hop suspect
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
 CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
 

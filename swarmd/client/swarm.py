@@ -52,8 +52,8 @@ from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 
-REFRESH_INTERVAL_S = 3.0
-JOIN_TIMEOUT_S = 10.0
+REFRESH_INTERVAL_S = 3.0  # a client's view is as old at most
+JOIN_TIMEOUT_S = 10.0  # for one member to answer; there may be another
 T = TypeVar("T")
 
 

@@ -31,7 +31,7 @@ from swarmd.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 METHODS = ("lora", "prompt", "prefix")
-KEPT_CHECKPOINTS = 2
+KEPT_CHECKPOINTS = 2  # the newest, and one that is whole while it is written
 STATE_FILE = "state.json"
 TENSORS_FILE = "state.safetensors"
 PREFIX = "checkpoint-"

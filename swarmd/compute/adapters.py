@@ -22,8 +22,8 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.adapter import PREFIX, LoraConfig, read_settings
 from swarmd.values import Span
 
-MAX_ADAPTERS = 32
-MAX_RANK = 4_096
+MAX_ADAPTERS = 32  # loaded at a time; the oldest makes room
+MAX_RANK = 4_096  # of low-rank matrices: beyond it they are no longer low
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

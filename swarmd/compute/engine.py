@@ -26,7 +26,7 @@ from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 
-_SMOOTHING = 0.2
+_SMOOTHING = 0.2  # weight of the newest pass in what a pass is expected to take
 PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
 Key = tuple[bytes, int]
 FindTuned = Callable[[bytes, bytes, Span], Tuned]  # by client, version and hop; raises Refused

@@ -35,7 +35,7 @@ from swarmd.protocol.recipe import Recipe, read_run_untrusted
 from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
 from swarmd.weights.folder import MANIFEST
 
-_RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 20  # a micro-batch of token ids and much more
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 

@@ -22,7 +22,7 @@ from swarmd.protocol.untrusted import decode
 from swarmd.wire.history import History, Sent
 
 Tensors = dict[str, torch.Tensor]
-MAX_RECENT = 4_096
+MAX_RECENT = 4_096  # single ops of a session beside its merged history
 UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 
 

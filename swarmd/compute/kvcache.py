@@ -15,8 +15,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
-_FIRST_TOKENS = 64
-UNBOUNDED = 1 << 62
+_FIRST_TOKENS = 64  # room at first; doubled when it is full
+UNBOUNDED = 1 << 62  # tokens: more than any session has
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]

@@ -27,7 +27,7 @@ from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op, replay_frames
 from swarmd.wire.tensors import unpack_untrusted
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
 

@@ -30,7 +30,7 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURED = 8
+MAX_CAPTURED = 8  # tokens of a pass that is worth a CUDA graph: longer ones are bound by arithmetic
 COMMON = 50  # passes
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}

@@ -31,10 +31,10 @@ from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 logger = logging.getLogger(__name__)
 
-SLICE_S = 0.02
-MAX_PARTS = 4_096
-MAX_POSITION = 1 << 24
-MAX_MICRO_BATCH_TOKENS = 65_536
+SLICE_S = 0.02  # of fine-tuning, between two looks for decode steps that wait
+MAX_PARTS = 4_096  # of one micro-batch: 4 GiB in parts of 1 MiB
+MAX_POSITION = 1 << 24  # tokens; rotary tables grow with the largest
+MAX_MICRO_BATCH_TOKENS = 65_536  # a graph of more does not fit anywhere
 WORK_ERRORS = (*PASS_ERRORS, LookupError, AttributeError)
 Steps = Generator[list[bytes], None, None]
 

@@ -23,9 +23,9 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.values import Span
 
-MAX_PREFIX_TOKENS = 4_096
+MAX_PREFIX_TOKENS = 4_096  # each takes room in every block's cache
 MAX_VERSIONS = 64  # of one client, each for one hop
-MAX_UPLOADS = 256
+MAX_UPLOADS = 256  # under way at a time, of all clients
 _PREFIX = re.compile(r"(0|[1-9][0-9]{0,3})\.(keys|values)")
 
 

@@ -35,15 +35,15 @@ from swarmd.wire.tensors import DTYPES
 
 logger = logging.getLogger(__name__)
 
-TICK_INTERVAL_S = 0.5
-IDLE_S = 0.3
-QUICK_S = 0.05
-BUDGET_S = 0.15
-MEASURE_INTERVAL_S = 600.0
+TICK_INTERVAL_S = 0.5  # an eighth of the silence after which the daemon gives a worker up
+IDLE_S = 0.3  # nothing to do for so long: then measure, which would delay work
+QUICK_S = 0.05  # for a first speed to announce: the worker is online so much sooner
+BUDGET_S = 0.15  # for a steady speed, at each number of streams
+MEASURE_INTERVAL_S = 600.0  # other programs come and go on a volunteer's machine
 BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
-MIN_MICRO_BATCH_TOKENS = 64
-STREAMS = (1, 4, 16)
-_RECEIVE_BYTES = 4 * 2**20
+MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
+STREAMS = (1, 4, 16)  # sessions decoding at once; between them speed is interpolated
+_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
 class Worker:

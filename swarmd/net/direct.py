@@ -35,17 +35,17 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES = 32
-TOKEN_LIFETIME_S = 10.0
-MAX_TOKENS = 256
-MAX_TOKENS_PER_PEER = 4
-MAX_PENDING_HANDSHAKES = 32
-CONNECT_TIMEOUT_S = 1.5
-TICKET_TIMEOUT_S = 3.0
-AGAIN_AFTER_S = 300.0
+TOKEN_BYTES = 32  # cannot be guessed
+TOKEN_LIFETIME_S = 10.0  # a connection follows its ticket at once
+MAX_TOKENS = 256  # of all peers that have asked and not come
+MAX_TOKENS_PER_PEER = 4  # one for each purpose, and one to spare
+MAX_PENDING_HANDSHAKES = 32  # each costs a TLS object until it has its token
+CONNECT_TIMEOUT_S = 1.5  # libp2p works already: a direct way that is slow to come is none
+TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
+AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
-SEND_BUFFER_BYTES = 1 << 20
-RECEIVE_BYTES = 1 << 18
+SEND_BUFFER_BYTES = 1 << 20  # 8 ms at 1 Gbit/s: the kernel is never out of bytes
+RECEIVE_BYTES = 1 << 18  # at a time: fewer wake-ups
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 

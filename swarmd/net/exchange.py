@@ -29,10 +29,10 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE_TIMEOUT_S = 8.0
+EXCHANGE_TIMEOUT_S = 8.0  # a digest of 20,000 records on a slow link
 PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
-MAX_REMEMBERED_MEMBERS = 20_000
-MAX_DIGEST_BYTES = 4 * 2**20
+MAX_REMEMBERED_MEMBERS = 20_000  # whose certificates were verified: as many as a view has records
+MAX_DIGEST_BYTES = 4 * 2**20  # 20,000 records of about 100 bytes, twice
 Digest = dict[Text, Count]
 
 

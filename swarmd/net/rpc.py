@@ -38,10 +38,10 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 4.0
-CALL_TIMEOUT_S = 10.0
-MAX_PENDING_CALLS = 1_024
-MAX_CHANNELS = 4
+HELLO_TIMEOUT_S = 4.0  # one round trip, and certificates to verify
+CALL_TIMEOUT_S = 10.0  # for a caller that says nothing else
+MAX_PENDING_CALLS = 1_024  # of one channel: whoever has more under way is not waiting for answers
+MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
 class Guest(Protocol):

@@ -17,8 +17,8 @@ from swarmd.errors import PeerTimeout, Unreachable
 from swarmd.net.api import Purpose, StreamHandler, TaskStatus
 from swarmd.values import PeerId
 
-CONNECT_TIMEOUT_S = 4.0
-WINDOW_BYTES = 4 * 2**20
+CONNECT_TIMEOUT_S = 4.0  # as libp2p's, host.py
+WINDOW_BYTES = 4 * 2**20  # sent and not read, before a sender waits: as yamux after it has grown
 INDEX = PeerId("index")
 
 

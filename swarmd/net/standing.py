@@ -19,10 +19,10 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_PEERS = 4_096
+MAX_PEERS = 4_096  # remembered; those with least against them are forgotten first
 LEFT_OUT_S = 20.0  # after a first silence
-LONGEST_LEFT_OUT_S = 600.0
-SAVE_INTERVAL_S = 10.0
+LONGEST_LEFT_OUT_S = 600.0  # a server that was repaired is tried again after that
+SAVE_INTERVAL_S = 10.0  # what is lost in a crash are the last faults only
 
 
 class Standing:

@@ -17,11 +17,11 @@ from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 0.5
-FAILED_FOR_S = 10.0
-MAX_REMEMBERED = 64
-MAX_BYTES = 1 << 30
-MAX_FETCHES = 2
+RETRY_AFTER_S = 0.5  # a small adapter is there by then
+FAILED_FOR_S = 10.0  # a fetch that failed is not begun again for each session that asks
+MAX_REMEMBERED = 64  # adapters that come or have failed: names only, bounded because strangers give them
+MAX_BYTES = 1 << 30  # of one adapter: three times rank 64 on every matrix of an 8 B model
+MAX_FETCHES = 2  # at a time: sessions share the link with them
 
 
 class Adapters:

@@ -31,8 +31,8 @@ from swarmd.protocol.records import SpanRecord
 from swarmd.status import BalanceStatus
 from swarmd.values import Decision, ModelId, PeerId, Span
 
-MAX_LIFETIMES = 512
-LOOKS_THAT_AGREE = 2
+MAX_LIFETIMES = 512  # of members that left: what was long ago says little
+LOOKS_THAT_AGREE = 2  # a record that came late must not move anybody
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
 from swarmd.status import Status
 
-SCHEMA = 1
+SCHEMA = 1  # of what is answered; raised when a field changes its meaning
 
 
 class ControlledRuns(Protocol):

@@ -31,14 +31,14 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE_INTERVAL_S = 2.0
-ANNOUNCE_INTERVAL_S = 20.0
-RECORD_LIFETIME_S = 60
-RENDEZVOUS_INTERVAL_S = 40.0
-PROBE_INTERVAL_S = 30.0
-PROBE_BYTES = 1 << 20
-N_PUSHED_TO = 6
-MAX_REMEMBERED = 64
+EXCHANGE_INTERVAL_S = 2.0  # news crosses a swarm in a few of these
+ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
+RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
+RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT: for peers that know nobody, so seldom is enough
+PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
+PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
+N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
+MAX_REMEMBERED = 64  # addresses of peers to begin with after a restart
 
 
 @dataclass(slots=True)

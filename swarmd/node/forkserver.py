@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SWARMD_FORK_SERVER"
-MAX_REQUEST_BYTES = 256 * 1024
+MAX_REQUEST_BYTES = 256 * 1024  # read at a time; a request is a line: an environment and some arguments
 LOOK_S = 0.02  # how late the end of a child is told at most
 _INT = array.array("i").itemsize
 

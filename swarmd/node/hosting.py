@@ -37,11 +37,11 @@ from swarmd.values import Decision, ModelId, PeerId, Span
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 0.5  # a model that is added is served as soon as a person looks
 DRAIN_S = 15.0  # for sessions to be taken over elsewhere
-LANES_DRAIN_S = 2.0
+LANES_DRAIN_S = 2.0  # micro-batches take tens of ms; what has not ended by then goes again elsewhere
 RETRY_S = 5.0  # after blocks could not be had
-ROUND_TRIPS_IN_RECORD = 8
+ROUND_TRIPS_IN_RECORD = 8  # a record has 8 KiB for everything; chains need the links to neighbours only
 NEWS_SHARE = 0.2  # of what was announced last: a change that others should know
 
 

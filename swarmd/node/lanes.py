@@ -43,12 +43,12 @@ from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
-MAX_LANES = 512
-MAX_LANES_PER_CLIENT = 64
-LEASE_S = 600.0
-LOOK_INTERVAL_S = 1.0
-DRAIN_LOOK_S = 0.05
-RETRY_AFTER_S = 1.0
+MAX_LANES = 512  # of all clients: each costs a record here and some parameters in the worker
+MAX_LANES_PER_CLIENT = 64  # a client has one for each chain that it goes through
+LEASE_S = 600.0  # a client that evaluates between two steps is not gone
+LOOK_INTERVAL_S = 1.0  # as often clients hear that work goes on; they give up after 20 s of silence
+DRAIN_LOOK_S = 0.05  # a few micro-batches are left, each some tens of ms
+RETRY_AFTER_S = 1.0  # some micro-batches: then there is room again
 
 
 class Lanes:

@@ -18,9 +18,9 @@ from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Rpc
 from swarmd.values import PeerId
 
-SEND_TIMEOUT_S = 20.0
-MAX_WAITING_BYTES = 256 * 2**20
-TOGETHER_BYTES = 256 * 1024
+SEND_TIMEOUT_S = 20.0  # a peer that takes no byte for so long is lost to those who wait for its frames
+MAX_WAITING_BYTES = 256 * 2**20  # for one peer: a prefill's activations on a slow link fit, a stopped reader's do not
+TOGETHER_BYTES = 256 * 1024  # in one write: more gives nothing, and would delay the next frame's start
 
 
 class Outbox:

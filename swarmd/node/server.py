@@ -56,10 +56,10 @@ from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.25
-LEAST_WAITING_BYTES = 4 * 2**20
+WATCH_INTERVAL_S = 0.25  # a twelfth of SUSPECT_AFTER_S: suspected late by little
+LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way
 WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
-ACTIVE_S = 2.0
+ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
 
 @dataclass(frozen=True, slots=True)

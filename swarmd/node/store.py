@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Uplink = Callable[[], tuple[float | None, bool]]
 """This peer's measured bytes/s (None: not measured), and whether decode steps are sent now."""
 SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wait, decode steps' too
-MBIT = 1e6 / 8
+MBIT = 1e6 / 8  # bytes a second
 
 
 class Store:

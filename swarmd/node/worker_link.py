@@ -32,13 +32,13 @@ from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick, WorkerFaile
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 4.0
-STALL_LOADING_S = 600.0
-CHECK_INTERVAL_S = 0.5
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
-MAX_WAITING_BYTES = 64 * 2**20
-_RECEIVE_BYTES = 4 * 2**20
+STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pass may take as long on a slow CPU
+STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
+CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
+FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
+LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
+MAX_WAITING_BYTES = 64 * 2**20  # of frames for the worker: beyond it senders wait
+_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
 class WorkerLost(SwarmUnavailable):

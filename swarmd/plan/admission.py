@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from swarmd.errors import Code, Refused
 
-MAX_SHARE_PER_PEER = 0.5
-RETRY_AFTER_S = 10.0
-MAX_SESSIONS_PER_PEER = 64
+MAX_SHARE_PER_PEER = 0.5  # of the cache: one client never has all of it
+RETRY_AFTER_S = 10.0  # a short generation has ended by then
+MAX_SESSIONS_PER_PEER = 64  # each costs bookkeeping, however small it is
 
 
 @dataclass(slots=True)

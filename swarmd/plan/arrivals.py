@@ -6,8 +6,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-N_REMEMBERED = 64
-N_DEVIATIONS = 6.0
+N_REMEMBERED = 64  # durations; what was long ago says nothing of today's machines
+N_DEVIATIONS = 6.0  # one in a billion is later by chance, if durations were normal
 LEAST_MARGIN = 1.5  # however alike all were: what takes as long as ever is not late
 TO_SIGMA = 1.4826  # the deviation of a normal distribution, from the median of absolute deviations
 

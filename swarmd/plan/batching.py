@@ -14,7 +14,7 @@ from swarmd.values import Decision
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
-MIN_CHUNK_TOKENS = 8
+MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
 PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
 
@@ -77,9 +77,9 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
 
 
-MAX_PATIENCE = 0.5
-ACTIVE_PASSES = 20
-MIN_ACTIVE_S = 0.2
+MAX_PATIENCE = 0.5  # of a decode pass: waiting longer for others costs more than it brings together
+ACTIVE_PASSES = 20  # without a step: a session that is not decoding any more is not waited for
+MIN_ACTIVE_S = 0.2  # passes of tiny models are so short that a client's round trip is many of them
 
 
 def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> float:
@@ -94,9 +94,9 @@ def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> fl
     return max(0.0, MAX_PATIENCE * speed.decode_pass_s - waited_s)
 
 
-CHUNK_S = 0.05
-MIN_OP_TOKENS = 128
-MAX_OP_TOKENS = 2_048
+CHUNK_S = 0.05  # of the slowest hop: all hops of a chain compute at once, and none waits long for another
+MIN_OP_TOKENS = 128  # less wastes the matrix units
+MAX_OP_TOKENS = 2_048  # as much as a pass takes at once, four times
 
 
 def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from swarmd.values import PeerId
 
-FACTOR = 8.0
-N_HISTORY = 16
-LEAST_MEMBERS = 3
+FACTOR = 8.0  # times the usual norm: honest gradients vary less within a run
+N_HISTORY = 16  # contributions that say what is usual
+LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from swarmd.values import Decision, PeerId
 
-PIECE_BYTES = 4 * 2**20
-MAX_REFS = 256
-SMOOTHING = 0.3
+PIECE_BYTES = 4 * 2**20  # asked for at once: 0.3 s at 100 Mbit/s, so a slow donor holds up little
+MAX_REFS = 256  # chunks in one request
+SMOOTHING = 0.3  # weight of the newest piece in a donor's rate
 
 Ref = tuple[int, int]
 """An entry of the manifest, and one of its chunks."""

@@ -10,9 +10,9 @@ from swarmd.plan.contributions import Weighed
 from swarmd.protocol.commit import Commit, Counted, Sealed
 from swarmd.protocol.recipe import Run
 
-LOSS_WINDOW = 10
+LOSS_WINDOW = 10  # updates: the loss of one is noise
 MOST_TARGETS = 4  # what one peer may count at once
-RATE_TOLERANCE = 1e-6
+RATE_TOLERANCE = 1e-6  # relative; all compute the rate from the same recipe, in float64
 
 
 @dataclass(slots=True)

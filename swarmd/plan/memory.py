@@ -8,7 +8,7 @@ from collections import Counter
 from swarmd.protocol.manifest import Manifest, groups
 from swarmd.protocol.tensors import ITEM_BYTES
 
-WORKSPACE_BYTES = 256 * 2**20
+WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
 SHARE_OF_FREE = 0.5  # for weights, where a server chooses by itself: the rest is for caches, history and others
 QUANTIZED_BITS = {"int8": 8.25, "nf4": 4.5}  # a weight with its share of the scales
 

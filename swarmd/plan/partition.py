@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from swarmd.values import Decision, PeerId
 
-UNKNOWN_BYTES_PER_S = 12.5e6
-UNKNOWN_REDUCE_BYTES_PER_S = 1e9
+UNKNOWN_BYTES_PER_S = 12.5e6  # 100 Mbit/s, where no link is measured
+UNKNOWN_REDUCE_BYTES_PER_S = 1e9  # summing is never the limit before it is measured
 LEAST_SHARE = 0.01  # of the vector: less is not worth a connection
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # of the linear program's solution
 Shares = npt.NDArray[np.float64]
 
 

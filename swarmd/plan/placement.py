@@ -24,11 +24,11 @@ from swarmd.plan.view import coverage
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 
-TARGET_REDUNDANCY = 2
+TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
 MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
-MAX_MOVES_PER_DAY = 4
-DAY_S = 86_400.0
+MAX_MOVES_PER_DAY = 4  # a move costs a download and its sessions' patience
+DAY_S = 86_400.0  # one day
 TAKEN = ("online", "joining")  # states of blocks that are, or will soon be, somebody's
 
 Models = Mapping[str, tuple[str, int]]

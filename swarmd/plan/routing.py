@@ -18,9 +18,9 @@ from swarmd.errors import NoRoute
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import PeerId, Span, ranges
 
-DEFAULT_TRIP_S = 0.02
-DEFAULT_DECODE_TOKENS_PER_S = 10.0
-HOP_OVERHEAD_S = 0.001
+DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured
+DEFAULT_DECODE_TOKENS_PER_S = 10.0  # a slow CPU: who has measured nothing is not preferred
+HOP_OVERHEAD_S = 0.001  # a frame's way through daemon and worker
 NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
 
 Floats = NDArray[np.float64]

@@ -13,9 +13,9 @@ from swarmd.errors import Code
 from swarmd.protocol.messages import Op
 from swarmd.values import Decision, PeerId
 
-SUSPECT_AFTER_S = 3.0
-PROGRESS_INTERVAL_S = 0.5
-LEASE_S = 300.0
+SUSPECT_AFTER_S = 3.0  # six signs of life that did not come
+PROGRESS_INTERVAL_S = 0.5  # a sign of life while work is under way; small beside any step
+LEASE_S = 300.0  # a person thinks about the next message for less
 
 
 class Verdict(Enum):

@@ -14,12 +14,12 @@ from swarmd.values import Decision
 
 HALF_LIFE_S = 600.0  # of a fault's weight
 LEFT_OUT_ABOVE = 1.0  # one accident is not enough, two within a half-life are
-BANNED_ABOVE = 2.0
+BANNED_ABOVE = 2.0  # the sum of what bans; docs/protocol.md has the weight of each fault
 FIRST_BAN_S = 60.0  # doubles with each ban
-LONGEST_BAN_S = 86_400.0
+LONGEST_BAN_S = 86_400.0  # longer than an attack lasts, and still it ends
 BANS_FORGOTTEN_S = 86_400.0  # without another one
 SECOND_CHANCE_S = 1.0  # for who alone holds what is needed
-MAX_WITNESSES = 64
+MAX_WITNESSES = 64  # against one peer: more change nothing
 
 
 class Fault(StrEnum):

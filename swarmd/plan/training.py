@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from swarmd.values import Decision
 
 QUIET_S = 0.5  # without a decode step for so long, nobody decodes
-MAX_SAVED_S = 0.05
-MIN_MICRO_BATCHES = 8
-MAX_MICRO_TOKENS = 1_024
+MAX_SAVED_S = 0.05  # of fine-tuning's share: after a pause it may not block decoding for longer
+MIN_MICRO_BATCHES = 8  # for a chain to be busy from end to end
+MAX_MICRO_TOKENS = 1_024  # of a micro-batch: a server that fails costs no more than this
 IN_FLIGHT_PER_SERVER = 4  # micro-batches: one that is computed, some that wait or travel
-LEAST_PER_SERVER = 2
-LONG_S = 2.0
+LEAST_PER_SERVER = 2  # one that is computed, one that waits
+LONG_S = 2.0  # a micro-batch that took so long waited in queues: fewer under way serve as well
 TYPICAL_S = 0.02  # of a micro-batch at a server, for how many more fit into a long way
 
 Key = tuple[bytes, int]

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
 
-MAX_RECORDS = 20_000
-MAX_RECORDS_OF_A_PEER = 8
-MAX_SENT = 4_096
-MAX_REPLY_BYTES = 4 * 2**20
+MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
+MAX_RECORDS_OF_A_PEER = 8  # itself, what it serves and the runs it takes part in
+MAX_SENT = 4_096  # records in one exchange; the rest follows in the next
+MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
 
 
 def coverage(

@@ -21,8 +21,8 @@ from swarmd.protocol.recipe import MAX_ANCHORS
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
-MAX_CONTRIBUTORS = 256
-MAX_COMMIT_BYTES = 65_536
+MAX_CONTRIBUTORS = 256  # of one update; their signatures travel with each commit
+MAX_COMMIT_BYTES = 65_536  # as the frame's header allows for 256 contributors
 _DOMAIN = b"swarmd commit 1\0"
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 Size = Annotated[float, msgspec.Meta(ge=0, le=1e30)]

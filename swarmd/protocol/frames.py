@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from swarmd.errors import OtherVersion, RemoteProtocolError
 
-VERSION = 1
+VERSION = 1  # of the frame's layout; docs/protocol.md
 LAST_VERSION = 15  # that may ever be: beyond it is no other version, but noise
-MAX_HEADER_BYTES = 60_000
-MAX_PAYLOAD_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 60_000  # two bytes tell how long it is
+MAX_PAYLOAD_BYTES = 16 * 2**20  # what one frame makes a receiver hold
 _PREFIX = struct.Struct(">BBHI")
 PREFIX_BYTES = _PREFIX.size
 

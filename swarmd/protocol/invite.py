@@ -17,7 +17,7 @@ from swarmd.protocol.identity import Identity, PublicKey, certify, read_links_un
 
 _PREFIX = "swarmd"
 _VERSION = "1"
-_CHECK_BYTES = 8
+_CHECK_BYTES = 8  # of a digest: a letter that was mistyped is found
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 

@@ -21,16 +21,16 @@ from swarmd.protocol import shards
 from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId
 
-VERSION = 2
+VERSION = 2  # of the manifest's layout
 ADAPTER = "swarmd-adapter"  # the model_type of what protocol.adapter makes: no blocks, all in the head
 STATE = "swarmd-state"  # of a snapshot of a training run, or an average: no blocks either (train.state)
 DATA = "swarmd-data"  # of a training run's data, one block for each shard (train.data)
-CHUNK_BYTES = 4 * 2**20
-MAX_MANIFEST_BYTES = 15 * 2**20
-MAX_ENTRIES = 200_000
-MAX_MODEL_BYTES = 16 * 2**40
-MAX_JSON_BYTES = 32 * 2**20
-MAX_FILE_BYTES = 256 * 2**20
+CHUNK_BYTES = 4 * 2**20  # what is verified and fetched at once
+MAX_MANIFEST_BYTES = 15 * 2**20  # must fit into one frame
+MAX_ENTRIES = 200_000  # tensors and files: the largest mixture-of-experts models have some 100,000
+MAX_MODEL_BYTES = 16 * 2**40  # 16 TiB: a sum that cannot overflow anything
+MAX_JSON_BYTES = 32 * 2**20  # of a configuration or tokenizer
+MAX_FILE_BYTES = 256 * 2**20  # of one file beside the tensors
 FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -58,7 +58,7 @@ CONFIG_LIMITS = {
     "max_position_embeddings": 100_000_000,
     "num_experts": 65_536,
 }
-MAX_DEPTH = 24
+MAX_DEPTH = 24  # parts of a tensor's name
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Extent = Annotated[int, msgspec.Meta(ge=0, le=2**48)]

@@ -22,8 +22,8 @@ from swarmd.protocol.identity import Identity, PublicKey, Signature, public_key_
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId, RunId, is_model_hash
 
-MAX_RECIPE_BYTES = 65_536
-MAX_ANCHORS = 31
+MAX_RECIPE_BYTES = 65_536  # written by a person
+MAX_ANCHORS = 31  # a majority of them signs each commit
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]

@@ -25,9 +25,9 @@ from swarmd.protocol.identity import (
 from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId, is_model_hash
 
-MAX_RECORD_BYTES = 8_192
-MAX_LIFETIME_S = 3_600
-MAX_SKEW_S = 120
+MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
+MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
+MAX_SKEW_S = 120  # volunteers' clocks differ
 _DOMAIN = b"swarmd record 1\0"
 _CATALOG_DOMAIN = b"swarmd catalog 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from swarmd.errors import ConfigError
 
-MAX_HEADER_BYTES = 100 * 2**20
-ALIGNMENT = 8
+MAX_HEADER_BYTES = 100 * 2**20  # as safetensors itself
+ALIGNMENT = 8  # bytes; safetensors pads its header to this
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 ITEM_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "U32": 32, "U64": 64}
 

@@ -13,7 +13,7 @@ from swarmd.protocol.messages import TensorMeta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODECS = ("raw", "float16", "bfloat16", "int8")
-INT8_BLOCK = 64
+INT8_BLOCK = 64  # values that share a scale: 6 % more bytes, and outliers spoil 64 values only
 
 
 @dataclass(frozen=True, slots=True)

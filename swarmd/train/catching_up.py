@@ -27,9 +27,9 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-RESTORE_AFTER_S = 120.0
-RETRY_S = 0.25
-RETRY_FAILED_S = 1.0
+RESTORE_AFTER_S = 120.0  # nobody has the newest state: go on from an older one, of which something is lost
+RETRY_S = 0.25  # between two looks for who has what is missing
+RETRY_FAILED_S = 1.0  # after everybody said no
 
 
 class CatchingUp:

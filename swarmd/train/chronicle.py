@@ -26,8 +26,8 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 4.0
-MOST_ASKED = 4
+CALL_TIMEOUT_S = 4.0  # one commit to be signed or read
+MOST_ASKED = 4  # peers, for a commit that one of them has
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
 

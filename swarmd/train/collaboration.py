@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from swarmd.client.blocking import Swarm
     from swarmd.client.swarm import AsyncSwarm
 
-RECORD_LIFETIME_S = 60
-ANNOUNCE_INTERVAL_S = 20.0
-LOOK_INTERVAL_S = 0.1
+RECORD_LIFETIME_S = 60  # as the daemon's, node/directory.py
+ANNOUNCE_INTERVAL_S = 20.0  # as the daemon's
+LOOK_INTERVAL_S = 0.1  # whether the run is over, while somebody waits for it to want gradients
 OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
 
 

@@ -25,9 +25,9 @@ from swarmd.values import ModelId
 from swarmd.weights.folder import ModelFolder, make_folder
 from swarmd.weights.supply import Supply
 
-SHARD_BYTES = 4 * 2**20
-MAX_SHARDS = 1_024
-KEPT_SHARDS = 4
+SHARD_BYTES = 4 * 2**20  # what a peer fetches for the samples that it drew
+MAX_SHARDS = 1_024  # 4 GiB of data in one run
+KEPT_SHARDS = 4  # in memory; draws go from shard to shard
 KINDS: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
 Rows = npt.NDArray[np.int32]
 

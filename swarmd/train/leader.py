@@ -41,10 +41,10 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-PULSE_INTERVAL_S = 0.5
-LOOK_INTERVAL_S = 0.1
-LONGEST_S = 3_600.0
-LEAST_BYTES_PER_S = 1e3
+PULSE_INTERVAL_S = 0.5  # members leave a leader after some pulses that did not come
+LOOK_INTERVAL_S = 0.1  # whether all have gathered, or answered
+LONGEST_S = 3_600.0  # of a round, whatever links were announced
+LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
 ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 

@@ -12,7 +12,7 @@ from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import RunRecord
 from swarmd.values import PeerId, RunId
 
-SUSPECT_FOR_S = 15.0
+SUSPECT_FOR_S = 15.0  # who did not answer; by then its record says that it is there, or has expired
 LEADS_FOR_S = 1.5  # after its last sign of life
 
 

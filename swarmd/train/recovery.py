@@ -34,14 +34,14 @@ from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-COMMITS_TIMEOUT_S = 8.0
-STATE_TIMEOUT_S = 20.0
-RUN_TIMEOUT_S = 10.0
-ASK_AGAIN_S = 8.0
-MAX_DONORS = 8
-MAX_REPLY_BYTES = 8 * 2**20
-MAX_SNAPSHOTS = 2
-SNAPSHOT_LEASE_S = 30.0
+COMMITS_TIMEOUT_S = 8.0  # up to 8 MiB of commits
+STATE_TIMEOUT_S = 20.0  # a manifest of the state, and a copy to be made first
+RUN_TIMEOUT_S = 10.0  # recipe and orders: some kB
+ASK_AGAIN_S = 8.0  # records and addresses cross a swarm within it
+MAX_DONORS = 8  # of many: as few as can give a state well
+MAX_REPLY_BYTES = 8 * 2**20  # of commits in one answer; the rest is asked for again
+MAX_SNAPSHOTS = 2  # each is a copy of the whole state, made as it changes
+SNAPSHOT_LEASE_S = 30.0  # who fetches asks more often than that
 SHORT_LEASE_S = 4.0  # where others wait for theirs
 
 Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...]], Awaitable[dict[str, Vector]]]

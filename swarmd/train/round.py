@@ -21,12 +21,12 @@ from swarmd.train.state import Vector
 from swarmd.train.world import News, OffLoop
 from swarmd.values import PeerId
 
-CHUNK_BYTES = 512 * 1024
-BLOCK_ELEMENTS = 1 << 16
-BEAT_INTERVAL_S = 0.5
+CHUNK_BYTES = 512 * 1024  # of a part that is reduced while the next one travels
+BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
+BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
-MOST_ELEMENTS = 2**34
-CHANGES_WITHIN_S = 10.0
+MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
+CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 ROLES = ("train", "reduce", "anchor")
-RETRY_S = 10.0
+RETRY_S = 10.0  # a run whose worker cannot load is tried again
 
 
 @dataclass(slots=True)

@@ -42,10 +42,10 @@ from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
-HOUSEKEEPING_S = 2.0
-RETRY_S = 1.0
-MICRO_BATCH_S = 1.0
-SMOOTHING = 0.3
+HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
+RETRY_S = 1.0  # nothing to do: others' commits may have come
+MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
+SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
 NEWS_AT = 0.2  # of its last announced speed: a change that others should know
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
 

@@ -30,9 +30,9 @@ from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 600.0
-FIRST_BATCH_S = 120.0
-LEAST_PATIENCE_S = 30.0
+LOAD_TIMEOUT_S = 600.0  # reading a large model from a slow disk
+FIRST_BATCH_S = 120.0  # a first pass compiles and allocates
+LEAST_PATIENCE_S = 30.0  # a micro-batch beside other programs on a volunteer's machine
 MODULE = "swarmd.compute.gradients"
 MessageT = TypeVar("MessageT", bound=Message)
 TensorList = list[tuple[str, tuple[int, ...]]]

@@ -19,7 +19,7 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-TELL_TIMEOUT_S = 3.0
+TELL_TIMEOUT_S = 3.0  # to one member: a round goes on without who does not take it
 T = TypeVar("T")
 OffLoop = Callable[..., Awaitable[T]]
 """Runs a function outside the event loop: in a thread, or at once where time is virtual."""

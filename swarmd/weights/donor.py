@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_READS = 4  # pieces in memory at the same time, for all who ask
 SEND_TIMEOUT_S = 300.0  # for 4 MiB, waiting for the pace included
 MAX_ANNOUNCED = 32  # models, and ranges of each at most
-MAX_RANGES = 8
+MAX_RANGES = 8  # announced for a model: the record has 8 KiB
 
 
 class Readable(Protocol):

@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 MAX_DONORS = 8  # at the same time: what is under way is in memory
 WINDOW = 2  # requests under way at each donor: its link is never idle, and little waits for a slow one at the end
-LOOK_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 0.5  # new donors, and those that are silent
 STALL_S = 120.0  # for the first piece of a donor whose speed is not known: 4 MiB at 0.3 Mbit/s
 LEFT_OUT_S = 2.0  # after a first failure, twice as long after each other one
-LONGEST_LEFT_OUT_S = 60.0
-PATIENCE_S = 180.0
-MANIFEST_TIMEOUT_S = 20.0
+LONGEST_LEFT_OUT_S = 60.0  # a donor that failed is tried again after at most that
+PATIENCE_S = 180.0  # nobody has given a byte for so long: say so
+MANIFEST_TIMEOUT_S = 20.0  # 15 MiB on a slow link
 
 LACKS = (Code.NOT_HELD, Code.NOT_HERE)  # refusals that say that a donor has it no more
 

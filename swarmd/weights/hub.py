@@ -21,8 +21,8 @@ from swarmd.values import PeerId
 
 HUB = PeerId("hub")
 """Stands for the hub among the donors of a download."""
-TIMEOUT_S = 60.0
-MAX_INDEX_BYTES = 32 * 2**20
+TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
+MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
 
 class Hub:

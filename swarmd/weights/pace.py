@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-BURST_S = 0.01
+BURST_S = 0.01  # of the rate: as long as a sleep on a busy machine
 SLICE_BYTES = 16 * 1024  # what is paced goes in slices: a burst fills queues on the way, and all others wait in them
 
 

@@ -21,8 +21,8 @@ from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-NEWS_INTERVAL_S = 0.5
-HOLDER_PATIENCE_S = 30.0
+NEWS_INTERVAL_S = 0.5  # between two announcements of what has come: each is gossip
+HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 
 
 class Supply:

@@ -16,7 +16,7 @@ import torch
 
 from swarmd.protocol.messages import Edit
 
-_FIRST_TOKENS = 64
+_FIRST_TOKENS = 64  # room at first; doubled when it is full
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from swarmd.protocol.messages import Backward, Forward
 from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.wire.tensors import pack, pack_gradient
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20  # one frame: others come between two of them
 
 
 def forward_frames(

@@ -10,7 +10,7 @@ from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.wire.history import History, Sent
 from swarmd.wire.tensors import pack
 
-REPLAY_FRAME_BYTES = 4 * 2**20
+REPLAY_FRAME_BYTES = 4 * 2**20  # four ops' worth: a replay is in a hurry
 
 
 def replay_frames(

@@ -40,9 +40,9 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 4.5
-OPEN_TIMEOUT_S = 4.0
-ADDRESS_TTL_S = 3_600
+CONNECT_TIMEOUT_S = 4.5  # TCP, Noise and yamux over 300 ms of round trip
+OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
+ADDRESS_TTL_S = 3_600  # records renew addresses far more often
 OPEN_ERRORS = (
     SwarmException,
     HostException,

@@ -23,7 +23,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "swarmd"
-LOOKUP_TIMEOUT_S = 10.0
+LOOKUP_TIMEOUT_S = 10.0  # some rounds of queries, with dead peers among them
 Sequence = Callable[[str, bytes], int]
 """Check a value against its key and return its sequence number; raises SwarmError."""
 

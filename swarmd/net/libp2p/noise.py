@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from noise.exceptions import NoiseInvalidMessage
 
 _LENGTH = struct.Struct(">H")
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 256 * 1024  # four messages of 64 KiB in one read
 
 
 class BufferedConnection(IRawConnection):

@@ -29,8 +29,8 @@ from swarmd.net.libp2p.yamux import YamuxConnection
 logger = logging.getLogger(__name__)
 
 YAMUX = TProtocol("/yamux/1.0.0")
-UPGRADE_TIMEOUT_S = 3.0
-MAX_PENDING_PER_ADDRESS = 48
+UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
+MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
 
 def connection_config() -> ConnectionConfig:

@@ -26,10 +26,10 @@ from swarmd.net.write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 256 * 1024
-PING_INTERVAL_S = 2.0
-MAX_UNANSWERED_PINGS = 4
-WRITE_TIMEOUT_S = 10.0
+READ_BYTES = 256 * 1024  # one window in one read
+PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known after 8 s
+MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
+WRITE_TIMEOUT_S = 10.0  # a peer that reads nothing for so long is gone
 CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
 
 
