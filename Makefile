@@ -12,7 +12,7 @@ TUNING   := $(addprefix tests/real/test_,tuning.py tune_command.py)
 FAULTS   := tests/real/test_faults.py
 DRAIN    := $(addprefix tests/real/test_,drain.py hosting.py)
 SWARM    := $(addprefix tests/real/test_,swarm.py families.py)
-PARTS    := slow-training slow-tuning quick slow-swarm slow-rest slow-faults slow-drain
+PARTS    := quick slow-swarm slow-rest slow-training slow-tuning slow-faults slow-drain
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 

@@ -38,16 +38,17 @@ class Forked:
         arguments: Sequence[str],
         files: Sequence[int],
         environment: Mapping[str, str],
-        output: bool = False,
+        outputs: int = 0,
     ) -> None:
         """Run ``module.main()`` with ``arguments``; "{0}" stands for the child's number of the first of ``files``.
 
-        With ``output`` the first of them becomes its standard output and error. Raises OSError when no server answers.
+        The first ``outputs`` of them (1 or 2) become its standard output and error. Raises OSError when no server
+        answers.
         """
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server)
-        request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "output": output}
+        request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "outputs": outputs}
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         self._connection.sendmsg([json.dumps(request).encode() + b"\n"], [rights])
         self._said = b""
@@ -151,9 +152,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.setsid()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        if request["output"]:
-            os.dup2(files[0], 1)
-            os.dup2(files[0], 2)
+        if outputs := files[: request["outputs"]]:
+            os.dup2(outputs[0], 1)
+            os.dup2(outputs[-1], 2)
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.argv = [request["module"], *(text.format(*files) for text in request["arguments"])]

@@ -1,4 +1,4 @@
-"""Two fork servers for the daemons and workers of tests, started when first needed: torch is imported once.
+"""Fork servers for the daemons, workers and commands of tests, started when first needed: torch is imported once.
 
 Real processes all the same, each with its own id, session, memory and sockets: they can be killed and stopped.
 pytest turns it on (tests/conftest.py); benchmarks and the proofs start every process anew, as a volunteer does.
@@ -11,8 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+
+from swarmd.node.forkserver import Forked
 
 DAEMON = (
     "swarmd_cli.main",
@@ -22,6 +25,14 @@ DAEMON = (
     "swarmd.net.libp2p.kademlia",
 )
 WORKER = ("swarmd.compute.worker", "swarmd.compute.gradients")
+COMMANDS = (
+    "swarmd_cli.main",
+    "swarmd.client.blocking",
+    "swarmd.client.tuning",
+    "swarmd.compute.gradients",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft",
+)
 IS_ON = os.environ.get("SWARMD_TEST_FORKS") == "1"
 
 
@@ -44,3 +55,27 @@ def server(*modules: str) -> str:
 
     atexit.register(end)
     return str(path)
+
+
+class Command:
+    """``swarmd`` with some arguments, as a user of this machine runs it."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] = os.environ) -> None:
+        self._out, self._error = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed by finish
+        if IS_ON:
+            files = [self._out.fileno(), self._error.fileno()]
+            self.process: Forked | subprocess.Popen[bytes] = Forked(
+                server(*COMMANDS), "swarmd_cli.main", arguments, files, environment, outputs=2
+            )
+        else:
+            line = [sys.executable, "-m", "swarmd_cli.main", *arguments]
+            self.process = subprocess.Popen(line, stdout=self._out, stderr=self._error, env=environment)
+
+    def finish(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, and give what it printed."""
+        code, said = self.process.wait(timeout_s), []
+        for file in (self._out, self._error):
+            with file:
+                file.seek(0)
+                said.append(file.read())
+        return subprocess.CompletedProcess("swarmd", code, *said)

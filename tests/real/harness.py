@@ -52,7 +52,7 @@ class Volunteer:
             if forks.IS_ON:
                 environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
                 server = forks.server(*forks.DAEMON)
-                self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, output=True)
+                self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1)
                 return
             command = [sys.executable, "-m", "swarmd_cli.main", *arguments]
             self.process = subprocess.Popen(

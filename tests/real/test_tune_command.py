@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.real import forks
 from tests.real.harness import LocalSwarm, local_swarm
 
 pytestmark = pytest.mark.slow
@@ -28,23 +30,22 @@ class Stage:
     swarm: LocalSwarm
     folder: Path
 
-    def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "swarmd_cli.main")) -> subprocess.Popen[str]:
-        environment = {**os.environ, "SWARMD_HOME": str(self.swarm.volunteers[0].home.folder), "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, *program, *arguments], env=environment, cwd=self.folder, **pipes)  # type: ignore[call-overload, no-any-return]
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SWARMD_HOME": str(self.swarm.volunteers[0].home.folder), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *arguments: str, **more: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **more)
-        out, error = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+    def start(self, *arguments: str) -> forks.Command:
+        return forks.Command(*arguments, environment=self.environment)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.start(*arguments).finish()
 
     def tune(self, out: str, *more: str) -> subprocess.CompletedProcess[str]:
         return self.run(*self.tuning(out), *more)
 
-    @staticmethod
-    def tuning(out: str) -> tuple[str, ...]:
+    def tuning(self, out: str) -> tuple[str, ...]:
         how = ("--data", str(LATIN), "--steps", "24", "--lr", "5e-3", "--every", "4", "--batch", "4")
-        return "tune", "demo", "--out", out, *how
+        return "tune", "demo", "--out", str(self.folder / out), *how
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +66,14 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(stage: Stag
     result = json.loads(straight.stdout)
     assert result["schema"] == 1
     assert result["losses"][-1] < result["losses"][0] - 1
-    process = stage.start(*stage.tuning("killed"))
+    killed = stage.start(*stage.tuning("killed"))
     deadline = time.monotonic() + 60
     while not list((stage.folder / "killed").glob("checkpoint-*")):
-        assert process.poll() is None, process.communicate()[1]
+        assert killed.process.poll() is None, killed.finish().stderr
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.kill()
-    process.communicate()
+    killed.process.send_signal(signal.SIGKILL)
+    assert killed.finish().returncode == -signal.SIGKILL
     again = stage.tune("killed")
     assert again.returncode == 2
     assert "killed holds a run already: --resume" in again.stderr
@@ -88,7 +89,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(stage: Stag
 def test_what_was_learned_goes_into_the_catalog_and_is_served(stage: Stage) -> None:
     if not (stage.folder / "straight").is_dir():
         assert stage.tune("straight").returncode == 0
-    added = stage.run("models", "add", "straight/adapter", "--name", "latin", "--base", "demo")
+    added = stage.run("models", "add", str(stage.folder / "straight" / "adapter"), "--name", "latin", "--base", "demo")
     assert added.returncode == 0, added.stderr
     texts = [
         stage.run("run", "demo", "Gallia est", "--max-tokens", "12", "--json", *more)
@@ -112,7 +113,8 @@ def test_what_was_learned_goes_into_the_catalog_and_is_served(stage: Stage) -> N
 )
 def test_what_is_wrong_is_said_before_training_starts(stage: Stage, arguments: tuple[str, ...], words: str) -> None:
     (stage.folder / "bad.jsonl").write_bytes(b'{"text": "fine"}\n\n')
-    done = stage.run("tune", "demo", "--out", "never", *arguments)
+    arguments = tuple(str(stage.folder / a) if a.endswith(".jsonl") else a for a in arguments)
+    done = stage.run("tune", "demo", "--out", str(stage.folder / "never"), *arguments)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -128,6 +130,9 @@ def test_the_examples_run(stage: Stage, example: str) -> None:
         script = stage.folder / "cells.py"
         script.write_text("\n".join("".join(cell["source"]) for cell in cells))
         (stage.folder / "caesar.jsonl").write_bytes(LATIN.read_bytes())
-    done = stage.run(program=(str(script),))
+    line = [sys.executable, str(script)]
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=120, env=stage.environment, cwd=stage.folder, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Gallia est" in done.stdout

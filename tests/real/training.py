@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from swarmd.train.data import read_shard, rows_of_shards
 from swarmd.train.disk import RunFolder, known_runs
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
+from tests.real import forks
 from tests.real.harness import LocalSwarm, Volunteer
 from tests.train.world import check_chains, torch_optimizer
 
@@ -71,8 +70,7 @@ OPTIMIZERS = {
 
 def command(volunteer: Volunteer, *arguments: str, code: int = 0) -> str:
     """Run ``swarmd`` as a user of that machine would; returns what it printed."""
-    line = [sys.executable, "-m", "swarmd_cli.main", "--home", str(volunteer.home.folder), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.Command("--home", str(volunteer.home.folder), *arguments).finish()
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -138,6 +136,8 @@ def start_together(swarm: LocalSwarm, volunteers: list[Volunteer], name: str, **
     first = volunteers[0]
     start_run(first, name, role="anchor" if "anchors" not in settings else "reduce", **settings)
     command(first, "train", "stop", name, "--all")
+    for volunteer in volunteers[1:]:  # of a run that nobody takes part in nobody hears
+        wait_know(swarm, volunteer, name)
     first.ask("train/leave", "POST", name=name)
     join(swarm, volunteers, name)
     swarm.wait(lambda: all(run_of(v, name)["state_update"] is not None for v in volunteers), f"{name} loaded by all")
