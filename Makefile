@@ -7,12 +7,10 @@ BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
 # the tests in parts, the longest first: two cores take one part after the other, and end at about the same time
-TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py) tests/cli/test_train_commands.py
-TUNING   := $(addprefix tests/real/test_,tuning.py tune_command.py)
-FAULTS   := tests/real/test_faults.py
-DRAIN    := $(addprefix tests/real/test_,drain.py hosting.py)
-SWARM    := $(addprefix tests/real/test_,swarm.py families.py)
-PARTS    := quick slow-swarm slow-rest slow-training slow-tuning slow-faults slow-drain
+TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py tuning.py tune_command.py) \
+    tests/cli/test_train_commands.py
+SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
+PARTS    := slow-training slow-serving slow-rest quick
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 
@@ -53,18 +51,12 @@ test: setup
 
 quick: setup
 	$(PYTEST) -m "not prove and not slow"
-slow-tuning: setup
-	$(SLOW) $(TUNING)
-slow-faults: setup
-	$(SLOW) $(FAULTS)
-slow-drain: setup
-	$(SLOW) $(DRAIN)
-slow-swarm: setup
-	$(SLOW) $(SWARM)
 slow-training: setup
 	$(SLOW) $(TRAINING)
+slow-serving: setup
+	$(SLOW) $(SERVING)
 slow-rest: setup
-	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(TUNING) $(FAULTS) $(DRAIN) $(SWARM))
+	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(SERVING))
 
 prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py
