@@ -24,6 +24,8 @@ MOVE_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 1.0)}
 """docs/protocol.md, "What exact means": how far two logits behind the same tokens may move against each other, if they
 are among the two best of either run, and any two of the vocabulary."""
 
+MAX_RESTARTS = 3  # of a worker, before its daemon is started anew: a worker that ends again and again is left to itself
+
 
 @dataclass(frozen=True)
 class Blow:
@@ -247,17 +249,25 @@ def check_identical(ours: Generated, theirs: Generated) -> None:
 
 def revive(swarm: LocalSwarm, volunteers: list[Volunteer]) -> None:
     """Let stopped daemons go on, start ended ones again, and wait until everybody is online with a worker that runs."""
-    stopped = {}
-    for number, volunteer in enumerate(volunteers):
-        if volunteer.process is None or volunteer.process.poll() is not None:
-            volunteer.stop()
-            volunteer.start()
-        else:
+    stopped = []
+    for volunteer in volunteers:
+        if volunteer.process is not None and volunteer.process.poll() is None:
             volunteer.signal(signal.SIGCONT, "daemon")
-            pid = volunteer.ask("status")["worker"]["pid"]
-            if pid and psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-                os.kill(pid, signal.SIGKILL)  # else it counts as online until a session finds it silent
-                stopped[number] = pid
-    for number, pid in stopped.items():
-        swarm.wait(lambda v=volunteers[number], p=pid: v.ask("status")["worker"]["pid"] != p, "the end of a worker")  # type: ignore[misc]
+            worker = volunteer.ask("status")["worker"]
+            if worker["restarts"] < MAX_RESTARTS:
+                if worker["pid"] and _is_stopped(worker["pid"]):
+                    os.kill(worker["pid"], signal.SIGKILL)  # else it counts as online until a session finds it silent
+                    stopped.append((volunteer, worker["pid"]))
+                continue
+        volunteer.stop()
+        volunteer.start()
+    for volunteer, pid in stopped:
+        swarm.wait(lambda v=volunteer, p=pid: v.ask("status")["worker"]["pid"] != p, "the end of a worker")  # type: ignore[misc]
     swarm.wait_online()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

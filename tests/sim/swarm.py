@@ -100,7 +100,7 @@ class SimWorker:
         self._decoder = frames.FrameDecoder()
         self._inbox: deque[frames.Frame] = deque()
         self._changed = trio.Event()
-        self._is_dead = False
+        self._is_dead = self._is_stopped = False
         self._step_s, self._load_s = step_s, load_s
 
     async def send(self, data: bytes) -> None:
@@ -112,7 +112,7 @@ class SimWorker:
 
     async def received(self) -> AsyncIterator[bytes]:
         while not self._is_dead:
-            if not self._inbox and not (self._engine and self._engine.has_work):
+            if self._is_stopped or (not self._inbox and not (self._engine and self._engine.has_work)):
                 await self._changed.wait()
                 continue
             while self._inbox:
@@ -139,6 +139,10 @@ class SimWorker:
         self._is_dead = True
         self._wake()
 
+    def stop(self) -> None:
+        """As SIGSTOP: it takes what comes and says nothing any more."""
+        self._is_stopped = True
+
     def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
@@ -152,6 +156,7 @@ class SimSwarm:
         self.n_blocks = n_blocks
         self.rng = random.Random(seed)
         self.daemons: dict[PeerId, tuple[Daemon, trio.CancelScope, Span]] = {}
+        self.workers: dict[PeerId, SimWorker] = {}
         founder = Identity(bytes([seed % 256]) * 32)
         self.keys = SwarmKeys("sim", founder.public_key, b"\0" * 32)
         self.folder, self.model = toy_checkpoint(n_blocks)
@@ -180,7 +185,8 @@ class SimSwarm:
         step_s = self.rng.uniform(0.002, 0.02)
 
         async def start_worker() -> WorkerProcess:
-            return SimWorker(step_s, load_s=2.0)
+            self.workers[identity.peer_id] = SimWorker(step_s, load_s=2.0)
+            return self.workers[identity.peer_id]
 
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
@@ -207,6 +213,12 @@ class SimSwarm:
         _, scope, _ = self.daemons.pop(peer)
         self.world.crash(peer)
         scope.cancel()
+
+    def silence(self, peer: PeerId) -> None:
+        """Cut a peer off without a word: its streams stay open, and nothing comes through them."""
+        for other in self.world.networks:
+            if other != peer:
+                self.world.cut(peer, other)
 
     def coverage(self) -> list[int]:
         counts = [0] * self.n_blocks
