@@ -21,7 +21,7 @@ def status(as_json: Json = False) -> None:
         print_json(now)
         return
     rows = [
-        ["swarm", f"{now['swarm']}, {now['members']} members known"],
+        ["swarm", f"{now['swarm']}, {now['members']} member{'' if now['members'] == 1 else 's'} known"],
         ["this peer", now["peer"]],
         ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
         ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],

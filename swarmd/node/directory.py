@@ -195,7 +195,8 @@ class Directory:
 
     async def _enter_index(self) -> None:
         """Connect to somebody known, and enter the DHT through whoever is connected."""
-        for peer, addresses in list(self.address_book().items()):
+        others = [(p, a) for p, a in self.address_book().items() if p != self._network.peer_id]
+        for peer, addresses in others:
             if self._rpc.peers() - {self._network.peer_id}:
                 break
             self._network.learn(peer, addresses)
