@@ -1,8 +1,10 @@
-"""Virtual time and one order of events: trio's MockClock with its scheduler seeded (shared facts, trio-simulation)."""
+"""For all tests: virtual time with one order of events (shared facts, trio-simulation); no error is only logged."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import trio._core._run as trio_run
@@ -20,3 +22,25 @@ def deterministic_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def virtual_time(deterministic_scheduling: None, autojump_clock: trio.testing.MockClock) -> trio.testing.MockClock:
     return autojump_clock
+
+
+class _Caught(logging.Handler):
+    """Keeps the errors that a guard kept from ending the program."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.records.append(record)
+
+
+@pytest.fixture(autouse=True)
+def nothing_breaks_behind_a_guard() -> Iterator[list[logging.LogRecord]]:
+    """An error that would have ended a daemon, but for a guard, is an error; who means it takes it out of the list."""
+    caught, logger = _Caught(), logging.getLogger("swarmd")
+    logger.addHandler(caught)
+    yield caught.records
+    logger.removeHandler(caught)
+    assert not [(record.getMessage(), record.exc_info) for record in caught.records]

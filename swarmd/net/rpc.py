@@ -348,4 +348,7 @@ class Rpc:
             channels.remove(channel)
             if not channels:
                 del self._channels[channel.peer, channel.purpose]
-                self._guest.gone(channel.peer, channel.purpose)
+                try:
+                    self._guest.gone(channel.peer, channel.purpose)
+                except Exception:
+                    logger.exception("the end of the last channel to %s broke who was told", channel.peer)

@@ -9,6 +9,7 @@ import trio
 
 from swarmd.errors import Code, IntegrityError, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
+from swarmd.net.tasks import Tasks
 from swarmd.node.worker_link import WorkerLink, WorkerLost
 from swarmd.protocol import adapter as adapters
 from swarmd.protocol.worker import AdapterLoaded, LoadAdapter
@@ -31,7 +32,7 @@ class Adapters:
         self._supply = supply
         self._base = base
         self._worker = worker
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
         self._ready: set[str] = set()
         self._failed: dict[str, tuple[Code, str, float]] = {}
         self._coming: set[str] = set()
@@ -39,7 +40,7 @@ class Adapters:
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own what is under way until cancelled."""
-        async with trio.open_nursery() as self._nursery:
+        async with self._tasks.open():
             task_status.started()
             await trio.sleep_forever()
 
@@ -54,7 +55,7 @@ class Adapters:
             raise Refused(Code.NO_CAPACITY, "too many adapters are on their way to this server", RETRY_AFTER_S)
         if adapter not in self._coming:
             self._coming.add(adapter)
-            self._nursery.start_soon(self._get, adapter)
+            self._tasks.start_soon(self._get, adapter)
         raise Refused(Code.NOT_HELD, f"the adapter {adapter[:12]} is on its way to this server", RETRY_AFTER_S)
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ from swarmd.errors import Code, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.node.hops import Deliver, Hops, Key, LaneHop, deliver_here, reach_successor
 from swarmd.node.outbox import Outbox
 from swarmd.node.server import Server
@@ -67,7 +68,7 @@ class Lanes:
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._lost, to_self, "training")
         self._tokens_trained = 0
-        self._nursery: trio.Nursery | None = None
+        self._tasks = Tasks()
 
     def snapshot(self) -> TuningStatus:
         clients = len({lane.client for lane in self._lanes})
@@ -85,9 +86,8 @@ class Lanes:
         """Pass frames on until cancelled, tell clients that work goes on, and end lanes that nobody uses."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._outbox.run)
-            self._nursery = nursery
-            task_status.started()
-            try:
+            async with self._tasks.open():
+                task_status.started()
                 while True:
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
@@ -96,25 +96,23 @@ class Lanes:
                             self._outbox.tell(lane.client, framed(Progress(session=key[0], start=key[1])))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)
-            finally:
-                self._nursery = None
 
     # --- what peers send -------------------------------------------------------------------------------------
 
     async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
         """Act on one message about fine-tuning; False when it is none. Raises Refused."""
-        if self._nursery is None:
+        if not self._tasks.is_open:
             return False
         try:
             if isinstance(message, Forward | Backward):
                 await self._on_work(peer, message, frame)
             elif isinstance(message, OpenLane) and channel is not None:
-                await self._on_open(self._nursery, channel, message)
+                await self._on_open(channel, message)
             elif isinstance(message, CloseLane):
                 if (lane := self._lanes.get((message.session, message.start))) and lane.client == peer:
                     await self._end((message.session, message.start))
             elif isinstance(message, PutTuned) and channel is not None:
-                await self._on_put(self._nursery, peer, message, frame)
+                await self._on_put(peer, message, frame)
             elif isinstance(message, Refusal) and message.session is not None:
                 return self._on_refusal(peer, message)
             else:
@@ -123,7 +121,7 @@ class Lanes:
             raise Refused(Code.SESSION_LOST, "the worker of this hop ended") from None
         return True
 
-    async def _on_open(self, nursery: trio.Nursery, channel: Channel, opening: OpenLane) -> None:
+    async def _on_open(self, channel: Channel, opening: OpenLane) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         require_peer_ids(opening.predecessor, opening.successor)
@@ -141,7 +139,7 @@ class Lanes:
         lane = LaneHop(channel.peer, principal, span, before, after, used_at=trio.current_time())
         self._lanes.put(key, lane)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
-        nursery.start_soon(self._reply_opened, channel, opening, lane)
+        self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
         neighbours, addresses = (lane.client, lane.successor), opening.successor_addresses
@@ -173,7 +171,7 @@ class Lanes:
         self._tokens_trained += 0 if is_forward else message.tensor.b * message.tensor.t
         await self._worker.send(frame.raw)
 
-    async def _on_put(self, nursery: trio.Nursery, peer: PeerId, message: PutTuned, frame: Frame) -> None:
+    async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
         served, principal = self._server.served, self._exchange.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
@@ -186,7 +184,7 @@ class Lanes:
 
         if message.id and message.part[0] + 1 == message.part[1]:
             answer = await self._worker.ask(request, frame.payload)
-            nursery.start_soon(self._reply_put, peer, message.id, answer)
+            self._tasks.start_soon(self._reply_put, peer, message.id, answer)
         else:
             await self._worker.send(framed(request(0), frame.payload))
 
@@ -242,21 +240,21 @@ class Lanes:
 
     def peer_gone(self, peer: PeerId) -> None:
         """A connection for fine-tuning ended: frames on their way may be lost, and who is gone holds nothing here."""
-        if self._nursery is None:
+        if not self._tasks.is_open:
             return
         for key, lane in self._lanes.items():
             if lane.client == peer:
-                self._nursery.start_soon(self._end, key)
+                self._tasks.start_soon(self._end, key)
         self._lost(peer, "its connection ended")
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         """Lanes with a neighbour that cannot be reached are over."""
-        if self._nursery is None:
+        if not self._tasks.is_open:
             return
         for key, lane in self._lanes.items():
             if peer in (lane.predecessor, lane.successor) and peer != lane.client and key in self._lanes:
                 self._lanes.pop(key)  # before anybody is told, which may fail too
-                self._nursery.start_soon(self._close_in_worker, key)
+                self._tasks.start_soon(self._close_in_worker, key)
                 self._refuse(key, lane, Code.SESSION_LOST, f"the link to {peer[-8:]} failed: {reason}")
 
     async def drain(self, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import trio
 
 from swarmd.errors import Code, PeerError
 from swarmd.net.rpc import Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.node.hops import Key
 from swarmd.node.outbox import Outbox
 from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
@@ -26,16 +27,17 @@ SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
-    def __init__(self, rpc: Rpc, worker: WorkerLink, outbox: Outbox) -> None:
+    def __init__(self, rpc: Rpc, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
         self._rpc = rpc
         self._worker = worker
         self._outbox = outbox
+        self._tasks = tasks
         self._parts: dict[Key, trio.MemorySendChannel[bytes]] = {}
 
     def is_under_way(self, key: Key) -> bool:
         return key in self._parts
 
-    async def begin(self, nursery: trio.Nursery, client: PeerId, request: HandOver) -> None:
+    async def begin(self, client: PeerId, request: HandOver) -> None:
         """Have the worker give a hop's caches, and send them on; the client hears how it ended. Raises WorkerLost."""
         key = request.session, request.start
         parts, outgoing = trio.open_memory_channel[bytes](math.inf)
@@ -45,7 +47,7 @@ class Migrations:
         except WorkerLost:
             del self._parts[key]
             raise
-        nursery.start_soon(self._migrate, client, request, answer, outgoing)
+        self._tasks.start_soon(self._migrate, client, request, answer, outgoing)
 
     def put(self, key: Key, frame: bytes) -> None:
         """Take one part that the worker gave."""

@@ -16,6 +16,7 @@ import trio
 from swarmd.errors import PeerError
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 20.0  # a peer that takes no byte for so long is lost to those who wait for its frames
@@ -37,7 +38,7 @@ class Outbox:
         purpose: Purpose = "interactive",
     ) -> None:
         self._rpc = rpc
-        self._nursery: trio.Nursery | None = None
+        self._tasks = Tasks()
         self._failed = failed
         self._to_self = to_self
         self._purpose = purpose
@@ -46,13 +47,9 @@ class Outbox:
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks that send, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+        async with self._tasks.open():
             task_status.started()
-            try:
-                await trio.sleep_forever()
-            finally:
-                self._nursery = None  # before it closes: whoever ends at the same time may still want to tell somebody
+            await trio.sleep_forever()
 
     def tell(self, client: PeerId, frame: bytes) -> None:
         """Queue ``frame`` for a client on the channel that it opened; one that is gone hears nothing."""
@@ -61,7 +58,7 @@ class Outbox:
 
     def put(self, peer: PeerId, frame: bytes) -> None:
         """Queue ``frame`` for ``peer``; it leaves as soon as those before it have."""
-        if self._nursery is None:
+        if not self._tasks.is_open:
             return
         if self._waiting_bytes + len(frame) > MAX_WAITING_BYTES:
             self._failed(peer, f"more than {MAX_WAITING_BYTES >> 20} MiB wait to be sent")
@@ -69,7 +66,7 @@ class Outbox:
         waiting = self._waiting.get(peer)
         if waiting is None:
             waiting = self._waiting[peer] = deque()
-            self._nursery.start_soon(self._drain, peer, waiting)
+            self._tasks.start_soon(self._drain, peer, waiting)
         waiting.append(frame)
         self._waiting_bytes += len(frame)
 

@@ -19,6 +19,7 @@ from swarmd.errors import Code, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.node.adapters import Adapters
 from swarmd.node.heartbeat import Heartbeats
 from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, reach_successor
@@ -97,15 +98,15 @@ class Server:
         self._exchange = exchange
         self._worker = worker
         self._on_change = changed
+        self._tasks = Tasks()
         self._hops: Hops[SessionHop] = Hops()
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
-        self._migrations = Migrations(rpc, worker, self._outbox)
+        self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
         self._adapters = Adapters(supply, served.model, worker)
         self._tokens_served = 0
         self._refused: Counter[str] = Counter()
-        self._nursery: trio.Nursery | None = None
         self._ended = trio.Event()
 
     def n_decoding(self) -> int:
@@ -146,22 +147,19 @@ class Server:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._outbox.run)
             await nursery.start(self._adapters.run)
-            self._nursery = nursery
-            task_status.started()
-            try:
+            async with self._tasks.open():
+                task_status.started()
                 while True:
                     await trio.sleep(WATCH_INTERVAL_S)
                     for key in self._heartbeats.look(trio.current_time()):
                         await self._end(key)
                     self._on_change()
-            finally:
-                self._nursery = None  # connections end after this; nothing may be started then
 
     # --- what peers send -------------------------------------------------------------------------------------
 
     async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
         """Act on one message about sessions; False when it is none. Raises Refused."""
-        if self._nursery is None:
+        if not self._tasks.is_open:
             return False
         try:
             if isinstance(message, Op):
@@ -169,15 +167,15 @@ class Server:
             elif isinstance(message, Progress):
                 self._heartbeats.on_progress(peer, message, trio.current_time())
             elif isinstance(message, OpenSession) and channel is not None:
-                await self._on_open(self._nursery, channel, message)
+                await self._on_open(channel, message)
             elif isinstance(message, Reroute) and channel is not None:
-                self._on_reroute(self._nursery, channel, message)
+                self._on_reroute(channel, message)
             elif isinstance(message, Replay):
-                await self._on_replay(self._nursery, peer, message)
+                await self._on_replay(peer, message)
             elif isinstance(message, CloseSession):
                 await self._on_close(peer, message)
             elif isinstance(message, HandOver):
-                await self._on_hand_over(self._nursery, peer, message)
+                await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
                 await self._on_cache_part(peer, message, frame)
             elif isinstance(message, Refusal) and message.session is not None:
@@ -219,7 +217,7 @@ class Server:
         request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
         await self._worker.send(framed(request))
 
-    async def _on_open(self, nursery: trio.Nursery, channel: Channel, opening: OpenSession) -> None:
+    async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client, key = channel.peer, (opening.session, opening.start)
         self._check_open(client, opening)
         principal = self._exchange.principal(client)
@@ -235,7 +233,7 @@ class Server:
         )
         self._hops.put(key, hop)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
-        nursery.start_soon(self._reply_opened, channel, opening, hop)
+        self._tasks.start_soon(self._reply_opened, channel, opening, hop)
         self._on_change()
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
@@ -289,7 +287,7 @@ class Server:
         found = await reach_successor(self._rpc, self._exchange, "interactive", neighbours, addresses)
         hop.push, hop.why = found.action, found.reason
 
-    def _on_reroute(self, nursery: trio.Nursery, channel: Channel, message: Reroute) -> None:
+    def _on_reroute(self, channel: Channel, message: Reroute) -> None:
         require_peer_ids(message.predecessor, message.successor)
         hop = self._own_hop(channel.peer, message.session, message.start)
         self._require_epoch(hop, message.epoch)
@@ -299,18 +297,18 @@ class Server:
         hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
-        nursery.start_soon(self._reply_rerouted, channel, message, hop)
+        self._tasks.start_soon(self._reply_rerouted, channel, message, hop)
 
     async def _reply_rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
         await self._connect_onward(hop, message.successor_addresses)
         reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
         self._outbox.tell(channel.peer, framed(reply))
 
-    async def _on_replay(self, nursery: trio.Nursery, peer: PeerId, message: Replay) -> None:
+    async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
         self._require_epoch(hop, message.epoch, exactly=True)
         answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(message, id=call_id))
-        nursery.start_soon(self._reply_replayed, peer, message, answer)
+        self._tasks.start_soon(self._reply_replayed, peer, message, answer)
 
     async def _reply_replayed(self, peer: PeerId, message: Replay, answer: Answer) -> None:
         def replayed(said: Replayed) -> Replayed:
@@ -337,7 +335,7 @@ class Server:
                 await self._ended.wait()
         return len(self._hops)
 
-    async def _on_hand_over(self, nursery: trio.Nursery, peer: PeerId, message: HandOver) -> None:
+    async def _on_hand_over(self, peer: PeerId, message: HandOver) -> None:
         require_peer_ids(message.to)
         hop = self._own_hop(peer, message.session, message.start)
         if not self.is_draining or self._migrations.is_under_way((message.session, message.start)):
@@ -346,7 +344,7 @@ class Server:
         hop.state.epoch = message.epoch  # what it may still compute belongs to the past
         to = PeerId(message.to)
         self._rpc.network.learn(to, self._exchange.addresses_of(to) or message.addresses)
-        await self._migrations.begin(nursery, peer, message)
+        await self._migrations.begin(peer, message)
 
     async def _on_cache_part(self, peer: PeerId, message: CachePart, frame: Frame) -> None:
         hop = self._hops.get((message.session, message.start))

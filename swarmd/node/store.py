@@ -11,6 +11,7 @@ from swarmd.config import Config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import WantChunks, WantManifest
 from swarmd.status import DownloadRow, HereStatus
@@ -48,7 +49,7 @@ class Store:
         self._uplink: Uplink = lambda: (None, False)
         self._failures: dict[ModelId, SwarmError] = {}
         self._pulling: set[ModelId] = set()
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
 
     def hold(self, slot: int, model: ModelId, span: Span) -> None:
         """The worker ``slot`` serves these blocks, or will: they stay on the disk."""
@@ -71,7 +72,7 @@ class Store:
         """
         self._uplink = uplink
         self.donor.lend(find)
-        async with trio.open_nursery() as self._nursery:
+        async with self._tasks.open():
             task_status.started()
             await trio.sleep_forever()
 
@@ -88,7 +89,7 @@ class Store:
             raise ConfigError("it is being fetched already: swarmd status shows how far it is")
         self._pulling.add(model)
         self._failures.pop(model, None)
-        self._nursery.start_soon(self._pull, model, span)
+        self._tasks.start_soon(self._pull, model, span)
 
     async def _pull(self, model: ModelId, span: Span | None) -> None:
         try:

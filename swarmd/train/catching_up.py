@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from swarmd.errors import SwarmError
+from swarmd.net.tasks import Tasks
 from swarmd.plan import progress
 from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.protocol import commit as commits
@@ -45,7 +46,7 @@ class CatchingUp:
         members: Members,
         averages: Averages,
         end_round: Callable[[], None],
-        nursery: trio.Nursery,
+        tasks: Tasks,
         state: RunState,
         get: Get,
         begin_anew: Callable[[Commit | None], None],
@@ -61,7 +62,7 @@ class CatchingUp:
         self._members = members
         self._averages = averages
         self._end_round = end_round
-        self._nursery = nursery
+        self._tasks = tasks
         self._state = state
         self._get = get
         self._begin_anew = begin_anew
@@ -215,5 +216,5 @@ class CatchingUp:
         )
         self._behind_since = None
         raw = await self._chronicle.proposer().settle(commits.encode(commit))
-        await self._chronicle.spread(self._nursery, raw, self._members.look(trio.current_time()))
+        await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
         return True

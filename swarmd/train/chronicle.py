@@ -9,6 +9,7 @@ from typing import Any
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.net.tasks import Tasks
 from swarmd.plan.ballot import Acceptor
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.standing import Fault
@@ -166,11 +167,11 @@ class Chronicle:
         """One that brings a commit after the ledger's head to the anchors."""
         return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
 
-    async def spread(self, nursery: trio.Nursery, raw: bytes, others: Iterable[PeerId]) -> None:
+    async def spread(self, tasks: Tasks, raw: bytes, others: Iterable[PeerId]) -> None:
         """A majority has signed: take it, and tell the anchors and others."""
         await self.take([raw])
         for peer in {*others, *self.anchors} - {self._me}:
-            nursery.start_soon(self.tell, peer, [raw])
+            tasks.start_soon(self.tell, peer, [raw])
 
     async def ask_anchor(
         self, anchor: PeerId, request: Callable[[int], Message], payload: bytes

@@ -18,6 +18,7 @@ import trio
 from swarmd.errors import Code, PeerError, Refused, Unreachable
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
+from swarmd.net.tasks import Tasks
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol.fields import Message
@@ -83,11 +84,11 @@ class Joining:
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
         self._pulsing = trio.CancelScope()
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the rounds, and what is told to others, until cancelled."""
-        async with trio.open_nursery() as self._nursery:
+        async with self._tasks.open():
             task_status.started()
             await trio.sleep_forever()
 
@@ -236,7 +237,7 @@ class Joining:
             self._pulsing.cancel()
             self._pulsing = trio.CancelScope()
             self.leader = self._new_leader()
-            self._nursery.start_soon(self._pulse, self.leader, self._pulsing)
+            self._tasks.start_soon(self._pulse, self.leader, self._pulsing)
         return self.leader
 
     @staticmethod
@@ -311,18 +312,18 @@ class Joining:
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
         for peer in leader.joined:
             if peer != self._me:
-                self._nursery.start_soon(self._tell, peer, pulse)
+                self._tasks.start_soon(self._tell, peer, pulse)
 
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Who joined here learns who leads instead."""
         logger.info("%s leads this round, and comes first", successor[-8:])
         for peer in set(leader.joined) - {self._me, successor}:
-            self._nursery.start_soon(self._tell, peer, self._successor(leader.parent, successor))
+            self._tasks.start_soon(self._tell, peer, self._successor(leader.parent, successor))
 
     async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
         others = joined | set(self._members.look(trio.current_time()))
-        await self._chronicle.spread(self._nursery, raw, others)
+        await self._chronicle.spread(self._tasks, raw, others)
 
     # --- what comes from others --------------------------------------------------------------------------------
 
@@ -335,7 +336,7 @@ class Joining:
         if message.parent != ledger.head:
             if ledger.knows(message.parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
-            self._nursery.start_soon(self._chronicle.sync, [peer])
+            self._tasks.start_soon(self._chronicle.sync, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self._members.standing.is_shunned(peer):
             raise Refused(Code.REFUSED, "fault was found with your numbers more than once: you sit out for a while")
@@ -388,7 +389,7 @@ class Joining:
         self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = trio.CancelScope()
-        self._nursery.start_soon(self._live, self.round, self._scope, peer)
+        self._tasks.start_soon(self._live, self.round, self._scope, peer)
         self._news.notify()
 
     async def take_numbers(self, channel: Channel, message: Contribution | Reduced, payload: memoryview) -> None:

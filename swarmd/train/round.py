@@ -16,6 +16,7 @@ import trio
 
 from swarmd.errors import OutOfStep, PeerError, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced
 from swarmd.train.state import Vector
 from swarmd.train.world import News, OffLoop
@@ -87,7 +88,7 @@ class Round:
         self._got: dict[int, int] = {}
         self._news = News()
         self._beat_now = trio.Event()
-        self._nursery: trio.Nursery | None = None
+        self._tasks = Tasks()
         self._sending: set[tuple[str, PeerId]] = set()
         self._use(group)
 
@@ -95,8 +96,7 @@ class Round:
 
     async def run(self, beat: Callable[[Beat], Awaitable[None]]) -> None:
         """Take part until cancelled; ``beat`` brings signs of life to the leader."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+        async with self._tasks.open(), trio.open_nursery() as nursery:
             self._start_senders()
             nursery.start_soon(self._reduce)
             nursery.start_soon(self._gather)
@@ -220,9 +220,9 @@ class Round:
                     self._start_sender("results", PeerId(member.peer))
 
     def _start_sender(self, what: str, peer: PeerId) -> None:
-        if self._nursery is not None and peer != self._me and (what, peer) not in self._sending:
+        if self._tasks.is_open and peer != self._me and (what, peer) not in self._sending:
             self._sending.add((what, peer))
-            self._nursery.start_soon(self._contribute if what == "parts" else self._give_results, peer)
+            self._tasks.start_soon(self._contribute if what == "parts" else self._give_results, peer)
 
     async def _contribute(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` reduces, now or in a later version."""
@@ -275,8 +275,7 @@ class Round:
     async def _open(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""
         channel = await self._rpc.channel(peer, "averaging")
-        assert self._nursery is not None
-        self._nursery.start_soon(self._notice_end, channel)
+        self._tasks.start_soon(self._notice_end, channel)
         return channel
 
     async def _notice_end(self, channel: Channel) -> None:

@@ -21,6 +21,7 @@ from swarmd.errors import (
 )
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
 from swarmd.node.directory import Directory
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
@@ -85,11 +86,11 @@ class Runs:
         self._root = root
         self._rng = rng
         self._taken: dict[RunId, _Taken] = {}
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Go on with the runs that this machine had joined, until cancelled."""
-        async with trio.open_nursery() as self._nursery:
+        async with self._tasks.open():
             task_status.started()
             for folder in known_runs(self._root).values() if self._config.training_runs != "off" else ():
                 try:
@@ -219,7 +220,7 @@ class Runs:
     def _begin(self, run: Run, folder: RunFolder) -> None:
         trainer, source = self._make(run, folder)
         taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
-        self._nursery.start_soon(self._live, taken, folder)
+        self._tasks.start_soon(self._live, taken, folder)
 
     def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
         world = World(

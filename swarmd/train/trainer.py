@@ -17,6 +17,7 @@ import trio
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError, SwarmError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
+from swarmd.net.tasks import Tasks
 from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ledger import MOST_TARGETS
@@ -91,20 +92,20 @@ class Trainer:
         self._is_paused = False
         self._announced_rate = 0.0
         self._announced_head = b""
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
 
     # --- life --------------------------------------------------------------------------------------------------
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled. Raises SwarmError when this peer cannot."""
         await self.chronicle.recall()
-        async with trio.open_nursery() as self._nursery:
-            await self._nursery.start(self.joining.run)
+        async with trio.open_nursery() as nursery, self._tasks.open():
+            await nursery.start(self.joining.run)
             task_status.started()
             if self._source is not None:
                 await self._load(self._source)
-                self._nursery.start_soon(self._compute, self._source)
-            self._nursery.start_soon(self._keep_house)
+                nursery.start_soon(self._compute, self._source)
+            nursery.start_soon(self._keep_house)
             self._world.announce()
             while True:
                 mark = self._news.mark()
@@ -126,7 +127,7 @@ class Trainer:
             self.members,
             self._averages,
             self.joining.end_round,
-            self._nursery,
+            self._tasks,
             state,
             get,
             self._begin_anew,
@@ -287,7 +288,7 @@ class Trainer:
         self._world.announce()
         every = self.run_spec.recipe.checkpoints.every
         if self._folder is not None and (state.epoch % every == 0 or self.ledger.finished()):
-            self._nursery.start_soon(self._save_quietly)
+            self._tasks.start_soon(self._save_quietly)
 
     async def _save_quietly(self) -> None:
         try:
@@ -365,7 +366,7 @@ class Trainer:
         """Somebody says what was committed."""
         try:
             if not await self.chronicle.take(decode(frame.payload, list[bytes], "a list of commits")):
-                self._nursery.start_soon(self.chronicle.sync, [peer])
+                self._tasks.start_soon(self.chronicle.sync, [peer])
         except IntegrityError as error:
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
 

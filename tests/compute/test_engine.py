@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 
 import msgspec
 import pytest
@@ -226,7 +227,7 @@ def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, 
 
 
 def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
-    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
+    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
 ) -> None:
     bench = Bench(span)
     for key in (b"x" * 16, b"y" * 16):
@@ -238,6 +239,7 @@ def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
     assert len(bench.outputs[b"y" * 16]) == 1
     assert bench.engine.handled == 4
+    assert nothing_breaks_behind_a_guard.pop().levelno == logging.ERROR
 
 
 def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:

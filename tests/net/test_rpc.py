@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -119,12 +120,15 @@ async def test_a_call_ends_with_its_answer_its_deadline_or_its_channel(virtual_t
         assert guests[B].ended == [A]
 
 
-async def test_a_handler_that_breaks_ends_its_channel_and_the_next_one_works(virtual_time: MockClock) -> None:
+async def test_a_handler_that_breaks_ends_its_channel_and_the_next_one_works(
+    virtual_time: MockClock, nothing_breaks_behind_a_guard: list[logging.LogRecord]
+) -> None:
     async with pair() as (rpcs, _):
         with pytest.raises(Unreachable):
             await rpcs[A].call(B, lambda i: WantManifest(id=i, model="m"))
         assert isinstance((await rpcs[A].call(B, lambda i: Ping(id=i)))[0], Pong)
         assert rpcs[B].standing.allows(A), "our own fault is nobody else's"
+    assert "broke its handler" in nothing_breaks_behind_a_guard.pop().getMessage()
 
 
 async def test_what_nobody_handles_is_refused_with_its_number(virtual_time: MockClock) -> None:

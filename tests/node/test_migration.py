@@ -10,6 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Unreachable
+from swarmd.net.tasks import Tasks
 from swarmd.node.migration import SEND_TIMEOUT_S, Migrations
 from swarmd.node.worker_link import Answer, WorkerLost
 from swarmd.protocol import messages
@@ -32,7 +33,10 @@ class Stage:
         self.hangs = False
         self.worker_is_gone = worker_is_gone
         rpc: Any = SimpleNamespace(channel=self.channel)
-        self.migrations = Migrations(rpc, SimpleNamespace(ask=self.ask), SimpleNamespace(tell=self.tell))  # type: ignore[arg-type]
+        worker: Any = SimpleNamespace(ask=self.ask)
+        outbox: Any = SimpleNamespace(tell=self.tell)
+        self.tasks = Tasks()
+        self.migrations = Migrations(rpc, worker, outbox, self.tasks)
 
     async def ask(self, request: Any) -> Answer:
         if self.worker_is_gone:
@@ -59,8 +63,8 @@ class Stage:
 
 async def play(stage: Stage, end: Any) -> None:
     """Three parts, then ``end``, as the worker gives them."""
-    async with trio.open_nursery() as nursery:
-        await stage.migrations.begin(nursery, CLIENT, REQUEST)
+    async with stage.tasks.open():
+        await stage.migrations.begin(CLIENT, REQUEST)
         assert stage.migrations.is_under_way(KEY)
         for part in (b"1", b"2", b"3"):
             stage.migrations.put(KEY, part)
@@ -111,8 +115,8 @@ async def test_an_heir_that_takes_for_ever_is_given_up(virtual_time: MockClock) 
 
 async def test_without_a_worker_nothing_begins(virtual_time: MockClock) -> None:
     stage = Stage(worker_is_gone=True)
-    async with trio.open_nursery() as nursery:
+    async with stage.tasks.open():
         with pytest.raises(WorkerLost):
-            await stage.migrations.begin(nursery, CLIENT, REQUEST)
+            await stage.migrations.begin(CLIENT, REQUEST)
     assert not stage.migrations.is_under_way(KEY)
     assert not stage.told

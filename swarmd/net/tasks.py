@@ -1,0 +1,47 @@
+"""Work that is begun for peers: none of it outlives its owner, and what goes wrong in it ends nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """A nursery that others may start work in at any time: before and after ``open`` nothing is begun.
+
+    Whoever ends while connections still end around it may be asked for more; an error that is nobody's own, in work
+    that a peer caused, is logged and never reaches the program.
+    """
+
+    def __init__(self) -> None:
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._nursery is not None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Take work until the block ends; what is still under way then is cancelled with it, or awaited."""
+        async with trio.open_nursery() as self._nursery:
+            try:
+                yield
+            finally:
+                self._nursery = None  # before it closes
+
+    def start_soon(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(self._guarded, function, arguments)
+
+    @staticmethod
+    async def _guarded(function: Callable[..., Awaitable[object]], arguments: tuple[Any, ...]) -> None:
+        try:
+            await function(*arguments)
+        except Exception:
+            logger.exception("%s failed", getattr(function, "__qualname__", function))
