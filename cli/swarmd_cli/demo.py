@@ -44,7 +44,7 @@ class Volunteers:
 
     def start(self, index: int) -> None:
         home, (start, end) = self.homes[index], SPANS[index]
-        command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
+        command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
         command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", "demo", "--blocks", f"{start}:{end}"]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home.folder / "daemon.log").open("wb") as log:

@@ -89,7 +89,7 @@ def unit_path() -> Path:
 def unit_text() -> str:
     """Fill the template that ships with the package."""
     template = (resources.files("swarmd_cli") / "swarmd.service").read_text()
-    command = shutil.which("swarmd") or f"{sys.executable} -m swarmd_cli.main"
+    command = shutil.which("swarmd") or f"{sys.executable} -P -m swarmd_cli.main"
     return template.replace("@COMMAND@", command).replace("@HOME@", str(home().folder))
 
 

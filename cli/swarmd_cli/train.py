@@ -251,18 +251,15 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
     import shutil
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from swarmd.errors import ConfigError
-    from swarmd.protocol.manifest import FILES, read_config
+    from swarmd.compute.skeleton import building, read_config
+    from swarmd.protocol.manifest import FILES
 
-    read_config(folder)
     torch.manual_seed(recipe.seed)
     made = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
-    try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+    with building(f"{folder / 'config.json'}"):
+        model = AutoModelForCausalLM.from_config(read_config(folder))
     model.save_pretrained(made)
     for name in FILES:
         if (folder / name).is_file() and not (made / name).exists():
@@ -304,12 +301,11 @@ def _adopt(state: Home, folder: Path) -> ModelId:
 
 def _tokenised(path: Path, model: Path) -> tuple[list[list[int]], int]:
     """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
-    from transformers import AutoTokenizer
-
     from swarmd.client.dataset import Encoding, read_dataset
+    from swarmd.client.tokenizer import load_tokenizer
     from swarmd.errors import ConfigError
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
     def encode(text: str) -> list[int]:
@@ -330,8 +326,8 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
 
     import torch
     from safetensors import safe_open
-    from transformers import AutoTokenizer
 
+    from swarmd.client.tokenizer import load_tokenizer
     from swarmd.compute.gradients import build
     from swarmd.errors import ConfigError
 
@@ -347,7 +343,7 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
             parameter.copy_(values.view(parameter.shape))
     model.save_pretrained(out)  # type: ignore[operator]
     if recipe.train == "all" and (base / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(base).save_pretrained(out)
+        load_tokenizer(base).save_pretrained(out)
 
 
 # --- what status shows -------------------------------------------------------------------------------------------

@@ -253,14 +253,10 @@ class Swarm:
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""
-        from transformers import AutoTokenizer
+        from swarmd.client.tokenizer import load_tokenizer
 
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        folder = self._thread.call(self._swarm.folder, model, n_blocks)
-        try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            raise ConfigError(f"the tokenizer of {name} cannot be used: {error}") from None
+        return load_tokenizer(self._thread.call(self._swarm.folder, model, n_blocks))
 
     def close(self) -> None:
         self._thread.close()

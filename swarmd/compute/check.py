@@ -16,11 +16,8 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     """Refuse an unsupported family and a checkpoint that lacks tensors. Raises ConfigError; nothing is loaded."""
     config = skeleton.read_config(folder)
     cls = skeleton.hollow_class(config, Span(0, manifest.n_blocks))
-    try:
-        with torch.device("meta"):
-            hollow = cls(config)
-    except (ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
-        raise ConfigError(f"{folder}: {type(config).__name__} cannot be built: {error}") from None
+    with skeleton.building(f"{folder}: {type(config).__name__} cannot be built"), torch.device("meta"):
+        hollow = cls(config)
     found = set(skeleton.target_names(hollow, [tensor.name for tensor in manifest.tensors]).values())
     missing = sorted(set(dict(hollow.named_parameters())) - found)
     if missing:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute import skeleton  # noqa: F401 - keeps transformers quiet
+from swarmd.compute import skeleton
 from swarmd.compute.span import device_description, pick_device
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages, shards, worker
@@ -98,11 +98,9 @@ class Trained:
 def build(path: Path, recipe: Recipe) -> nn.Module:
     """The model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
-    try:
-        with _with_index(path) as folder:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[recipe.precision])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be loaded: {error}") from None
+    with skeleton.building(f"{path} cannot be loaded"), _with_index(path) as folder:
+        config, dtype = skeleton.read_config(folder), DTYPES[recipe.precision]
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarmd.compute.quantize import library_config
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, SwarmError
 from swarmd.plan.memory import WORKSPACE_BYTES, tensor_bytes
+from swarmd.protocol import configuration, manifest
 from swarmd.values import Span
 
 
@@ -91,11 +93,35 @@ class PassThrough(Stub):
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Load a checkpoint's configuration. Raises ConfigError for a family transformers does not know."""
+    """Build a checkpoint's configuration of what is plain in it. Raises ConfigError for what makes no sense.
+
+    transformers sees neither the file nor its folder: nothing in it can name code, a package or a place.
+    """
+    path, written = folder / "config.json", manifest.read_config(folder)
+    family = written["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
+    kind = CONFIG_MAPPING[family]
+    fields = getattr(kind, "__dataclass_fields__", {})
+    plain = configuration.plain(written)
+    settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
+    with building(f"{path}: not a configuration of {family}"):
+        return kind.from_dict(settings)
+
+
+@contextmanager
+def building(trouble: str) -> Iterator[None]:
+    """Build something of what anybody may have written: each family fails in its own way, here in one sentence.
+
+    Raises ConfigError, ``trouble`` and the reason, for whatever was raised.
+    """
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: unsupported family or configuration: {error}") from None
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a configuration that makes no sense fails anywhere, with anything
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{trouble}: {reason or type(error).__name__}") from None
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -150,7 +176,7 @@ def load(
     where = weight_map(folder)
     handles: dict[str, Any] = {}
     state = {}
-    try:
+    with building(f"{folder}: {type(config).__name__} cannot be loaded"):
         for key in needed_keys(cls, config, list(where)):
             handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
             state[key] = handle.get_slice(key)
@@ -161,10 +187,6 @@ def load(
             model, info = cls.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **how
             )
-    except SafetensorError as error:
-        raise ConfigError(f"{folder}: a weights file is damaged: {error}") from None
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{folder}: {type(config).__name__} cannot be loaded: {error}") from None
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ()))
     missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing:

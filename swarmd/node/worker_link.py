@@ -64,6 +64,10 @@ Starter = Callable[[], Awaitable[WorkerProcess]]
 
 # Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
 START = "import gc; gc.disable(); from {} import main; main()"
+# -P: the folder in which the daemon was started may be anybody's, and is no place to import from.
+COMMAND = (sys.executable, "-P", "-c")
+# A worker computes: it fetches nothing, least of all code.
+WITHOUT_A_HUB = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
 
 
 class SubprocessWorker:
@@ -102,10 +106,11 @@ class SubprocessWorker:
 
 def _launch(module: str, file: int) -> subprocess.Popen[bytes] | Forked:
     """Start a worker that talks at ``file``: a new process, or one of the fork server where there is one."""
+    environment = {**os.environ, **WITHOUT_A_HUB}
     if server := os.environ.get(VARIABLE):
-        return Forked(server, module, ["{0}"], [file], os.environ)
-    command = [sys.executable, "-c", START.format(module), str(file)]
-    return subprocess.Popen(command, pass_fds=[file], stdin=subprocess.DEVNULL)
+        return Forked(server, module, ["{0}"], [file], environment)
+    command = [*COMMAND, START.format(module), str(file)]
+    return subprocess.Popen(command, pass_fds=[file], stdin=subprocess.DEVNULL, env=environment)
 
 
 class Prestarted:

@@ -16,7 +16,8 @@ import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import ADAPTER, Manifest
+from swarmd.protocol.configuration import ADAPTER
+from swarmd.protocol.manifest import Manifest
 from swarmd.values import ModelId, is_model_hash
 
 CONFIG_FILE = "adapter_config.json"

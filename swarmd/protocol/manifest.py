@@ -17,13 +17,11 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol import shards
+from swarmd.protocol import configuration, shards
 from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId
 
 VERSION = 2  # of the manifest's layout
-ADAPTER = "swarmd-adapter"  # the model_type of what protocol.adapter makes: no blocks, all in the head
-STATE = "swarmd-state"  # of a snapshot of a training run, or an average: no blocks either (train.state)
 DATA = "swarmd-data"  # of a training run's data, one block for each shard (train.data)
 CHUNK_BYTES = 4 * 2**20  # what is verified and fetched at once
 MAX_MANIFEST_BYTES = 15 * 2**20  # must fit into one frame
@@ -43,21 +41,6 @@ FILES = (
     "vocab.json",
     "vocab.txt",
 )
-CONFIG_LIMITS = {
-    "num_hidden_layers": 1_024,
-    "hidden_size": 65_536,
-    "n_embd": 65_536,
-    "n_layer": 1_024,
-    "n_layers": 1_024,
-    "num_layers": 1_024,
-    "vocab_size": 4_000_000,
-    "num_attention_heads": 1_024,
-    "num_key_value_heads": 1_024,
-    "intermediate_size": 1_048_576,
-    "head_dim": 4_096,
-    "max_position_embeddings": 100_000_000,
-    "num_experts": 65_536,
-}
 MAX_DEPTH = 24  # parts of a tensor's name
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -122,7 +105,7 @@ def read_folder(folder: Path) -> Manifest:
         check_inside(folder, folder / name)
     files = tuple(_digest_file(folder / name) for name in present)
     ordered = tuple(sorted(tensors, key=lambda t: t.name))
-    manifest = Manifest(VERSION, count_blocks(config), canonical(config), files, ordered)
+    manifest = Manifest(VERSION, configuration.count_blocks(config), canonical(config), files, ordered)
     try:
         check(manifest)
     except IntegrityError as error:
@@ -136,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors")
     try:
-        return check_config(read_json(path))
+        return configuration.check(read_json(path))
     except IntegrityError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -194,7 +177,8 @@ def check(manifest: Manifest) -> None:
         config = json.loads(manifest.config)
     except (ValueError, RecursionError):
         raise IntegrityError("the manifest's config is not JSON") from None
-    if check_config(config) and (canonical(config), count_blocks(config)) != (manifest.config, manifest.n_blocks):
+    n_blocks = configuration.count_blocks(configuration.check(config))
+    if (canonical(config), n_blocks) != (manifest.config, manifest.n_blocks):
         raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
     names = [entry.name for entry in manifest.entries]
     if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
@@ -206,40 +190,6 @@ def check(manifest: Manifest) -> None:
     total = sum(entry.n_bytes for entry in manifest.entries)
     if total > MAX_MODEL_BYTES or any(f.dtype != "U8" or f.n_bytes > MAX_FILE_BYTES for f in manifest.files):
         raise IntegrityError(f"the manifest promises {total} B, or a file of more than {MAX_FILE_BYTES} B")
-
-
-def check_config(config: Any) -> dict[str, Any]:
-    """Bound a configuration before anything is built from it. Raises IntegrityError."""
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise IntegrityError("expected a JSON object with a model_type")
-    if config.get("auto_map"):
-        raise IntegrityError("the model brings code of its own (auto_map), which swarmd never runs")
-    if config["model_type"] == ADAPTER:
-        if config.get("num_hidden_layers") != 0 or not isinstance(config.get("adapter"), dict):
-            raise IntegrityError("an adapter has no blocks, and PEFT's configuration as adapter")
-        return config
-    if config["model_type"] == STATE:
-        if config.get("num_hidden_layers") != 0:
-            raise IntegrityError("the state of a run has no blocks")
-        return config
-    sections = [s for s in (config, config.get("text_config")) if isinstance(s, dict)]
-    for section in sections:
-        for key, limit in CONFIG_LIMITS.items():
-            value = section.get(key)
-            if isinstance(value, int) and not 0 < value <= limit:
-                raise IntegrityError(f"{key} is {value}, expected 1 to {limit}")
-    count_blocks(config)
-    return config
-
-
-def count_blocks(config: dict[str, Any]) -> int:
-    """How many blocks a configuration has. Raises IntegrityError when it does not say."""
-    nested = config.get("text_config")
-    section: dict[str, Any] = nested if isinstance(nested, dict) else config
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        if isinstance(section.get(key), int):
-            return int(section[key])
-    raise IntegrityError("the config names no number of layers (num_hidden_layers)")
 
 
 # --- which tensors belong together -------------------------------------------------------------------------------

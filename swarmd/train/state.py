@@ -20,7 +20,8 @@ import numpy.typing as npt
 from swarmd.errors import Code, Refused
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.commit import Commit
-from swarmd.protocol.manifest import CHUNK_BYTES, STATE, Entry, Manifest
+from swarmd.protocol.configuration import STATE
+from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.recipe import Optimizer, Run
 from swarmd.values import RunId
 

@@ -13,7 +13,8 @@ from trio.testing import MockClock
 from swarmd.errors import Code, Refused
 from swarmd.node.adapters import Adapters
 from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import ADAPTER, CHUNK_BYTES, Entry, Manifest
+from swarmd.protocol.configuration import ADAPTER
+from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.worker import AdapterLoaded, WorkerMessage
 from swarmd.values import ModelId
 

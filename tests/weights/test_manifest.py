@@ -13,7 +13,8 @@ import pytest
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol import adapter
 from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import ADAPTER, Entry, Manifest
+from swarmd.protocol.configuration import ADAPTER
+from swarmd.protocol.manifest import Entry, Manifest
 from swarmd.values import ModelId
 from swarmd.weights.folder import ModelFolder
 from tests.weights.conftest import make_model

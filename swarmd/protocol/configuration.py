@@ -1,0 +1,126 @@
+"""What a model is built from: the plain part of a checkpoint's configuration, which anybody may have written.
+
+transformers looks into a configuration for more than sizes: an attention implementation ``ORG/NAME`` is code of the
+hub, ``auto_map`` is code beside the weights, a quantisation is another package, ``_name_or_path`` a place. So it never
+sees one as it came: ``plain`` rebuilds it from numbers, flags and single words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from swarmd.errors import IntegrityError
+
+ADAPTER = "swarmd-adapter"
+"""The ``model_type`` of an adapter's configuration; peft's own is its ``adapter``."""
+STATE = "swarmd-state"
+"""The ``model_type`` of the state of a training run: the hash of its run, which update, and what is in it."""
+LIMITS = {
+    "num_hidden_layers": 1_024,
+    "hidden_size": 65_536,
+    "n_embd": 65_536,
+    "n_layer": 1_024,
+    "n_layers": 1_024,
+    "num_layers": 1_024,
+    "vocab_size": 4_000_000,
+    "num_attention_heads": 1_024,
+    "num_key_value_heads": 1_024,
+    "intermediate_size": 1_048_576,
+    "head_dim": 4_096,
+    "max_position_embeddings": 100_000_000,
+    "num_experts": 65_536,
+}
+"""Beyond any model that there is: what is built from larger numbers would not end well."""
+MAX_DEPTH = 8  # of values in values: models have a section, its rope's parameters, and those of a kind of layer
+MAX_VALUES = 100_000  # a kind for each layer, and some lists of numbers beside
+MAX_WORD = 64  # letters; the longest that any family uses is a class's name
+CODE = ("auto_map", "custom_pipelines")
+PACKAGES = ("quantization_config", "compression_config", "sparsity_config")
+PLACES = ("tokenizer_class", "processor_class", "name_or_path", "kernel_config", "use_kernels", "id2label", "label2id")
+FLOATS = {f'{{"__float__": "{name}"}}': float(name) for name in ("Infinity", "-Infinity", "NaN")}
+"""transformers' own way to write what JSON has no number for."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}", re.ASCII)
+_WORD = re.compile(rf"[A-Za-z0-9_.+-]{{0,{MAX_WORD}}}", re.ASCII)
+
+
+def check(config: Any) -> dict[str, Any]:
+    """Refuse a configuration that cannot be that of a model swarmd serves. Raises IntegrityError."""
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise IntegrityError("expected a JSON object with a model_type")
+    if config["model_type"] == ADAPTER:
+        if config.get("num_hidden_layers") != 0 or not isinstance(config.get("adapter"), dict):
+            raise IntegrityError("an adapter has no blocks, and PEFT's configuration as adapter")
+        return config
+    if config["model_type"] == STATE:
+        if config.get("num_hidden_layers") != 0:
+            raise IntegrityError("the state of a run has no blocks")
+        return config
+    _look_into(config, depth=0, room=[MAX_VALUES])
+    count_blocks(config)
+    return config
+
+
+def count_blocks(config: Mapping[str, Any]) -> int:
+    """How many blocks a configuration has. Raises IntegrityError when it does not say."""
+    nested = config.get("text_config")
+    section: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        if _is_whole(section.get(key), LIMITS[key]) and section[key]:
+            return int(section[key])
+    raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rebuild a configuration of what is neither code nor a place: numbers, flags, words, lists and sections of them.
+
+    What is left out changes no model: names of places and of ways to compute, remarks, and what has an odd name.
+    """
+    return {key: _rebuilt(value) for key, value in config.items() if _is_plain_name(key) and _is_plain(value)}
+
+
+def _look_into(value: Any, depth: int, room: list[int]) -> None:
+    """Refuse what brings code, needs a package, is too large, too deep or too much, at whatever depth."""
+    room[0] -= 1
+    if depth > MAX_DEPTH or room[0] < 0:
+        raise IntegrityError(f"a configuration of more than {MAX_DEPTH} levels or {MAX_VALUES} values")
+    if isinstance(value, dict):
+        if code := next((key for key in CODE if value.get(key)), None):
+            raise IntegrityError(f"the model brings code of its own ({code}), which swarmd never runs")
+        if package := next((key for key in PACKAGES if value.get(key)), None):
+            raise IntegrityError(f"the weights are quantised already ({package}): swarmd takes plain ones")
+        for key, limit in LIMITS.items():
+            number = value.get(key)
+            numbers = number if isinstance(number, list) else [number]
+            if len(numbers) > LIMITS["num_layers"] or not all(n is None or _is_whole(n, limit) for n in numbers):
+                raise IntegrityError(f"{key} is {str(value[key])[:40]}, expected a whole number up to {limit}")
+        for below in value.values():
+            _look_into(below, depth + 1, room)
+    elif isinstance(value, list):
+        for below in value:
+            _look_into(below, depth + 1, room)
+
+
+def _is_whole(value: Any, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
+
+
+def _is_plain_name(key: Any) -> bool:
+    is_name = isinstance(key, str) and _NAME.fullmatch(key) is not None
+    return is_name and key not in (*CODE, *PACKAGES, *PLACES) and not key.endswith("implementation")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return _WORD.fullmatch(value) is not None
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | dict)
+
+
+def _rebuilt(value: Any) -> Any:
+    if isinstance(value, dict):
+        return plain(value) if len(value) != 1 else FLOATS.get(json.dumps(value), plain(value))
+    return [_rebuilt(v) for v in value] if isinstance(value, list) else value
