@@ -65,10 +65,12 @@ def check(config: Any) -> dict[str, Any]:
 
 def count_blocks(config: Mapping[str, Any]) -> int:
     """How many blocks a configuration has. Raises IntegrityError when it does not say."""
+    if config.get("model_type") in (ADAPTER, STATE):
+        return 0
     nested = config.get("text_config")
     section: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        if _is_whole(section.get(key), LIMITS[key]) and section[key]:
+        if section.get(key) and _is_whole(section[key], LIMITS[key]):
             return int(section[key])
     raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
 

@@ -16,7 +16,7 @@ from swarmd.client.tokenizer import load_tokenizer
 from swarmd.compute import skeleton
 from swarmd.compute.check import check_folder
 from swarmd.compute.gradients import build
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol import configuration, manifest
 from swarmd.protocol.recipe import Recipe
 from swarmd.values import Span
@@ -170,3 +170,13 @@ def test_infinite_numbers_are_kept_however_they_are_written() -> None:
     written = {"time_step_limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}, "x": 1e999}
     infinite = float("inf")
     assert configuration.plain(written) == {"time_step_limit": [0.0, infinite], "low": -infinite, "x": infinite}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": configuration.ADAPTER, "adapter": {"r": 4}}, {"model_type": configuration.STATE, "update": 3}],
+)
+def test_what_has_no_blocks_is_no_model_and_says_so(config: dict[str, Any]) -> None:
+    assert configuration.count_blocks(configuration.check({**config, "num_hidden_layers": 0})) == 0
+    with pytest.raises(IntegrityError, match="no blocks"):
+        configuration.check({**config, "num_hidden_layers": 2})
