@@ -64,16 +64,27 @@ def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:
     return parts
 
 
-def read_answer(op: Op, frame: Frame, entered: torch.Tensor) -> torch.Tensor:
-    """The last block's output for hidden states that ``entered``; tokens that were not wanted are zeros.
+class WrongCount(RemoteProtocolError):
+    """An answer of another number of tokens than were asked for."""
 
-    Raises RemoteProtocolError for another shape than what entered.
+
+def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = None) -> torch.Tensor:
+    """The last block's output for hidden states [b, t, d] that ``entered``; tokens that did not come are zeros.
+
+    Of each row at least the last ``want`` tokens (None: all) must have come. Raises WrongCount for other tokens than
+    that, which any hop may have lost or added, and RemoteProtocolError for what the last one would have refused itself:
+    another shape or dtype than what entered, values that are not finite.
     """
-    if op.tensor is None:
-        return torch.zeros_like(entered)
-    out, _, _ = unpack_untrusted(op.tensor, frame.payload)
     b, t, d = entered.shape
-    if out.shape[0] != b or out.shape[1] > t or out.shape[2] != d:
-        raise RemoteProtocolError(f"expected hidden states {tuple(entered.shape)}, got {tuple(out.shape)}")
+    least = t if want is None else min(want, t)
+    out = entered[:, :0] if op.tensor is None else unpack_untrusted(op.tensor, frame.payload)[0]
+    if (out.shape[0], out.shape[2], out.dtype) != (b, d, entered.dtype):
+        raise RemoteProtocolError(
+            f"expected hidden states {tuple(entered.shape)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
+        )
+    if not torch.isfinite(out).all():
+        raise RemoteProtocolError("hidden states that are not finite")
+    if not least <= out.shape[1] <= t:
+        raise WrongCount(f"expected {least} to {t} tokens, got {out.shape[1]}")
     missing = t - out.shape[1]
     return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out

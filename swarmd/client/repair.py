@@ -49,8 +49,11 @@ class Repairs:
             self._inherited[message.start] = message.seq
             self._chain.notify()
 
-    async def run(self) -> None:
-        """Make the chain whole again and bring every hop up to date. Raises NoRoute after PATIENCE_S."""
+    async def run(self, is_stuck: bool = False) -> None:
+        """Make the chain whole again and bring every hop up to date. Raises NoRoute after PATIENCE_S.
+
+        With ``is_stuck`` all hops show signs of life, and no answer comes: whoever got all and gave nothing on is lost.
+        """
         chain, begun = self._chain, trio.current_time()
         reason, before = chain.trouble or "", chain.names
         lost, moved = list[str](), list[str]()
@@ -68,7 +71,11 @@ class Repairs:
                 chain.trouble = reason
                 await chain.look_again()
                 continue
-            if await self._tell_neighbours() and await self._catch_up():
+            is_told = await self._tell_neighbours()
+            if is_told and is_stuck:
+                is_stuck = is_told = False
+                self._lose_who_keeps_all()
+            if is_told and await self._catch_up():
                 break
             if trio.current_time() - begun > PATIENCE_S:
                 raise SwarmUnavailable(f"no repair within {PATIENCE_S:.0f} s: {chain.trouble or reason}")
@@ -88,6 +95,11 @@ class Repairs:
         chain.statistics.repairs.append(repair)
         await chain.give_back_strays()
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, chain, reason)
+
+    def _lose_who_keeps_all(self) -> None:
+        """Lose the last hop that says it has everything: the next one has not, or it is the one that should answer."""
+        got_all = [link for link in self._chain.links if link.received == self._position.seq]
+        self._chain.lose(got_all[-1] if got_all else self._chain.links[0], "it goes on and on, and gives nothing")
 
     def _replace_lost(self) -> None:
         """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""

@@ -11,10 +11,20 @@ import torch
 import trio
 
 from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
-from swarmd.client.links import Statistics, Swarm, Terms
-from swarmd.client.ops import cut, read_answer
+from swarmd.client.links import Link, Statistics, Swarm, Terms
+from swarmd.client.ops import WrongCount, cut, read_answer
 from swarmd.client.repair import Repairs
-from swarmd.errors import CacheExhausted, Code, ConfigError, PeerError, Refused, SwarmError
+from swarmd.errors import (
+    CacheExhausted,
+    Code,
+    ConfigError,
+    PeerError,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+    SwarmUnavailable,
+)
+from swarmd.plan.standing import Fault
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, Refusal, Suspect
 from swarmd.values import Decision, PeerId
@@ -25,6 +35,12 @@ MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
 LOOK_INTERVAL_S = 0.25  # a twelfth of what makes a silent hop suspect
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
 CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
+CANNOT_BE = (Code.NOT_FINITE, Code.BAD_SHAPE, Code.MALFORMED)  # said of what another hop gave
+MAX_WRONG = 4  # chains in one step that gave what cannot be right, one after the other
+DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
+LONGEST_S = 30.0  # signs of life without an answer, beyond what computing takes
+SLACK = 4.0  # other sessions are computed too
+SLOWEST_TOKENS_PER_S = 2.0  # of a prefill: a server that is slower, or says so, is no use to anybody
 
 
 class ChainSession:
@@ -36,7 +52,11 @@ class ChainSession:
         self._position = self.hops.position
         self._history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self._history)
-        self._answers: dict[int, tuple[Op, Frame]] = {}
+        self._entered: dict[int, tuple[torch.Tensor | None, int | None]] = {}  # what is on its way, and what is wanted
+        self._answers: dict[int, torch.Tensor] = {}
+        self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
+        self._n_wrong = 0
         self._fatal: Exception | None = None
         self._is_busy = False  # a step is under way
         self._is_broken = False  # one broke off: nobody knows what its servers did
@@ -93,7 +113,8 @@ class ChainSession:
         if self._is_broken:
             raise ConfigError("this session ended with an error: start a new one")
         self._is_busy = self._is_broken = True  # until the answers are here
-        self._fatal = None
+        self._fatal, self._n_wrong = None, 0
+        self._entered.clear()
         first = self._position.seq + 1
         whole = Sent(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
@@ -103,7 +124,7 @@ class ChainSession:
             left = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
             await self._send(sent, None if want is None else max(0, want - left))
             while n_sent - len(outs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
-                outs.append(await self._receive(first + len(outs), parts[len(outs)].hidden))
+                outs.append(await self._receive(first + len(outs)))
         self._is_busy = self._is_broken = False
         return None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -113,6 +134,9 @@ class ChainSession:
         return [(r.prefill_tokens_per_s or 0.0) if r else 0.0 for r in records]
 
     async def _send(self, sent: Sent, want: int | None) -> None:
+        if not self._entered:
+            self._moved_at = trio.current_time()
+        self._entered[sent.seq] = sent.hidden, want
         self._position.seq = sent.seq
         self.statistics.steps += 1
         if self.hops.trouble is None:
@@ -123,12 +147,11 @@ class ChainSession:
         self._history.settle(self._position.answered)  # while the chain computes
         self._history.add(sent)
 
-    async def _receive(self, seq: int, entered: torch.Tensor | None) -> torch.Tensor:
+    async def _receive(self, seq: int) -> torch.Tensor:
         """Wait for the answer to op ``seq``; what the client did not want comes as zeros. Raises SwarmError."""
         while seq not in self._answers:
             await self._wait()
-        op, frame = self._answers.pop(seq)
-        return torch.empty(0) if entered is None else read_answer(op, frame, entered)
+        return self._answers.pop(seq)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -196,8 +219,18 @@ class ChainSession:
             return
         if self.hops.links[-1].hop.peer == peer and op.seq == self._position.answered + 1 <= self._position.seq:
             self.statistics.frames_received += 1
-            self._answers[op.seq] = op, frame
-            self._position.answered = op.seq
+            entered, want = self._entered[op.seq]
+            try:
+                self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
+            except WrongCount as error:
+                self._doubt_all(str(error))
+                return
+            except RemoteProtocolError as error:
+                self._swarm.rpc.standing.fault(peer, Fault.FAULTY_NUMBERS, str(error))
+                self._is_wrong(self.hops.links[-1], str(error))
+                return
+            del self._entered[op.seq]
+            self._moved_at, self._position.answered = trio.current_time(), op.seq
             for link in self.hops.links:  # whoever is in the way of an answer is alive
                 link.watch.on_progress(op.seq, trio.current_time())
                 self._swarm.rpc.standing.did_well(link.hop.peer)
@@ -224,10 +257,46 @@ class ChainSession:
         if code in HOP_LOST or code in CHAIN_BROKEN:
             link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
             self.hops.worry(f"{link.hop}: {refusal.message}")
+        elif code in CANNOT_BE and (index or self._is_finite(refusal.seq)):
+            self._on_accusation(index, refusal.message)
         else:
             text = f"{link.hop} refused: {refusal.message}"
             self._fatal = CacheExhausted(text) if code is Code.TOO_LONG else Refused(code, text)
             self.hops.notify()
+
+    def _is_finite(self, seq: int) -> bool:
+        hidden, _ = self._entered.get(seq, (None, None))
+        return hidden is not None and bool(torch.isfinite(hidden).all())
+
+    def _on_accusation(self, index: int, reason: str) -> None:
+        """A hop says that what it was given cannot be: one of two is wrong, first the giver, then who says it again.
+
+        Either way the one who refused has counted an op that it did not compute: it begins anew.
+        """
+        accuser = self.hops.links[index]
+        accused = self.hops.links[index - 1] if index and accuser.hop.peer not in self._accusers else accuser
+        self._accusers.add(accuser.hop.peer)
+        accuser.is_lost = True
+        self._is_wrong(accused, f"{accuser.hop} refused what it was given: {reason}")
+
+    def _is_wrong(self, link: Link, reason: str) -> None:
+        """A hop gave what cannot be right: it is as good as dead."""
+        self._count_wrong(reason)
+        self.hops.lose(link, reason)
+
+    def _doubt_all(self, reason: str) -> None:
+        """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
+        self._count_wrong(reason)
+        for link in self.hops.links:
+            link.is_lost = True
+            self.hops.decline(link.hop.peer, DOUBTED_FOR_S)
+        self.hops.worry(reason)
+
+    def _count_wrong(self, reason: str) -> None:
+        """When chain after chain is wrong, the model or the input is to blame."""
+        self._n_wrong += 1
+        if self._n_wrong > MAX_WRONG:
+            self._fatal = Refused(Code.NOT_FINITE, f"{self._n_wrong} chains in turn gave no right answer: {reason}")
 
     # --- waiting and repairing -------------------------------------------------------------------------------
 
@@ -237,6 +306,14 @@ class ChainSession:
             raise self._fatal
         if self.hops.trouble is not None:
             await self._repairs.run()
+            self._moved_at = trio.current_time()
+            return
+        if trio.current_time() - self._moved_at > self._longest_s():
+            self._n_wrong += 1
+            if self._n_wrong > MAX_WRONG:
+                raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
+            await self._repairs.run(is_stuck=True)
+            self._moved_at = trio.current_time()
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
@@ -245,6 +322,13 @@ class ChainSession:
             for link in self.hops.links:
                 if (reason := link.watch.suspicion(trio.current_time())) is not None:
                     self.hops.lose(link, reason)
+
+    def _longest_s(self) -> float:
+        """How long the chain may be busy without an answer, by what its servers say of their speed."""
+        waited_for = [hidden for hidden, _ in self._entered.values() if hidden is not None]
+        n_tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
+        speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
+        return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)
 
     # --- small things ----------------------------------------------------------------------------------------
 

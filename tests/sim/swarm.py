@@ -8,7 +8,7 @@ import json
 import random
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ class SimWorker:
         self._changed = trio.Event()
         self._is_dead = self._is_stopped = False
         self._step_s, self._load_s = step_s, load_s
+        self.spoil: Callable[[bytes], list[bytes]] = lambda said: [said]  # what a hostile one makes of what it says
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
@@ -111,6 +112,11 @@ class SimWorker:
         self._wake()
 
     async def received(self) -> AsyncIterator[bytes]:
+        async for said in self._received():
+            for spoiled in self.spoil(said):
+                yield spoiled
+
+    async def _received(self) -> AsyncIterator[bytes]:
         while not self._is_dead:
             if self._is_stopped or (not self._inbox and not (self._engine and self._engine.has_work)):
                 await self._changed.wait()
