@@ -138,8 +138,14 @@ class Engine:
         self._learn(ready, shares, n_tokens, begun)
         self._answered = [share.key for share in shares if self._sessions[share.key].is_complete]
         for key in self._answered:
+            try:
+                answer = self._sessions[key].answer()
+            except PASS_ERRORS as error:
+                logger.exception("an op has no answer")
+                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
+                continue
             self.handled += 1
-            yield self._sessions[key].answer()
+            yield answer
 
     def settle(self) -> Iterator[bytes]:
         """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""

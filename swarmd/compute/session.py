@@ -20,6 +20,7 @@ from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
 from swarmd.protocol import messages
+from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
 from swarmd.protocol.worker import Done
 from swarmd.values import Span
@@ -27,6 +28,8 @@ from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op, replay_frames
 from swarmd.wire.tensors import unpack_untrusted
 
+MAX_MOVED_ROWS = 8_192  # by the edits of one op: a third of what its header can hold
+POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 
@@ -222,12 +225,15 @@ class HopSession:
         self, op: Op, payload: memoryview
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
-        n_tokens = self._n_tokens
+        n_tokens, n_moved = self._n_tokens, 0
         for edit in op.edits:
             if edit.crop is not None:
                 n_tokens -= edit.crop
+            n_moved += 1 + len(edit.rows or ())
             if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
+        if n_moved > MAX_MOVED_ROWS:
+            raise Refused(Code.BAD_SHAPE, f"edits that move {n_moved} rows; at most {MAX_MOVED_ROWS} in one op")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
         if op.tensor is None:
@@ -236,6 +242,9 @@ class HopSession:
         expected = (self.n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
         if shape != expected:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
+        n_bytes = op.tensor.b * op.tensor.t * (op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES)
+        if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
+            raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
         if n_tokens + op.tensor.t > self._max_tokens:
             raise Refused(
                 Code.TOO_LONG, f"{n_tokens} tokens and {op.tensor.t} more, this session reserved {self._max_tokens}"

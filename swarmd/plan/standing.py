@@ -45,7 +45,7 @@ RULES: Mapping[Fault, Rule] = {
     Fault.MALFORMED: Rule(0.5, True, "bytes that no honest peer sends"),
     Fault.FORGED: Rule(1.0, True, "a signature, certificate or commit that does not verify"),
     Fault.BAD_CHUNK: Rule(2.0, True, "weights or state that are not what their hash says"),
-    Fault.FAULTY_NUMBERS: Rule(1.0, False, "hidden states, gradients or averages that cannot be right, seen here or said by several"),
+    Fault.FAULTY_NUMBERS: Rule(1.0, False, "hidden states, gradients or averages that cannot be right"),
     Fault.SILENT: Rule(0.0, False, "no sign of life while something was outstanding: left out for a while, no more"),
 }
 

@@ -1,0 +1,85 @@
+"""Whatever op a member sends, the worker answers or refuses it, and goes on with everybody else's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from swarmd.compute.span import LoadedSpan
+from swarmd.protocol import messages
+from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
+from swarmd.protocol.messages import Edit, Op, OpenSession, Refusal
+from swarmd.wire.history import Sent
+from swarmd.wire.ops import encode_op
+from tests import checkpoints
+from tests.compute.test_engine import BLOCKS, Bench
+
+HOSTILE, HONEST = b"x" * 16, b"y" * 16
+ROWS = 1_100
+
+
+@pytest.fixture(scope="module")
+def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+    torch.set_num_threads(1)
+    folder = checkpoints.make("llama", tmp_path_factory.mktemp("llama"), n_layers=3)
+    return LoadedSpan(folder, BLOCKS, torch.float32)
+
+
+def opened(span: LoadedSpan, codec: str = "raw") -> Bench:
+    """An engine with the session of a hostile member, of many rows, and that of an honest one."""
+    bench = Bench(span)
+    opening = OpenSession(
+        session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1, codec=codec
+    )
+    bench.feed(messages.framed(opening))
+    bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []
+    bench.open(HONEST)
+    return bench
+
+
+def still_serves(bench: Bench) -> bool:
+    bench.put(HONEST, torch.randn(1, 4, 64), 0)
+    bench.run()
+    return len(bench.outputs[HONEST]) == 1
+
+
+def test_an_op_whose_answer_might_not_fit_a_frame_is_refused(span: LoadedSpan) -> None:
+    bench, n_tokens = opened(span, "int8"), 1 + MAX_PAYLOAD_BYTES // (ROWS * 64 * 4)
+    positions = torch.arange(n_tokens, dtype=torch.int32).expand(ROWS, -1)
+    sent = Sent(1, (), torch.randn(ROWS, n_tokens, 64), positions, None)
+    raw = encode_op(HOSTILE, 0, 1, 0, sent, Op(), None, "int8")
+    assert len(raw) < MAX_PAYLOAD_BYTES / 2, "small on the wire"
+    bench.feed(raw)
+    bench.run()
+    (refusal,) = bench.others
+    assert isinstance(refusal, Refusal)
+    assert "when it is not coded" in refusal.message
+    assert still_serves(bench)
+
+
+def test_edits_that_would_not_fit_the_header_of_a_replay_are_refused(span: LoadedSpan) -> None:
+    bench = opened(span)
+    edits = tuple(Edit(rows=tuple(range(ROWS))) for _ in range(8))
+    bench.feed(encode_op(HOSTILE, 0, 1, 0, Sent(1, edits, None, None, None), Op(), None, "raw"))
+    (refusal,) = bench.others
+    assert isinstance(refusal, Refusal)
+    assert "edits that move" in refusal.message
+    assert still_serves(bench)
+
+
+def test_an_op_without_an_answer_ends_its_session_and_nothing_else(
+    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
+) -> None:
+    bench = opened(span)
+
+    def answer() -> bytes:
+        raise ValueError("frame too large")
+
+    monkeypatch.setattr(bench.engine._sessions[HOSTILE, 0], "answer", answer)
+    bench.put(HOSTILE, torch.randn(ROWS, 1, 64), 0)
+    assert still_serves(bench)
+    assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
+    assert bench.engine.handled == 4, "two openings and two ops"
+    assert "an op has no answer" in nothing_breaks_behind_a_guard.pop().getMessage()
