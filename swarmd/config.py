@@ -140,6 +140,16 @@ class Config:
 OLD_NAMES = {"training_mib": "tuning_mib", "training_share": "tuning_share", "training": "training_runs"}
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file that a person wrote. Raises ConfigError for one that is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # TOML's own error and UnicodeDecodeError are ValueErrors
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+
+
 def split(text: str) -> tuple[str, ...]:
     """Cut a comma-separated setting."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -150,12 +160,7 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
     config, tables = Config(), list[Any]()
     path = folder / "config.toml"
     if path.is_file():
-        try:
-            written = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        written = read_toml(path)
         if isinstance(written.get("serve"), list):
             tables = written.pop("serve")
         config = _apply(config, written, str(path))

@@ -25,10 +25,12 @@ from swarmd.protocol import manifest
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import Invite, SwarmKeys
 from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
+from swarmd.protocol.untrusted import read_json
 from swarmd.values import ModelId, PeerId
 
 MEMBERSHIP_LIFETIME_S = 365 * 86_400  # a volunteer's; a person asks for an invite once a year
 CLIENT_LIFETIME_S = 7 * 86_400  # a client's key is thrown away with its process
+SEED_BYTES = 32  # of an Ed25519 key (RFC 8032)
 BUNDLED_NAME = "demo"
 
 
@@ -75,7 +77,10 @@ class Home:
 
     @property
     def is_founder(self) -> bool:
-        return (self.folder / "founder.key").is_file()
+        """Is the founder's key here, and that of this swarm?"""
+        if not (self.folder / "founder.key").is_file():
+            return False
+        return not self.has_joined or self._key("founder.key").public_key == self.swarm().keys.founder_key
 
     @property
     def has_joined(self) -> bool:
@@ -94,9 +99,9 @@ class Home:
         expires_at = int(time.time()) + MEMBERSHIP_LIFETIME_S
         self._write("founder.key", founder.seed.hex(), secret=True)
         self._write("node.key", node.seed.hex(), secret=True)
-        self._save(SwarmFile(keys, (certify(founder, node.public_key, "member", expires_at),)))
-        bundled, n_blocks = bundled_model()
-        self.change_catalog(lambda c: msgspec.structs.replace(c, models={BUNDLED_NAME: (bundled, n_blocks)}))
+        catalog = Catalog(version=int(time.time()), models={BUNDLED_NAME: bundled_model()})
+        self.save_catalog(sign_catalog(catalog, founder))
+        self._save(SwarmFile(keys, (certify(founder, node.public_key, "member", expires_at),)))  # now it is a member
         return keys
 
     def enter(self, invite: Invite, identity: Identity, catalog: bytes | None) -> None:
@@ -105,6 +110,8 @@ class Home:
         self._write("node.key", identity.seed.hex(), secret=True)
         if catalog is not None:
             self.save_catalog(catalog)
+        else:
+            (self.folder / "catalog.bin").unlink(missing_ok=True)  # of a swarm that was left halfway
         self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
 
     def leave(self) -> None:
@@ -116,10 +123,7 @@ class Home:
         path = self.folder / "swarm.json"
         if not path.is_file():
             raise NotJoined(f"{self.folder} is no member of a swarm: swarmd init --name NAME, or swarmd join INVITE")
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=SwarmFile)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is damaged ({error}): join again with an invite") from None
+        return read_json(path, SwarmFile, "remove it, and join again with an invite")
 
     def identity(self) -> Identity:
         return self._key("node.key")
@@ -140,8 +144,8 @@ class Home:
     def bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
         """Every address known to have led into the swarm, by peer."""
         found: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found |= {PeerId(p): tuple(a) for p, a in json.loads(self.peers_file.read_text()).items()}
+        with contextlib.suppress(ConfigError):  # it is made anew
+            found |= read_json(self.peers_file, dict[PeerId, tuple[str, ...]], "")
         return found
 
     # --- catalog and models ----------------------------------------------------------------------------------
@@ -181,11 +185,8 @@ class Home:
     def folders(self) -> dict[ModelId, Path]:
         """Checkpoint folders of the user's, by model hash; the bundled model is always there."""
         path = self.folder / "models.json"
-        try:
-            listed = json.loads(path.read_text()) if path.is_file() else {}
-        except ValueError:
-            raise ConfigError(f"{path} is damaged: remove it and add the models again") from None
-        return {bundled_model()[0]: bundled_folder(), **{ModelId(m): Path(p) for m, p in listed.items()}}
+        listed = read_json(path, dict[ModelId, str], "remove it, and add the models again") if path.is_file() else {}
+        return {bundled_model()[0]: bundled_folder(), **{m: Path(p) for m, p in listed.items()}}
 
     def add_folder(self, model: ModelId, folder: Path) -> None:
         self._list_folders({**self.folders(), model: folder.resolve()})
@@ -217,9 +218,12 @@ class Home:
     def _key(self, name: str) -> Identity:
         path = self.folder / name
         try:
-            return Identity(bytes.fromhex(path.read_text().strip()))
+            seed = bytes.fromhex(path.read_text().strip())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as a key: {error}") from None
+        if len(seed) != SEED_BYTES:
+            raise ConfigError(f"{path} holds {len(seed)} B, a key has {SEED_BYTES}: put back a copy, or join again")
+        return Identity(seed)
 
     def _make_folder(self) -> None:
         try:

@@ -53,7 +53,7 @@ def test_what_cannot_be_right_is_named(tmp_path: Path, text: str, reason: str) -
 
 def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes('model = "größer"'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.toml: .*utf-8"):
+    with pytest.raises(ConfigError, match=r"config\.toml is no TOML: .*utf-8"):
         load(tmp_path, {})
 
 

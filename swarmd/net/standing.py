@@ -13,7 +13,9 @@ from pathlib import Path
 import msgspec
 import trio
 
+from swarmd.errors import ConfigError
 from swarmd.plan.standing import Fault, Seen, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
 
@@ -154,9 +156,9 @@ class Standing:
         if self._file is None or not self._file.is_file():
             return {}
         try:
-            rows = msgspec.json.decode(self._file.read_bytes(), type=dict[str, _Row])
-        except (OSError, msgspec.DecodeError) as error:
-            logger.warning("ignoring %s: it does not parse (%s)", self._file, error)
+            rows = read_json(self._file, dict[str, _Row], "it is made anew")
+        except ConfigError as error:
+            logger.warning("%s", error)
             return {}
         return {PeerId(peer): Seen(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import trio
 
-from swarmd.errors import IntegrityError, PeerError, RemoteProtocolError
+from swarmd.errors import ConfigError, IntegrityError, PeerError, RemoteProtocolError
 from swarmd.net.api import Network, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -25,7 +25,7 @@ from swarmd.protocol import records
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
-from swarmd.protocol.untrusted import decode
+from swarmd.protocol.untrusted import decode, read_json
 from swarmd.status import DirectoryStatus
 from swarmd.values import PeerId
 
@@ -265,9 +265,9 @@ class Directory:
         if self._memory_file is None or not self._memory_file.is_file():
             return {}
         try:
-            return {PeerId(p): tuple(a) for p, a in json.loads(self._memory_file.read_text()).items()}
-        except (ValueError, AttributeError, TypeError):
-            logger.warning("ignoring %s: it does not parse", self._memory_file)
+            return read_json(self._memory_file, dict[PeerId, tuple[str, ...]], "it is made anew")
+        except ConfigError as error:
+            logger.warning("%s", error)
             return {}
 
     def _remember(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from swarmd.config import read_toml as read_any_toml
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.fields import Count, Name, Text
 from swarmd.protocol.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
@@ -144,14 +144,9 @@ class Run:
 
 def read_toml(path: Path) -> Recipe:
     """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
-    written: dict[str, Any] = {}
+    written = read_any_toml(path)
     try:
-        written = tomllib.loads(path.read_text())
         return msgspec.convert(written, Recipe)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_named(str(error), written)}") from None
 

@@ -41,7 +41,7 @@ def test_a_damaged_file_is_left_alone(tmp_path: Path, damage: str, caplog: pytes
     file = tmp_path / "standing.json"
     file.write_text(damage)
     assert Standing(lambda: 0.0, file).allows(A)
-    assert "does not parse" in caplog.text
+    assert "is damaged" in caplog.text
 
 
 def test_a_disk_that_is_full_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,109 @@
+"""A state folder that was damaged, or left halfway by a kill: one sentence, nothing lost, and trying again mends it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swarmd import config
+from swarmd.errors import ConfigError, SwarmError
+from swarmd.home import Home
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.recipe import read_toml
+from tests.real import forks
+
+FILES = ("swarm.json", "node.key", "founder.key", "catalog.bin", "models.json", "peers.json", "standing.json")
+DAMAGES = {
+    "empty": lambda raw: b"",
+    "cut short": lambda raw: raw[: len(raw) // 2],
+    "no UTF-8": lambda raw: b"\xff\xfe" + raw,
+    "another type": lambda raw: b"[5]",
+    "a number": lambda raw: b"5",
+    "null": lambda raw: b"null",
+    "too deep": lambda raw: b"[" * 100_000,
+    "wrong values": lambda raw: b'{"a": 5, "b": [1]}',
+}
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home") / "home"
+    home = Home(folder)
+    home.found("ours")
+    home.add_folder(home.catalog().models["demo"][0], folder)
+    for name in ("peers.json", "standing.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_one_sentence(founded: Path, tmp_path: Path, name: str, damage: str) -> None:
+    folder = tmp_path / "home"
+    shutil.copytree(founded, folder)
+    (folder / name).write_bytes(DAMAGES[damage]((folder / name).read_bytes()))
+    for command in (("doctor",), ("invite",)):
+        done = forks.Command("--home", str(folder), *command).finish()
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode in (0, 1, 2, 3, 4), (command, done.returncode)
+        assert len(done.stderr) < 1_000
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_settings_or_one_sentence(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "config.toml"
+    for written in (raw, b"cache_tokens = " + raw, b"[[serve]]\nmodel = " + raw, b"[" * 5_000 + raw):
+        path.write_bytes(written)
+        for read in (lambda: config.load(tmp_path, {}), lambda: read_toml(path)):
+            with contextlib.suppress(ConfigError):
+                read()
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_founding_that_was_killed_is_mended_by_trying_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Before each of the four files that it writes; an older founder's key and catalog lie there too."""
+    old, home = Home(tmp_path / "old"), Home(tmp_path / "new")
+    old.found("theirs")
+    for name in ("founder.key", "catalog.bin"):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
+    written: list[str] = []
+    write = Home._write
+
+    def killed(self: Home, name: str, content: str | bytes, secret: bool = False) -> None:
+        written.append(name)
+        if len(written) == nth:
+            raise KeyboardInterrupt
+        write(self, name, content, secret)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Home, "_write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            home.found("ours")
+    assert not home.has_joined
+    keys = home.found("ours")
+    assert "demo" in home.catalog().models
+    assert home.is_founder
+    assert home.founder().public_key == keys.founder_key
+
+
+def test_the_key_of_another_swarm_makes_nobody_its_founder(tmp_path: Path) -> None:
+    old, home, mine = Home(tmp_path / "old"), Home(tmp_path / "new"), Home(tmp_path / "mine")
+    old.found("theirs")
+    mine.found("ours")
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    (tmp_path / "new" / "swarm.json").unlink()  # left, and killed in the middle
+    home.enter(mine.invite((), 60), Identity.generate(), None)
+    assert not home.is_founder
+    assert not home.catalog().models
+    with pytest.raises(SwarmError, match="only the swarm's founder"):
+        home.founder()
