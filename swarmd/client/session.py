@@ -38,7 +38,7 @@ CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
 CANNOT_BE = (Code.NOT_FINITE, Code.BAD_SHAPE, Code.MALFORMED)  # said of what another hop gave
 MAX_WRONG = 4  # chains in one step that gave what cannot be right, one after the other
 DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
-LONGEST_S = 30.0  # signs of life without an answer, beyond what computing takes
+LONGEST_S = 60.0  # signs of life without an answer, beyond what computing takes
 SLACK = 4.0  # other sessions are computed too
 SLOWEST_TOKENS_PER_S = 2.0  # of a prefill: a server that is slower, or says so, is no use to anybody
 
@@ -55,6 +55,7 @@ class ChainSession:
         self._entered: dict[int, tuple[torch.Tensor | None, int | None]] = {}  # what is on its way, and what is wanted
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
         self._n_wrong = 0
         self._fatal: Exception | None = None
@@ -115,6 +116,7 @@ class ChainSession:
         self._is_busy = self._is_broken = True  # until the answers are here
         self._fatal, self._n_wrong = None, 0
         self._entered.clear()
+        self._faulty.clear()
         first = self._position.seq + 1
         whole = Sent(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
@@ -226,9 +228,12 @@ class ChainSession:
                 self._doubt_all(str(error))
                 return
             except RemoteProtocolError as error:
-                self._swarm.rpc.standing.fault(peer, Fault.FAULTY_NUMBERS, str(error))
+                self._faulty.append((peer, str(error)))
                 self._is_wrong(self.hops.links[-1], str(error))
                 return
+            while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
+                giver, reason = self._faulty.pop()
+                self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
             del self._entered[op.seq]
             self._moved_at, self._position.answered = trio.current_time(), op.seq
             for link in self.hops.links:  # whoever is in the way of an answer is alive
