@@ -92,23 +92,30 @@ def serve(path: Path, modules: Sequence[str]) -> None:
         os.umask(0o177)
         listener.bind(str(path))
         listener.listen(64)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         print("ready", flush=True)
-        children: dict[int, socket.socket] = {}
-        while True:
-            waiting = [sys.stdin, listener, *children.values()]
-            ready, _, _ = select.select(waiting, [], [], LOOK_S)
-            for pid, connection in list(children.items()):
-                if connection in ready:  # whoever asked is gone, and has no use for its child
-                    _end(pid)
-            _tell_ends(children)
-            if sys.stdin in ready and not os.read(0, 1):
+        server, children = os.getpid(), dict[int, socket.socket]()
+        try:
+            _answer(listener, children)
+        finally:
+            if os.getpid() == server:  # however it ends: Ctrl-C in a terminal reaches this process too
                 for pid in children:
                     _end(pid)
-                return
-            if listener in ready:
-                connection, _ = listener.accept()
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    _fork(listener, connection, children)
+
+
+def _answer(listener: socket.socket, children: dict[int, socket.socket]) -> None:
+    while True:
+        ready, _, _ = select.select([sys.stdin, listener, *children.values()], [], [], LOOK_S)
+        for pid, connection in list(children.items()):
+            if connection in ready:  # whoever asked is gone, and has no use for its child
+                _end(pid)
+        _tell_ends(children)
+        if sys.stdin in ready and not os.read(0, 1):
+            return
+        if listener in ready:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                _fork(listener, connection, children)
 
 
 def _end(pid: int) -> None:
@@ -150,6 +157,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         if outputs := files[: request["outputs"]]:
