@@ -309,15 +309,14 @@ class ChainSession:
         """Wait for news, repair what broke, suspect who is silent. Raises SwarmError when it is hopeless."""
         if self._fatal is not None:
             raise self._fatal
-        if self.hops.trouble is not None:
-            await self._repairs.run()
-            self._moved_at = trio.current_time()
-            return
-        if trio.current_time() - self._moved_at > self._longest_s():
+        waited_s = trio.current_time() - self._moved_at
+        is_stuck = self.hops.trouble is None and waited_s > LONGEST_S and waited_s > self._longest_s()
+        if is_stuck:
             self._n_wrong += 1
             if self._n_wrong > MAX_WRONG:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
-            await self._repairs.run(is_stuck=True)
+        if is_stuck or self.hops.trouble is not None:
+            await self._repairs.run(is_stuck)
             self._moved_at = trio.current_time()
             return
         changed = self.hops.changed
@@ -329,7 +328,10 @@ class ChainSession:
                     self.hops.lose(link, reason)
 
     def _longest_s(self) -> float:
-        """How long the chain may be busy without an answer, by what its servers say of their speed."""
+        """How long the chain may be busy without an answer, by what its servers say of their speed; LONGEST_S at least.
+
+        It takes a view of the swarm: nothing for every token.
+        """
         waited_for = [hidden for hidden, _ in self._entered.values() if hidden is not None]
         n_tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
         speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]

@@ -114,9 +114,6 @@ class Hops(Generic[HopT]):
         key = self._by_end.get((session, end))
         return self._hops.get(key) if key else None
 
-    def starts_at(self, session: bytes, block: int) -> bool:
-        return (session, block) in self._hops
-
     def ends_at(self, session: bytes, block: int) -> bool:
         return (session, block) in self._by_end
 

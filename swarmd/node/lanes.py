@@ -76,7 +76,7 @@ class Lanes:
 
     def starts_at(self, session: bytes, block: int) -> bool:
         """Does a lane start here at a block?"""
-        return self._lanes.starts_at(session, block)
+        return (session, block) in self._lanes
 
     def ends_at(self, session: bytes, block: int) -> bool:
         """Does a lane end here at a block?"""

@@ -138,7 +138,7 @@ class Server:
         )
 
     def starts_at(self, session: bytes, block: int) -> bool:
-        return self._hops.starts_at(session, block)
+        return (session, block) in self._hops
 
     def ends_at(self, session: bytes, block: int) -> bool:
         return self._hops.ends_at(session, block)
