@@ -127,6 +127,18 @@ def resume(
     print(f"{ask('train/unpause', 'POST', name=run)['run'][:12]} goes on here")
 
 
+@app.command("back")
+def back(run: RunName) -> None:
+    """As its owner: have a run go back to the newest state before its last update that somebody has.
+
+    For a run whose newest state nobody gives. What was computed since that state is lost.
+
+    Example: swarmd train back demo-run
+    """
+    run_id = ask("train/order", "POST", name=run, state="back")["run"]
+    print(f"{run_id[:12]} goes back once a peer that has the state hears of it: swarmd train status shows it")
+
+
 @app.command("anchors")
 def anchors(
     run: RunName,

@@ -1,9 +1,9 @@
 """Which contributions a round counts: finite ones, whose size is not far outside that of the others.
 
 The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
-they are three or more, else of the latest ones that the ledger counted. A mean of few samples is noisier: where a
-member has fewer than the median of those, its limit grows with the square root of the ratio. If nobody would be left,
-everybody stays: then it is the gradients that have changed.
+they are three or more, else of the latest ones that the ledger counted, and at least ``LEAST`` times it: nothing is no
+work. A mean of few samples is noisier: where a member has fewer than the median of those, its upper limit grows with
+the square root of the ratio. If nobody would be left, everybody stays: then it is the gradients that have changed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from swarmd.values import PeerId
 
 FACTOR = 8.0  # times the usual norm: honest gradients vary less within a run
 N_HISTORY = 16  # contributions that say what is usual
+LEAST = 1 / 64  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
 LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
@@ -42,4 +43,6 @@ def outliers(members: Mapping[PeerId, Weighed], history: Sequence[Weighed]) -> d
         limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
         if member.norm > limit > 0:
             far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
+        elif member.norm < LEAST * median:
+            far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST * median:.3g}"
     return found if len(far) == len(finite) else {**found, **far}

@@ -445,6 +445,7 @@ Known = (
     | rounds.Contribution
     | rounds.Reduced
     | rounds.Beat
+    | rounds.Check
     | rounds.Pulse
 )
 

@@ -17,7 +17,7 @@ import msgspec
 
 from swarmd.config import read_toml as read_any_toml
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.fields import Count, Name, Text
+from swarmd.protocol.fields import Count, Digest, Name, Text
 from swarmd.protocol.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId, RunId, is_model_hash
@@ -196,7 +196,8 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a run's owner says after its start. The highest ``sequence`` counts.
 
     ``anchors`` replaces the recipe's; ``generation`` counts those replacements, and commits carry it; ``earlier`` are
-    the anchors of generations 1 to ``generation`` - 1, whose commits still count.
+    the anchors of generations 1 to ``generation`` - 1, whose commits still count. ``back_from``, ``back_to``: after
+    this commit the run goes back to the state of that one.
     """
 
     run: Name
@@ -204,7 +205,8 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     state: Literal["running", "stopped"] = "running"
     generation: Count = 0
     anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
-
+    back_from: Digest = b""
+    back_to: Digest = b""
     earlier: Annotated[
         tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)], ...], msgspec.Meta(max_length=16)
     ] = ()

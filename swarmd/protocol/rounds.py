@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from swarmd.protocol.backing import Share, Sums
 from swarmd.protocol.commit import MAX_CONTRIBUTORS, Ballot, Finite, Size
 from swarmd.protocol.fields import Count, Digest, Message, Name, SessionKey, Text
 
@@ -68,7 +69,7 @@ class Prepare(Message, tag="prepare", frozen=True):
 class Promised(Message, tag="promised", frozen=True):
     """The highest ballot that is promised now: the one asked for, if that is a yes.
 
-    Under ``accepted`` the commit in the payload was taken before.
+    Under ``accepted`` the commit in the payload, with its backing, was taken before.
     """
 
     re: Count = 0
@@ -77,7 +78,7 @@ class Promised(Message, tag="promised", frozen=True):
 
 
 class Propose(Message, tag="propose", frozen=True):
-    """Proposer to anchor: sign the commit in the payload under this ballot."""
+    """Proposer to anchor: sign the commit in the payload, which comes with its backing, under this ballot."""
 
     id: Count = 0
     run: Name = ""
@@ -173,23 +174,60 @@ class Reduced(Message, tag="reduced", frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
-    """What a reducer has of one member: bytes; once they are all there, the sum of their squares, or what is wrong."""
+    """What a reducer has of one member: elements; once all are there, the sum of their squares, or what is wrong.
+
+    Once the reducer has the average: what those elements come to along its directions (train.directions).
+    """
 
     member: Place
-    n_bytes: Count
+    n_elements: Element
     squares: Size | None = None
     fault: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    sums: Sums = ()
+
+
+class Reduction(msgspec.Struct, frozen=True, array_like=True):
+    """What a member has of the parts of one reducer: elements of results, or what is wrong with them.
+
+    ``squares``: of what it gave itself to those parts. Once it has the whole average: the first bytes of the results'
+    SHA-256, and what its own elements (``own``) and the results (``total``) come to along the directions.
+    """
+
+    reducer: Place
+    n_elements: Element
+    squares: Size | None = None
+    fault: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    own: Sums = ()
+    total: Sums = ()
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """Member to leader, twice a second: I am at it. ``result``: the hash of the average, once it is all there."""
+    """Member to leader, twice a second: I am at it. ``result``: the hash of the average, once it is all there.
+
+    With it comes the member's signed share; and once the leader has shown it everybody's, its assent (``Check``).
+    """
 
     run: Name = ""
     round: SessionKey = b"\0" * 16
     version: Version = 0
-    n_results_bytes: Count = 0
     received: Annotated[tuple[Received, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    reductions: Annotated[tuple[Reduction, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     result: Digest = b""
+    share: Share | None = None
+    assent: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Check(Message, tag="check", frozen=True):
+    """Leader to contributors: do you stand for the commit in the payload, with these shares? (protocol.backing).
+
+    Without a payload: sign your share of this ``average``, though you have not got all of it.
+    """
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    version: Version = 0
+    average: Digest = b""
 
 
 class Pulse(Message, tag="pulse", frozen=True):

@@ -1,22 +1,52 @@
-"""An anchor of a run: promises and signs, at most one commit after each parent. Metadata only, no tensors."""
+"""An anchor of a run: promises and signs, at most one commit after each parent. Metadata only, no tensors.
+
+It signs what most of a round's contributors stand for (protocol.backing), not what somebody says that a round made;
+what one stands for alone, only while nobody else computes; and goes back only where nobody has the newest state, or the
+run's owner orders it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import trio
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.plan import quorum
 from swarmd.plan.ballot import NO_BALLOT, Acceptor
+from swarmd.plan.contributions import N_HISTORY, Weighed
 from swarmd.plan.ledger import Ledger
+from swarmd.protocol import backing
 from swarmd.protocol import commit as commits
-from swarmd.protocol.commit import Ballot
+from swarmd.protocol.backing import Backed
+from swarmd.protocol.commit import Ballot, Commit
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import RunOrder
 from swarmd.protocol.rounds import Accepted, Prepare, Promised, Propose
 from swarmd.train.disk import RunFolder
 from swarmd.train.world import OffLoop
-from swarmd.values import PeerId
+from swarmd.values import Decision, PeerId
 
+MOST_ASKED = 5  # times for a promise, by one proposer within the next: a commit takes one, a conflict some more
+ASKED_WITHIN_S = 10.0  # s; what is longer ago is forgotten
+RETRY_AFTER_S = 1.0  # for a proposer whose commit is not backed: more members may stand for it by then
 MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and nobody may use them up
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What an anchor sees of its run itself.
+
+    ``computing``: who computes on a commit; ``answers``: does any of these live; ``states``: of which updates members
+    have the state; ``known_for_s``: since when the newest commit is known here; ``intervals_s``: between the latest.
+    """
+
+    computing: Callable[[bytes], set[PeerId]]
+    answers: Callable[[set[PeerId]], Awaitable[bool]]
+    states: Callable[[], list[int]]
+    known_for_s: Callable[[], float]
+    intervals_s: Callable[[], Sequence[float]]
 
 
 class Anchor:
@@ -29,6 +59,7 @@ class Anchor:
         acceptor: Acceptor | None,
         folder: RunFolder | None,
         off_loop: OffLoop[object],
+        sight: Sight,
     ) -> None:
         self.order = RunOrder(ledger.run.id, 0)
         self._ledger = ledger
@@ -36,25 +67,29 @@ class Anchor:
         self._acceptor = acceptor or Acceptor(ledger.head)
         self._folder = folder
         self._off_loop = off_loop
+        self._sight = sight
         self._lock = trio.Lock()
+        self._asked: dict[PeerId, list[float]] = {}
 
     async def prepare(self, peer: PeerId, message: Prepare) -> tuple[Promised, bytes]:
         """Promise, if nothing speaks against it. Raises Refused."""
         async with self._lock:
             acceptor = self._for(message.parent)
             _check_ballot(peer, message.ballot, acceptor)
+            self._check_pace(peer)
             promised = acceptor.prepare(message.ballot).action
             if promised is None:
                 return Promised(re=message.id, promised=acceptor.promised), b""
             await self._keep(promised)
             return Promised(re=message.id, promised=message.ballot, accepted=acceptor.accepted), acceptor.body
 
-    async def propose(self, peer: PeerId, message: Propose, body: bytes) -> Accepted:
-        """Sign a commit that may follow, if nothing speaks against it. Raises Refused."""
+    async def propose(self, peer: PeerId, message: Propose, proposed: bytes) -> Accepted:
+        """Sign a commit that may follow and is backed, if nothing speaks against it. Raises Refused."""
         try:
-            commit = commits.read_body_untrusted(body)
+            commit, backed = backing.read_untrusted(proposed)
         except IntegrityError as error:
             raise Refused(Code.MALFORMED, str(error)) from None
+        await self._check_backing(commit, backed)
         async with self._lock:
             acceptor = self._for(commit.parent)
             _check_ballot(peer, message.ballot, acceptor)
@@ -64,13 +99,39 @@ class Anchor:
                 self._ledger.check_next(commit)
             except IntegrityError as error:
                 raise Refused(Code.MALFORMED, str(error)) from None
-            accepted = acceptor.accept(message.ballot, body).action
+            accepted = acceptor.accept(message.ballot, proposed).action
             if accepted is None:
                 return Accepted(re=message.id, promised=acceptor.promised)
             await self._keep(accepted)
-            return Accepted(
-                re=message.id, promised=message.ballot, signature=commits.sign(body, message.ballot, self._identity)
-            )
+            signature = commits.sign(backed.body, message.ballot, self._identity)
+            return Accepted(re=message.id, promised=message.ballot, signature=signature)
+
+    def _check_pace(self, peer: PeerId) -> None:
+        """Nobody takes back others' promises all the time. Raises Refused."""
+        now = trio.current_time()
+        self._asked = {p: times for p, times in self._asked.items() if now - times[-1] < ASKED_WITHIN_S}
+        times = [at for at in self._asked.get(peer, []) if now - at < ASKED_WITHIN_S]
+        if len(times) >= MOST_ASKED:
+            raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
+        self._asked[peer] = [*times, now]
+
+    async def _check_backing(self, commit: Commit, backed: Backed) -> None:
+        """Is this what a round made, as far as can be seen from here? Raises Refused."""
+        if commit.parent != self._ledger.head:
+            return  # _for says what is wrong with it
+        if commit.restores:
+            if (self.order.back_from, self.order.back_to) != (commit.parent, commit.restores):
+                known_for_s = self._sight.known_for_s()
+                _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
+            return
+        contributors = {PeerId(c.peer): Weighed(c.n, c.norm) for c in commit.contributors}
+        assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
+        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY)))
+        others = self._sight.computing(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and others and await self._sight.answers(others):
+            left = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
+            if left.action:
+                raise Refused(Code.REFUSED, left.reason, left.action)
 
     def _for(self, parent: bytes) -> Acceptor:
         """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
@@ -82,7 +143,7 @@ class Anchor:
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
         kept = self._acceptor
         if kept.parent == parent:
-            is_old = kept.body and commits.read_body_untrusted(kept.body).generation != self.order.generation
+            is_old = kept.body and _generation(kept.body) != self.order.generation
             return Acceptor(parent, kept.promised) if is_old else kept
         if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
@@ -95,6 +156,19 @@ class Anchor:
             except ConfigError as error:  # what is not on the disk is not promised
                 raise Refused(Code.NO_CAPACITY, str(error), 5.0) from None
         self._acceptor = acceptor
+
+
+def _require(decision: Decision[bool]) -> None:
+    if not decision.action:
+        raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
+
+
+def _generation(accepted: bytes) -> int | None:
+    """The anchors' generation of what was accepted; None for what an older version wrote."""
+    try:
+        return backing.read_untrusted(accepted)[0].generation
+    except IntegrityError:
+        return None
 
 
 def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:

@@ -15,7 +15,9 @@ from swarmd.errors import SwarmError
 from swarmd.net.tasks import Tasks
 from swarmd.plan import progress
 from swarmd.plan.recovery import Offer, choose_way, restorable
+from swarmd.protocol import backing
 from swarmd.protocol import commit as commits
+from swarmd.protocol.backing import Backed
 from swarmd.protocol.commit import Commit
 from swarmd.train import recovery
 from swarmd.train.averages import Averages
@@ -139,6 +141,9 @@ class CatchingUp:
             p: Offer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
         }
         mine = None if self._is_mistrusted else state.epoch
+        order = self._chronicle.order
+        if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
+            return await self._go_back("its owner orders it")
         way = choose_way(mine, newest, offers, state.layout.n_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:
@@ -202,7 +207,11 @@ class CatchingUp:
         holders = [p for p, epoch in held.items() if epoch == best]
         if progress.leader_order(self._ledger.head, holders)[0] != self._me:
             return False
-        logger.warning("nobody has the state of update %d: going back to %d", self._ledger.epoch, best)
+        return await self._go_back(f"nobody has the state of update {self._ledger.epoch}")
+
+    async def _go_back(self, why: str) -> bool:
+        """Have the run go on from the state that is here."""
+        logger.warning("the run goes back to update %d: %s", self._state.epoch, why)
         commit = Commit(
             run=self._chronicle.run.genesis,
             epoch=self._ledger.epoch + 1,
@@ -215,6 +224,6 @@ class CatchingUp:
             restores=self._state.head,
         )
         self._behind_since = None
-        raw = await self._chronicle.proposer().settle(commits.encode(commit))
+        raw = await self._chronicle.proposer().settle(backing.encode(Backed(commits.encode(commit))))
         await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
         return True

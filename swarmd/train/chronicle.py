@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import trio
 
-from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.errors import Code, ConfigError, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.tasks import Tasks
 from swarmd.plan.ballot import Acceptor
 from swarmd.plan.ledger import Ledger
@@ -18,7 +19,7 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Run, RunOrder, read_order_untrusted
 from swarmd.protocol.rounds import Prepare, Propose
 from swarmd.train import recovery
-from swarmd.train.anchor import Anchor
+from swarmd.train.anchor import Anchor, Sight
 from swarmd.train.disk import RunFolder
 from swarmd.train.members import Members
 from swarmd.train.proposer import Proposer
@@ -29,13 +30,27 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 4.0  # one commit to be signed or read
 MOST_ASKED = 4  # peers, for a commit that one of them has
+ANSWER_S = 2.0  # for a peer that lives to say so, while a proposer waits for its anchor
+N_INTERVALS = 8  # between the latest commits: what is usual
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
 
-class Chronicle:
-    """See the module. ``order`` is the latest of the run's owner."""
+Own = Callable[[], Mapping[str, Any]]
+"""What this peer's own record says."""
 
-    def __init__(self, world: World, run: Run, members: Members, folder: RunFolder | None, news: News) -> None:
+
+class Chronicle:
+    """See the module. ``order`` is the latest of the run's owner;"""
+
+    def __init__(
+        self,
+        world: World,
+        run: Run,
+        members: Members,
+        folder: RunFolder | None,
+        news: News,
+        own: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self.run = run
         self.ledger = Ledger(run)
         self.order = RunOrder(run.id, 0)
@@ -47,6 +62,9 @@ class Chronicle:
         self._news = news
         self._anchor: Anchor | None = None
         self._acceptor: Acceptor | None = None
+        self._own = own
+        self._head_at = trio.current_time()
+        self._intervals_s: deque[float] = deque(maxlen=N_INTERVALS)
         self._is_ready = False
         self._writing = trio.Lock()
 
@@ -82,8 +100,11 @@ class Chronicle:
                     if self._folder is not None:  # on the disk first: an anchor must not forget what follows
                         await self._world.off_loop(self._folder.append_commit, raw)
                 if self.ledger.add(sealed):
+                    now = trio.current_time()
+                    self._intervals_s.append(now - self._head_at)
+                    self._head_at = now
                     contributors = frozenset(c.peer for c in sealed.commit.contributors)
-                    self._members.committed(self.ledger.epoch, sealed.digest, contributors, trio.current_time())
+                    self._members.committed(self.ledger.epoch, sealed.digest, contributors, now)
                     self._news.notify()
         return True
 
@@ -116,6 +137,13 @@ class Chronicle:
         """Bring commits to a peer; one that cannot be reached will ask."""
         await tell(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
 
+    def goes_back_to(self) -> bytes:
+        """The newest commit before the last whose state somebody has. Raises ConfigError."""
+        before = [epoch for epoch in self._states() if epoch < self.ledger.epoch]
+        if not before:
+            raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
+        return self.ledger.digest_at(max(before))
+
     # --- the owner's orders ------------------------------------------------------------------------------------
 
     def take_order_untrusted(self, raw: bytes) -> bool:
@@ -132,7 +160,14 @@ class Chronicle:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
             world = self._world
-            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop)
+            sight = Sight(
+                self._computing,
+                self._answers,
+                self._states,
+                lambda: trio.current_time() - self._head_at,
+                lambda: self._intervals_s,
+            )
+            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop, sight)
         if self._anchor is not None:
             self._anchor.order = self.order
 
@@ -162,6 +197,36 @@ class Chronicle:
         if isinstance(message, Prepare):
             return await self._anchor.prepare(peer, message)
         return await self._anchor.propose(peer, message, body), b""
+
+    def _computing(self, head: bytes) -> set[PeerId]:
+        """Who computes on a commit, this peer included."""
+        own = self._own()
+        mine = {self._me} if own["samples_per_s"] > 0 and own["head"] == head else set()
+        return mine | set(self._members.computing(head, trio.current_time()))
+
+    def _states(self) -> list[int]:
+        """Of which updates somebody has the state."""
+        mine = self._own()["state_epoch"]
+        return [*self._members.states().values(), *([] if mine is None else [mine])]
+
+    async def _answers(self, peers: set[PeerId]) -> bool:
+        """Does any of them answer now?"""
+        found = self._me in peers
+
+        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+            nonlocal found
+            try:
+                await recovery.fetch_commits(self._world.rpc, peer, self.run.id, self.ledger.epoch)
+            except PeerError:
+                return
+            found = True
+            scope.cancel()
+
+        with trio.move_on_after(ANSWER_S):
+            async with trio.open_nursery() as nursery:
+                for peer in [] if found else sorted(peers)[:MOST_ASKED]:
+                    nursery.start_soon(ask, peer, nursery.cancel_scope)
+        return found
 
     def proposer(self) -> Proposer:
         """One that brings a commit after the ledger's head to the anchors."""

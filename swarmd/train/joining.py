@@ -10,25 +10,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import trio
 
-from swarmd.errors import Code, PeerError, Refused, Unreachable
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, Unreachable
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.plan import progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol.fields import Message
-from swarmd.protocol.rounds import Beat, Contribution, Group, JoinRound, Pulse, Reduced
+from swarmd.protocol.rounds import Beat, Check, Contribution, Group, JoinRound, Pulse, Reduced
+from swarmd.train import assents
 from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
-from swarmd.train.leader import Leader, Outcome, RoundTimes, Timing, TooEarly
+from swarmd.train.groups import check_group
+from swarmd.train.leader import Leader, Outcome, TooEarly
+from swarmd.train.leaders import Leaders, RoundCounters
 from swarmd.train.members import Members
 from swarmd.train.proposer import RoundFailed
-from swarmd.train.round import Round, check_group
+from swarmd.train.round import Round
 from swarmd.train.state import RunState, average_digest
 from swarmd.train.world import Gathered, News, World, tell
 from swarmd.values import PeerId
@@ -44,17 +45,6 @@ N_ROUNDS_KNOWN = 16  # latest rounds; older parts are not for anybody
 
 Mine = Callable[[], tuple[RunState | None, Gathered]]
 """This peer's state, if it has the model, and what it has gathered on it."""
-
-
-@dataclass(slots=True)
-class RoundCounters:
-    """What became of the rounds that this peer led, and the times of the last one."""
-
-    led: int = 0
-    failed: int = 0
-    last: RoundTimes | None = None
-    last_part_s: float | None = None
-    timing: Timing = field(default_factory=Timing)
 
 
 class Joining:
@@ -75,11 +65,12 @@ class Joining:
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
+        self._signer = assents.Member(chronicle.ledger, world.identity, self._clip)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
         self._followed: PeerId | None = None
-        self._refused_by: PeerId | None = None
+        self._leaders = Leaders(self._me, members)
         self._offered = Gathered()  # what this peer joined with; a micro-batch that ends later is not of this round
         self._pulsed_at = 0.0
         self._scope = trio.CancelScope()
@@ -123,7 +114,7 @@ class Joining:
                 state, _ = self._mine()
                 if state is None or state.head != parent:
                     return
-                chosen = self._choose(parent)
+                chosen = self._leaders.choose(parent, self._world.can_be_dialled())
                 if chosen == self._me or self.leader is not None:
                     await self._lead(why_idle)
                 else:
@@ -132,26 +123,6 @@ class Joining:
             self._is_in = False
             self.leave()
             self.counters.last_part_s = trio.current_time() - begun
-
-    def _choose(self, parent: bytes) -> PeerId:
-        """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
-        now = trio.current_time()
-        able = self._members.leaders(parent, now)
-        if self._world.can_be_dialled():
-            able.append(self._me)
-        if self._refused_by in able:  # it follows somebody itself: one of those who lead already
-            able = [p for p in self._members.leading(parent, now) if p != self._refused_by] or able
-        if not able:
-            self._members.forgive()
-        return progress.leader_order(parent, able)[0] if able else self._me
-
-    def _first(self, leader: PeerId, parent: bytes) -> PeerId:
-        """The first by the rule of those who lead this round at present, ``leader`` among them."""
-        leading = self._members.leading(parent, trio.current_time())
-        return progress.leader_order(parent, [leader, *leading])[0]
-
-    def _successor(self, parent: bytes, successor: PeerId) -> Pulse:
-        return Pulse(run=self._chronicle.run.id, parent=parent, successor=successor)
 
     async def follow(self, leader: PeerId, parent: bytes) -> None:
         """Join under another peer; returns when that is over, whatever came of it."""
@@ -163,7 +134,7 @@ class Joining:
             if error.code is Code.STALE_EPOCH:
                 await self._chronicle.sync([leader])
             elif error.code is Code.NO_CAPACITY:
-                self._refused_by = leader
+                self._leaders.refused_by = leader
             else:
                 self._members.suspect(leader, trio.current_time())
             await self._news.wait(error.retry_after_s or LOOK_INTERVAL_S)
@@ -172,12 +143,17 @@ class Joining:
             logger.info("%s should lead and does not answer: %s", leader[-8:], error)
             self._members.suspect(leader, trio.current_time())
             return
-        self._refused_by, begun = None, trio.current_time()
+        self._leaders.refused_by, begun = None, trio.current_time()
         while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
             now = trio.current_time()
             if self.round is None and now - begun > LONGEST_GATHER_S:
                 logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
                 self._members.suspect(leader, now)
+                return
+            if why := self._leaders.why_not(self.round):
+                logger.info("%s leads no longer here: %s", leader[-8:], why)
+                self._members.pass_over(leader, parent)
+                self.leave()
                 return
             if now - self._pulsed_at > self.pulses.limit_s():
                 logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
@@ -185,8 +161,8 @@ class Joining:
                 return
             if now < self.retry_at:
                 return
-            if self.round is None and (first := self._first(leader, parent)) != leader:
-                await self._tell(leader, self._successor(parent, first))
+            if self.round is None and (first := self._leaders.first(leader, parent)) != leader:
+                await self._tell(leader, Pulse(run=self._chronicle.run.id, parent=parent, successor=first))
                 return
             await self._news.wait(LOOK_INTERVAL_S)
         now = trio.current_time()
@@ -217,26 +193,25 @@ class Joining:
 
     # --- leading -----------------------------------------------------------------------------------------------
 
-    def _new_leader(self) -> Leader:
-        """One that leads the round after the newest commit."""
-        chronicle = self._chronicle
-        return Leader(
-            self._me,
-            chronicle.ledger,
-            chronicle.order,
-            self.counters.timing,
-            self._tell,
-            lambda: self._members.at(chronicle.ledger.head, trio.current_time()),
-            chronicle.proposer(),
-            partial(self._averages.clip_factor, limit=chronicle.run.recipe.optimizer.clip_norm),
-        )
+    def _clip(self, average: bytes) -> float:
+        return self._averages.clip_factor(average, self._chronicle.run.recipe.optimizer.clip_norm)
 
     def _open_leader(self) -> Leader:
         """The one for the round after the newest commit; its members hear from it from now on."""
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
             self._pulsing = trio.CancelScope()
-            self.leader = self._new_leader()
+            chronicle, members = self._chronicle, self._members
+            self.leader = Leader(
+                self._me,
+                chronicle.ledger,
+                chronicle.order,
+                self.counters.timing,
+                self._tell,
+                lambda: members.at(chronicle.ledger.head, trio.current_time()),
+                chronicle.proposer(),
+                self._clip,
+            )
             self._tasks.start_soon(self._pulse, self.leader, self._pulsing)
         return self.leader
 
@@ -291,7 +266,7 @@ class Joining:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lead)
             while self._chronicle.ledger.head == parent and self._chronicle.order is order and not why_idle():
-                if not leader.has_begun and (first := self._first(self._me, parent)) != self._me:
+                if not leader.has_begun and (first := self._leaders.first(self._me, parent)) != self._me:
                     self._step_down(leader, first)
                     break
                 await self._news.wait(LOOK_INTERVAL_S)
@@ -317,8 +292,9 @@ class Joining:
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Who joined here learns who leads instead."""
         logger.info("%s leads this round, and comes first", successor[-8:])
+        pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, successor=successor)
         for peer in set(leader.joined) - {self._me, successor}:
-            self._tasks.start_soon(self._tell, peer, self._successor(leader.parent, successor))
+            self._tasks.start_soon(self._tell, peer, pulse)
 
     async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
@@ -348,8 +324,15 @@ class Joining:
         self._open_leader().join(peer, message)
         self._news.notify()
 
-    def take_beat(self, peer: PeerId, message: Beat) -> None:
-        if self.leader is not None:
+    async def take(self, peer: PeerId, message: Message, payload: bytes) -> None:
+        """A sign of life, or a word of a leader. Raises RemoteProtocolError."""
+        if isinstance(message, Group):
+            await self.take_group(peer, message)
+        elif isinstance(message, Check):
+            await self.take_check(peer, message, payload)
+        elif isinstance(message, Pulse):
+            self.take_pulse(peer, message)
+        elif isinstance(message, Beat) and self.leader is not None:
             self.leader.beat(peer, message)
 
     def take_pulse(self, peer: PeerId, message: Pulse) -> None:
@@ -365,6 +348,8 @@ class Joining:
         self.pulses.add(now - self._pulsed_at)
         self._pulsed_at = now
         if message.retry_ms is not None:
+            if self.round is not None:
+                self._leaders.note_failure(peer, message.parent)
             self.retry_at = now + min(LONGEST_RETRY_S, message.retry_ms / 1000)
         self._why = f"in a round that {peer[-8:]} leads; it waits for {message.waits_for}"
         self._news.notify()
@@ -386,7 +371,8 @@ class Joining:
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
         vector = self._offered.vector if mine.n else None
-        self.round = Round(self._world.rpc, group, vector, digest, self._world.off_loop)
+        sign = partial(self._signer.share, group.parent, state.root if state is not None else b"", self._offered)
+        self.round = Round(self._world.rpc, group, vector, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = trio.CancelScope()
         self._tasks.start_soon(self._live, self.round, self._scope, peer)
@@ -407,6 +393,20 @@ class Joining:
             await live.take_contribution(channel.peer, message, payload)
         else:
             await live.take_reduced(channel.peer, message, payload)
+
+    async def take_check(self, peer: PeerId, message: Check, payload: bytes) -> None:
+        """The leader shows what it would bring to the anchors. Raises RemoteProtocolError for what nobody may."""
+        live, (state, _) = self.round, self._mine()
+        is_of_round = live is not None and (message.round, message.version) == (live.group.round, live.group.version)
+        if peer != self._followed or live is None or state is None or not is_of_round:
+            return
+        try:
+            if payload:
+                live.assent(self._signer.assent_untrusted(payload, live, self._chronicle.order.generation, state.root))
+            else:
+                await live.give_share(message.average)
+        except IntegrityError as error:
+            raise RemoteProtocolError(f"{peer[-8:]} shows what nobody can stand for: {error}") from None
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended. If it was the last of them, do without it until it says something."""
@@ -445,12 +445,12 @@ class Joining:
         with scope:
             await live.run(beat)
 
-    async def _tell(self, peer: PeerId, message: Message) -> None:
+    async def _tell(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""
         if peer == self._me:
-            if isinstance(message, Group):
-                await self.take_group(peer, message)
-            elif isinstance(message, Beat):
-                self.take_beat(peer, message)
+            try:
+                await self.take(peer, message, payload)
+            except RemoteProtocolError as error:  # nobody will stand for it then, and the round fails
+                logger.warning("%s", error)
             return
-        await tell(self._world.rpc, peer, lambda channel: channel.send(message))
+        await tell(self._world.rpc, peer, lambda channel: channel.send(message, payload))

@@ -7,22 +7,19 @@ of life, or sends nothing on, for longer than such things took so far is left ou
 from __future__ import annotations
 
 import logging
-import os
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
 import trio
-from msgspec.structs import replace
 
 from swarmd.errors import Code, IntegrityError, Refused
-from swarmd.plan import partition, verdicts
+from swarmd.plan import disputes, verdicts
 from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.contributions import N_HISTORY, outliers
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.verdicts import MemberSeen
 from swarmd.protocol import commit as commits
+from swarmd.protocol.backing import Share
 from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import RunOrder
@@ -30,10 +27,12 @@ from swarmd.protocol.rounds import (
     Beat,
     Group,
     GroupMember,
-    GroupPart,
     JoinRound,
     Pulse,
 )
+from swarmd.train import groups
+from swarmd.train.assents import Backing
+from swarmd.train.groups import counted_of
 from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.train.round import CHUNK_BYTES
 from swarmd.train.world import News
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 PULSE_INTERVAL_S = 0.5  # members leave a leader after some pulses that did not come
 LOOK_INTERVAL_S = 0.1  # whether all have gathered, or answered
 LONGEST_S = 3_600.0  # of a round, whatever links were announced
-LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
 ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
@@ -88,7 +86,10 @@ Clip = Callable[[bytes], float]
 
 
 class Leader:
-    """See the module. ``tell`` brings a message to one member, this peer included; ``expected`` says who may come."""
+    """See the module.
+
+    ``tell`` brings a message (and a payload) to one member, this peer included; ``expected`` says who may come.
+    """
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Leader:
         ledger: Ledger,
         order: RunOrder,
         timing: Timing,
-        tell: Callable[[PeerId, Message], Awaitable[None]],
+        tell: Callable[[PeerId, Message, bytes], Awaitable[None]],
         expected: Callable[[], Iterable[PeerId]],
         proposer: Proposer,
         clip: Clip,
@@ -120,13 +121,16 @@ class Leader:
         self._gone: set[PeerId] = set()
         self._arrived: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
+        self._pairs: set[disputes.Pair] = set()  # that were in dispute in any version
+        self._doubted: set[PeerId] = set()  # reduce nothing more in this round
+        self._backing: Backing | None = None
         self._news = News()
         self._began_at = trio.current_time()
 
     @property
     def waits_for(self) -> str:
         """What the round lacks at present, for people and members."""
-        return self._proposer.waits_for or self._waits_for
+        return self._proposer.waits_for or (self._backing and self._backing.waits_for) or self._waits_for
 
     @property
     def has_begun(self) -> bool:
@@ -193,10 +197,10 @@ class Leader:
         if bound:
             logger.info("adopting a commit that may have been accepted before")
             return Outcome(await self._proposer.seal(bound), None)
-        await self._average()
+        proposed = await self._average()
         averaged_at = trio.current_time()
         assert self._group is not None
-        raw = await self._proposer.seal(commits.encode(self._commit(self._group)))
+        raw = await self._proposer.seal(proposed)
         times = RoundTimes(
             gathered_at - self._began_at,
             averaged_at - gathered_at,
@@ -227,21 +231,24 @@ class Leader:
         """Would nobody else hold what the round comes to? If this peer vanished then, the commit would be lost."""
         return not any(j.receives for p, j in self.joined.items() if p != self._me and p not in self._gone)
 
-    async def _average(self) -> None:
-        """Have the group average what it has, in one version after the other, until one holds."""
+    async def _average(self) -> bytes:
+        """Have the group average what it has, in one version after the other, until its members stand for one.
+
+        Returns the commit with its backing.
+        """
         self._group = self._form()
         version_at = trio.current_time()
         await self._announce(self._group.members)
         while True:
             now = trio.current_time()
             lost = self._lost(now, version_at)
-            if lost:
+            if lost or self._doubted & {self._group.members[p.reducer].peer for p in self._group.parts}:
                 before = self._group.members
                 self._group = self._without(lost)
                 version_at = trio.current_time()
                 await self._announce(before)
-            elif self._is_done(now):
-                return
+            elif self._is_done(now) and (backed := await self._open_backing().advance(self._seen, now)):
+                return backed
             elif now - version_at > LONGEST_S:
                 raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
             await self._news.wait(LOOK_INTERVAL_S)
@@ -259,60 +266,28 @@ class Leader:
         if not any(self.joined[p].n for p in members):
             raise RoundFailed("nobody has samples to give")
         known = sorted(members)
-        try:
-            plan = partition.divide([self._able(p) for p in known], n_elements * np.dtype(dtype).itemsize).action
-        except ValueError as error:
-            raise RoundFailed(str(error)) from None
-        ranges = partition.cut(plan.shares, n_elements)
         now = trio.current_time()
         self._seen = {p: MemberSeen(now, now) for p in known}
-        return Group(
-            run=self._run.id,
-            round=os.urandom(16),
-            parent=self.parent,
-            n_elements=n_elements,
-            dtype=dtype,
-            members=tuple(
-                GroupMember(p, self.joined[p].first, self.joined[p].n, self.joined[p].receives) for p in known
-            ),
-            parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
-            expected_s=plan.expected_s,
-        )
-
-    def _able(self, peer: PeerId) -> partition.Member:
-        joined = self.joined[peer]
-        up, down = (None if r is None else _rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
-        return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
+        try:
+            return groups.form(self._run.id, self.parent, {p: self.joined[p] for p in known}, n_elements, dtype)
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
 
     def _without(self, lost: dict[PeerId, str]) -> Group:
-        """The next version: lost members no longer count, and what they reduced is given to the others."""
+        """The next version: lost members no longer count, and what they or doubted ones reduced is given to others."""
         assert self._group is not None
         for peer, why in lost.items():
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
-        old = self._group
-        members = tuple(
-            replace(m, receives=m.receives and m.peer == self._me, is_counted=False) if m.peer in lost else m
-            for m in old.members  # the leader needs the average: it says in the commit by how much to clip it
-        )
-        able = [
-            i for i, m in enumerate(members) if m.peer not in self._left_out and self.joined[PeerId(m.peer)].can_reduce
-        ]
-        if not able or not any(m.n and m.is_counted for m in members):
+        idle = self._left_out.keys() | self._doubted | {p for p, j in self.joined.items() if not j.can_reduce}
+        group = groups.without(self._group, lost, idle, self._me)  # the leader needs the average: it says how to clip
+        if group is None:
             raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
-        parts: list[GroupPart] = []
-        for part in old.parts:
-            if members[part.reducer].peer not in lost:
-                parts.append(part)
-                continue
-            pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start)
-            parts += [
-                GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z
-            ]
         now = trio.current_time()
         kept = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
         self._seen = {p: MemberSeen(seen.beat_at, now) for p, seen in kept.items()}
-        return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
+        self._backing = None
+        return group
 
     def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
         """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
@@ -320,53 +295,78 @@ class Leader:
         limit_s = self._timing.beats.limit_s()
         lost = verdicts.silent(self._seen, self._gone, limit_s, now)
         reports = verdicts.put_together(self._group, self._seen)
-        for peer, fault in reports.faults.items():
-            lost.setdefault(peer, fault)
-        for peer, witnesses in reports.witnesses.items():
+        found = disputes.find(self._group, self._seen, self._me)
+        self._pairs |= found.pairs.keys()
+        verdict = disputes.settle(self._pairs, self._me)
+        own_words = found.faults | (self._backing.faults if self._backing is not None else {})
+        for peer, (why, witnesses) in {**{p: (w, {p}) for p, w in own_words.items()}, **verdict.faulty}.items():
+            lost.setdefault(peer, why)
             self.blamed.setdefault(peer, set()).update(witnesses)
+        lost |= self._doubt(verdict.doubted)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
-            for peer, why in verdicts.holding_up(self._group, self._seen, reports, self._me).items():
-                lost.setdefault(peer, f"{why} for {stuck_s:.1f} s")
-            if not lost.keys() - self._left_out.keys():
-                raise RoundFailed(f"nothing has moved for {stuck_s:.1f} s, and there is nobody to go on without")
+            lost |= self._holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
         return {p: why for p, why in lost.items() if p not in self._left_out}
+
+    def _holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
+        """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
+        assert self._group is not None
+        found = disputes.stuck(self._group, self._seen, is_incomplete, self._me)
+        verdict = disputes.settle(found.pairs, None)
+        late = {p: why for p, (why, _) in verdict.faulty.items() if p != self._me or is_incomplete}
+        lost = found.faults | late
+        lacking = self._backing.lacking() if self._backing is not None and not found.pairs else []
+        lost |= dict.fromkeys(lacking, "it does not say what it gave")
+        before = set(self._doubted)
+        lost |= self._doubt(verdict.doubted)
+        if not lost.keys() - self._left_out.keys() and self._doubted == before:
+            raise RoundFailed(f"nothing has moved {how_long}, and there is nobody to go on without")
+        return {p: f"{why} {how_long}" for p, why in lost.items()}
+
+    def _doubt(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
+        """Let others reduce than those in doubt; where nobody else can, do without who contradicts them instead."""
+        able = {p for p in self._seen if p not in self._left_out and self.joined[p].can_reduce}
+        if able - self._doubted - doubted.keys():
+            self._doubted |= doubted.keys()
+            return {}
+        return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in doubted.items()}
 
     def _chunk_s(self) -> float:
         """How long the slowest link that is known takes to show that anything moves."""
         here = [self.joined[p] for p in self._seen]
         rates = [r for j in here for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
-        return min(LONGEST_CHUNK_S, len(here) * CHUNK_BYTES / _rate(min(rates))) if rates else 0.0
+        return min(LONGEST_CHUNK_S, len(here) * CHUNK_BYTES / groups.rate(min(rates))) if rates else 0.0
 
     def _is_done(self, now: float) -> bool:
-        """Is the average whole? Who has another one than most is left out."""
+        """Is the average whole, and where it must be?"""
         assert self._group is not None
-        reports = verdicts.put_together(self._group, self._seen)
-        if reports.incomplete or reports.faults:
+        if verdicts.put_together(self._group, self._seen).incomplete:
             return False
-        for peer in verdicts.odd_ones(self._group, self._seen):
-            self._left_out[peer] = "it has another average than most members"
         verdict = verdicts.is_whole(self._group, self._seen, self._me, now, self._timing.results.limit_s())
         self._waits_for = verdict.reason
         return verdict.action
 
-    def _commit(self, group: Group) -> Commit:
-        reports = verdicts.put_together(group, self._seen)
-        held = Counter(s.beat.result for s in self._seen.values() if s.beat is not None and s.beat.result)
-        average = held.most_common(1)[0][0]
-        counted = tuple(
-            Counted(m.peer, m.first, m.n, self.joined[PeerId(m.peer)].loss, reports.weighed[PeerId(m.peer)].norm)
-            for m in group.members
-            if m.n and m.is_counted
-        )
+    def _open_backing(self) -> Backing:
+        """The average is whole: its contributors are to stand for it."""
+        if self._backing is None:
+            assert self._group is not None
+            beat = self._seen[self._me].beat
+            assert beat is not None
+            limit_s = self._timing.results.limit_s()
+            asked = (self._group, self.joined, self.joined[self._me].state, beat.result)
+            self._backing = Backing(*asked, self._commit, self._tell_all, limit_s)
+        return self._backing
+
+    def _commit(self, shares: tuple[Share, ...], average: bytes) -> Commit:
+        assert self._group is not None
         return Commit(
             run=self._run.genesis,
             epoch=self._ledger.epoch + 1,
             parent=self.parent,
             generation=self._order.generation,
-            contributors=counted,
+            contributors=tuple(s.counted(PeerId(m.peer)) for m, s in zip(counted_of(self._group), shares, strict=True)),
             average=average,
             state=self.joined[self._me].state,
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
@@ -377,9 +377,12 @@ class Leader:
 
     async def _announce(self, members: Iterable[GroupMember]) -> None:
         assert self._group is not None
+        await self._tell_all([m.peer for m in members], self._group, b"")
+
+    async def _tell_all(self, peers: Iterable[str], message: Message, payload: bytes) -> None:
         async with trio.open_nursery() as nursery:
-            for member in members:
-                nursery.start_soon(self._tell, PeerId(member.peer), self._group)
+            for peer in peers:
+                nursery.start_soon(self._tell, PeerId(peer), message, payload)
 
     async def pulse(self) -> None:
         """Tell members that this leader lives until cancelled; before it begins, those who are expected as well."""
@@ -387,9 +390,9 @@ class Leader:
 
         async def tell(peer: PeerId) -> None:
             under_way.add(peer)
-            await self._tell(peer, Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for))
+            await self._tell(peer, Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for), b"")
             if self._group is not None and peer in self._seen and self._seen[peer].beat is None:
-                await self._tell(peer, self._group)  # it may have missed this version
+                await self._tell(peer, self._group, b"")  # it may have missed this version
             under_way.discard(peer)
 
         async with trio.open_nursery() as nursery:
@@ -398,8 +401,3 @@ class Leader:
                 for peer in members - {self._me} - self._gone - under_way:
                     nursery.start_soon(tell, peer)
                 await trio.sleep(PULSE_INTERVAL_S)
-
-
-def _rate(said: float) -> float:
-    """A bandwidth that somebody says it has, as one that the program can count with."""
-    return max(LEAST_BYTES_PER_S, said)

@@ -43,6 +43,7 @@ class Members:
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
+    _passed_over: dict[PeerId, bytes] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -72,6 +73,10 @@ class Members:
         """A peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
+    def pass_over(self, peer: PeerId, head: bytes) -> None:
+        """Rounds after ``head`` come to nothing under this peer, however lively it is: others lead."""
+        self._passed_over[peer] = head
+
     def leads(self, peer: PeerId, head: bytes, now: float) -> None:
         """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
         self._leading = {p: (h, at) for p, (h, at) in self._leading.items() if now - at < LEADS_FOR_S}
@@ -100,6 +105,7 @@ class Members:
         """Nobody else is left: give all another chance."""
         self._suspects.clear()
         self._distrusted.clear()
+        self._passed_over.clear()
 
     def committed(self, epoch: int, head: bytes, contributors: frozenset[str], now: float) -> None:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
@@ -124,7 +130,7 @@ class Members:
 
     def at(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
-        return self._computing(head, now) + [
+        return self.computing(head, now) + [
             p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head
         ]
 
@@ -133,8 +139,10 @@ class Members:
         records = self.look(now)
         able = [
             p
-            for p in self._computing(head, now)
-            if records[p].can_be_dialled and records[p].state_epoch == records[p].epoch
+            for p in self.computing(head, now)
+            if records[p].can_be_dialled
+            and records[p].state_epoch == records[p].epoch
+            and self._passed_over.get(p) != head
         ]
         return able + [p for p in self.leading(head, now) if p not in able]
 
@@ -142,9 +150,10 @@ class Members:
         """Members that lead that round, as their latest signs of life say."""
         records = self.look(now)
         said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
-        return [p for p in said if p in records and records[p].role == "train"]
+        return [p for p in said if p in records and records[p].role == "train" and self._passed_over.get(p) != head]
 
-    def _computing(self, head: bytes, now: float) -> list[PeerId]:
+    def computing(self, head: bytes, now: float) -> list[PeerId]:
+        """Who computes on a commit."""
         return [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
 
     def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:

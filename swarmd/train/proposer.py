@@ -17,6 +17,7 @@ import trio
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
 from swarmd.plan.ballot import NO_BALLOT, bound_to, is_majority
 from swarmd.plan.ledger import Ledger
+from swarmd.protocol import backing
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Ballot
 from swarmd.protocol.fields import Message
@@ -53,9 +54,12 @@ class Proposer:
         self._highest = 0
         self._name = f"{me}/{os.urandom(8).hex()}"  # an earlier life of this peer must not have used it
 
-    async def settle(self, body: bytes) -> bytes:
-        """Have a commit signed, or the one that the anchors are bound to already; returns what they signed."""
-        return await self.seal(await self.promises() or body)
+    async def settle(self, proposed: bytes) -> bytes:
+        """Have a commit signed, or the one that the anchors are bound to already; returns what they signed.
+
+        ``proposed`` is a commit with its backing (protocol.backing), as is what the others here take and return.
+        """
+        return await self.seal(await self.promises() or proposed)
 
     async def promises(self) -> bytes:
         """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
@@ -73,13 +77,14 @@ class Proposer:
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
 
-    async def seal(self, body: bytes) -> bytes:
+    async def seal(self, proposed: bytes) -> bytes:
         """Have a majority sign one commit, or the one that they are bound to by now. Waits for as long as it takes."""
         attempt = 0
         while True:
+            body = backing.read_untrusted(proposed)[1].body
             request = partial(_propose, self._run, self._ballot)
             signatures: dict[int, bytes] = {}
-            for place, message, _ in await self._ask_anchors(request, body):
+            for place, message, _ in await self._ask_anchors(request, proposed):
                 if isinstance(message, Accepted) and message.signature:
                     try:
                         commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
@@ -91,12 +96,12 @@ class Proposer:
                 return commits.seal(body, self._ballot, signatures)
             await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
             attempt += 1
-            body = await self.promises() or body
+            proposed = await self.promises() or proposed
 
-    def _may_follow(self, body: bytes) -> bool:
+    def _may_follow(self, proposed: bytes) -> bool:
         """Could what an anchor says it has accepted be signed at all?"""
         try:
-            commit = commits.read_body_untrusted(body)
+            commit, _ = backing.read_untrusted(proposed)
             self._ledger.check_next(commit)
         except IntegrityError as error:
             logger.warning("an anchor names a commit that cannot follow: %s", error)

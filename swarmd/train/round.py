@@ -7,9 +7,10 @@ member, or with a dead reducer's part given to others) results are made anew fro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import trio
@@ -17,16 +18,18 @@ import trio
 from swarmd.errors import OutOfStep, PeerError, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced
+from swarmd.protocol.backing import Share
+from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced, Reduction
+from swarmd.train.accounts import Account, Given, account_for, given_to
+from swarmd.train.groups import counted_of
 from swarmd.train.state import Vector
+from swarmd.train.sums import average_of, squares_of
 from swarmd.train.world import News, OffLoop
 from swarmd.values import PeerId
 
 CHUNK_BYTES = 512 * 1024  # of a part that is reduced while the next one travels
-BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
 BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
-MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
 
 
@@ -43,28 +46,6 @@ class _Part:
     reduced_to: int = 0
 
 
-def check_group(group: Group, before: Group | None, n_elements: int | None, dtype: str) -> None:
-    """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
-
-    ``n_elements`` is None where this peer has no vector of its own.
-    """
-    peers = [m.peer for m in group.members]
-    edges = [0, *(p.end for p in group.parts)]
-    is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
-    is_ours = group.dtype == dtype and n_elements in (None, group.n_elements)
-    is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
-    if not is_sound or not is_divided:
-        raise RemoteProtocolError("a group that does not divide the run's vector among its members")
-    if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
-        raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
-    if not any(m.n and m.is_counted for m in group.members):
-        raise RemoteProtocolError("a group of which nobody counts")
-    if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
-        (m.peer, m.first, m.n) for m in group.members
-    ]:
-        raise RemoteProtocolError("another version of a group with other members")
-
-
 class Round:
     """See the module. ``vector`` is this peer's sum of gradients, or None; it must not change until the end."""
 
@@ -74,19 +55,19 @@ class Round:
         group: Group,
         vector: Vector | None,
         digest: Callable[[Vector], bytes],
-        off_loop: OffLoop[object],
+        sign: Callable[[bytes, Given], Share],
+        off_loop: OffLoop[Any],
     ) -> None:
-        self.group = group
-        self.average: Vector | None = None
-        self.result = b""
+        self._sign = sign
+        self._dtype = np.dtype(group.dtype)
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._vector = vector
         self._digest = digest
         self._off_loop = off_loop
         self._parts: dict[tuple[int, int], _Part] = {}
-        self._got: dict[int, int] = {}
         self._news = News()
+        self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
         self._sending: set[tuple[str, PeerId]] = set()
@@ -115,10 +96,6 @@ class Round:
         self._notify()
 
     @property
-    def dtype(self) -> np.dtype[np.floating]:
-        return np.dtype(self.group.dtype)
-
-    @property
     def receives(self) -> bool:
         return any(m.peer == self._me and m.receives for m in self.group.members)
 
@@ -143,9 +120,9 @@ class Round:
         fresh = values[upto - message.start :]
         if not len(fresh):
             return
-        squares = part.squares.get(peer, 0.0) + float(np.dot(fresh, fresh))
+        squares = part.squares.get(peer, 0.0) + squares_of(fresh)
         if squares < MOST_SQUARES:  # else, and where it is no number, it is not summed, and the leader hears of it
-            kept = part.values.setdefault(peer, np.empty(part.end - part.start, self.dtype))
+            kept = part.values.setdefault(peer, np.empty(part.end - part.start, self._dtype))
             kept[upto - part.start : end - part.start] = fresh
             part.upto[peer] = end
         part.squares[peer] = squares
@@ -165,8 +142,10 @@ class Round:
         upto = self._got.get(part.start, part.start)
         if message.start > upto:
             raise OutOfStep(f"results of {peer} from element {message.start}, expected {upto}")
-        if not math.isfinite(float(np.dot(values, values))):
-            raise RemoteProtocolError(f"results of {peer} that are not finite")
+        if not squares_of(values) < MOST_SQUARES:
+            self._faults[part.reducer] = "its results are not finite, or beyond all bounds"
+            self._beat_now.set()
+            return
         fresh = values[upto - message.start :]
         self.average[upto : upto + len(fresh)] = fresh
         self._got[part.start] = upto + len(fresh)
@@ -176,8 +155,14 @@ class Round:
 
     def _use(self, group: Group) -> None:
         self.group = group
-        self.average = np.empty(group.n_elements, self.dtype) if self.receives else None
-        self.result, self._got = b"", {}
+        self.average: Vector | None = np.empty(group.n_elements, self._dtype) if self.receives else None
+        self.result = b""
+        self.account: Account | None = None
+        self._got: dict[int, int] = {}
+        self._squares: Mapping[int, float] = {}  # of this peer's numbers, by the place of who reduces them
+        self._faults: dict[int, str] = {}  # of results, by the place of their reducer
+        self._share: Share | None = None
+        self._assent = b""
         for given in group.parts:
             if group.members[given.reducer].peer == self._me:
                 self._reduce_part(given)
@@ -185,14 +170,14 @@ class Round:
     def _reduce_part(self, given: GroupPart) -> None:
         """Begin a part, or begin its sums anew."""
         known = self._parts.get((given.start, given.end))
-        total = np.empty(given.end - given.start, self.dtype)
+        total = np.empty(given.end - given.start, self._dtype)
         if known is not None:
             known.total, known.reduced_to = total, given.start
             return
         part = self._parts[given.start, given.end] = _Part(given.start, given.end, total, reduced_to=given.start)
         if self._vector is not None:
             own = self._vector[part.start : part.end]
-            part.values[self._me], part.squares[self._me] = own, float(np.dot(own, own))
+            part.values[self._me], part.squares[self._me] = own, squares_of(own)
             part.upto[self._me] = part.end if part.squares[self._me] < MOST_SQUARES else part.start
 
     def _own_parts(self) -> list[_Part]:
@@ -227,7 +212,7 @@ class Round:
     async def _contribute(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` reduces, now or in a later version."""
         channel: Channel | None = None
-        done: set[tuple[int, int]] = set()
+        done = set[tuple[int, int]]()
         while True:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
                 channel, done = None, set()
@@ -288,24 +273,39 @@ class Round:
         """Sum what is there of every counted member, part by part."""
         while True:
             version, news = self.group.version, self._news.mark()
-            counted = [PeerId(m.peer) for m in self.group.members if m.n and m.is_counted]
-            total = sum(m.n for m in self.group.members if m.is_counted)
+            counted = [PeerId(m.peer) for m in counted_of(self.group)]
+            total = sum(m.n for m in counted_of(self.group))
             for part in self._own_parts():
                 upto = min((part.upto.get(peer, part.start) for peer in counted), default=part.start)
                 if upto > part.reduced_to:
                     low, high = part.reduced_to - part.start, upto - part.start
                     sources = [part.values[peer][low:high] for peer in counted]
-                    await self._off_loop(_average, sources, part.total[low:high], total)
+                    await self._off_loop(average_of, sources, part.total[low:high], total)
                     if version == self.group.version:
                         part.reduced_to = upto
                         self._notify()
             if version == self.group.version:
                 await news.wait()
 
+    def assent(self, signature: bytes) -> None:
+        """This peer stands for the commit that the leader has shown it."""
+        self._assent = signature
+        self._beat_now.set()
+
+    async def give_share(self, average: bytes) -> None:
+        """Sign what this peer gave to an average that others have, before it is here."""
+        version = self.group.version
+        if self._vector is not None and self._counts and self._share is None:
+            given = await self._off_loop(given_to, self.group, average, self._vector)
+            if version == self.group.version and self._share is None:
+                self._share = self._sign(average, given)
+                self._beat_now.set()
+
     async def _gather(self) -> None:
-        """Notice when the whole average of a version is here, and hash it."""
+        """Notice when the whole average of a version is here, hash it, and account for it."""
         while True:
             news, version = self._news.mark(), self.group.version
+            await self._measure_own(version)
             if self.average is not None and not self.result:
                 own = self._own_parts()
                 is_whole = all(
@@ -318,61 +318,83 @@ class Round:
                     for part in own:
                         average[part.start : part.end] = part.total
                     digest = await self._off_loop(self._digest, average)
+                    mine = self._vector if self._counts else None
+                    counted = [PeerId(m.peer) for m in counted_of(self.group)]
+                    taken = [(p.start, {peer: p.values[peer] for peer in counted}) for p in own]
+                    account = await self._off_loop(account_for, self.group, digest, average, mine, taken)
                     if version == self.group.version:
-                        assert isinstance(digest, bytes)
-                        self.result = digest
+                        self.account, self.result = account, digest
+                        self._share = self._sign(digest, account.given) if account.given is not None else None
                         self._beat_now.set()
             await news.wait()
+
+    async def _measure_own(self, version: int) -> None:
+        """How large this peer's numbers are for each reducer: none of them can say otherwise then."""
+        if self._vector is None or self._squares:
+            return
+        squares = defaultdict[int, float](float)
+        for part in self.group.parts:
+            squares[part.reducer] += await self._off_loop(squares_of, self._vector[part.start : part.end])
+        if version == self.group.version:
+            self._squares = squares
+
+    @property
+    def _counts(self) -> bool:
+        return any(m.peer == self._me for m in counted_of(self.group))
 
     # --- small things ------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
-        """What the leader is told: of each member how much is here, and what this peer has of the results."""
+        """What the leader is told: what is here of each member's numbers and of each reducer's results."""
         received = []
-        places = {m.peer: i for i, m in enumerate(self.group.members)}
-        own = self._own_parts()
-        for peer, place in places.items():
-            if own and self.group.members[place].n:
-                here = sum(p.upto.get(PeerId(peer), p.start) - p.start for p in own)
-                squares = sum(p.squares.get(PeerId(peer), 0.0) for p in own)
+        own, account = self._own_parts(), self.account
+        for place, member in enumerate(self.group.members):
+            if own and member.n:
+                peer = PeerId(member.peer)
+                here = sum(p.upto.get(peer, p.start) - p.start for p in own)
+                squares = sum(p.squares.get(peer, 0.0) for p in own)
                 if not squares < MOST_SQUARES:
                     received.append(Received(place, here, None, "its gradient is not finite, or beyond all bounds"))
                 else:
                     is_whole = here == sum(p.end - p.start for p in own)
-                    received.append(Received(place, here, squares if is_whole else None))
-        gathered = sum(upto - start for start, upto in self._got.items())
+                    sums = account.taken.get(peer, ()) if account is not None else ()
+                    received.append(Received(place, here, squares if is_whole else None, sums=sums))
         return Beat(
             run=self.group.run,
             round=self.group.round,
             version=self.group.version,
-            n_results_bytes=gathered,
             received=tuple(received),
+            reductions=tuple(self._reduction(r) for r in sorted({p.reducer for p in self.group.parts})),
             result=self.result,
+            share=self._share,
+            assent=self._assent,
         )
 
+    def _reduction(self, place: int) -> Reduction:
+        """What is here of one reducer's results."""
+        parts = [p for p in self.group.parts if p.reducer == place]
+        if self.group.members[place].peer == self._me:
+            here = sum(p.reduced_to - p.start for p in self._own_parts())
+        else:
+            here = sum(self._got.get(p.start, p.start) - p.start for p in parts)
+        squares = self._squares.get(place, MOST_SQUARES) if self._counts else MOST_SQUARES
+        sums = self.account.reductions[place] if self.account is not None else (b"", (), ())
+        return Reduction(place, here, squares if squares < MOST_SQUARES else None, self._faults.get(place, ""), *sums)
+
     def _values(self, payload: memoryview) -> Vector:
-        if len(payload) % self.dtype.itemsize:
+        if len(payload) % self._dtype.itemsize:
             raise RemoteProtocolError(f"{len(payload)} B are no whole number of {self.group.dtype}")
-        return np.frombuffer(payload, self.dtype)
+        return np.frombuffer(payload, self._dtype)
 
     def _chunk(self) -> int:
-        return CHUNK_BYTES // self.dtype.itemsize
+        return CHUNK_BYTES // self._dtype.itemsize
 
     def _cuts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         for at in range(start, end, self._chunk()):
             yield at, min(end, at + self._chunk())
 
     def _notify(self, done: bool = False) -> None:
+        self.moved_at = trio.current_time()
         self._news.notify()
         if done:
             self._beat_now.set()
-
-
-def _average(sources: list[Vector], out: Vector, n_samples: int) -> None:
-    """The sum of ``sources`` in their order, divided by the number of samples."""
-    for at in range(0, len(out), BLOCK_ELEMENTS):
-        block = out[at : at + BLOCK_ELEMENTS]
-        block[:] = sources[0][at : at + BLOCK_ELEMENTS]
-        for source in sources[1:]:
-            block += source[at : at + BLOCK_ELEMENTS]
-        block /= n_samples

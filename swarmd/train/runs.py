@@ -136,7 +136,9 @@ class Runs:
         return LeaveRunAnswer(run=run_id, left=True)
 
     async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> OrderAnswer:
-        """As its owner: stop a run, let it go on, or name other anchors. Raises ConfigError for anybody else."""
+        """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
+        somebody has. Raises ConfigError for anybody else.
+        """
         run_id = self._one_taken(name)
         trainer = self._taken[run_id].trainer
         if trainer.run_spec.owner != self._identity.public_key:
@@ -150,6 +152,8 @@ class Runs:
             generation=old.generation + bool(anchors),
             anchors=anchors or old.anchors,
             earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
+            back_from=chronicle.ledger.head if state == "back" else old.back_from,
+            back_to=chronicle.goes_back_to() if state == "back" else old.back_to,
         )
         raw = sign_order(order, self._identity)
         try:

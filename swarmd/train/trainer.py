@@ -75,7 +75,7 @@ class Trainer:
         self.gathered = Gathered()
         self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
         self._news = News()
-        self.chronicle = Chronicle(world, run, self.members, folder, self._news)
+        self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
         self._averages = Averages()
         own = (self._averages, self._news, lambda: (self.state, self.gathered))
@@ -329,12 +329,8 @@ class Trainer:
         self.members.vouch(peer)
         if isinstance(message, rounds.Contribution | rounds.Reduced):
             await self.joining.take_numbers(channel, message, frame.payload)
-        elif isinstance(message, rounds.Beat):
-            self.joining.take_beat(peer, message)
-        elif isinstance(message, rounds.Group):
-            await self.joining.take_group(peer, message)
-        elif isinstance(message, rounds.Pulse):
-            self.joining.take_pulse(peer, message)
+        elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
+            await self.joining.take(peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.JoinRound):
             if idle := self.why_idle():
                 raise Refused(Code.NO_CAPACITY, idle, 5.0)

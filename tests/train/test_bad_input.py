@@ -26,7 +26,7 @@ from swarmd.protocol.recipe import (
 )
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound, Prepare, Pulse
 from swarmd.train.data import pack, read_shard, rows_of_shards
-from swarmd.train.round import check_group
+from swarmd.train.groups import check_group
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import TrainingWorld, check_ledger
 

@@ -34,7 +34,7 @@ def leader_among(*expected: PeerId, anchors: tuple[str, ...] = (OWNER.peer_id,),
     recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=anchors)
     run = start_run(recipe, OWNER, 1)
 
-    async def tell(peer: PeerId, message: object) -> None: ...
+    async def tell(peer: PeerId, message: object, payload: bytes) -> None: ...
 
     ledger, order = Ledger(run), RunOrder(run.id, 0)
     proposer = Proposer(ME, ledger, order, random.Random(1), ask_anchor)
@@ -112,8 +112,8 @@ async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: Moc
             await trio.sleep(0.5)
             if group := leader._group:
                 place = [m.peer for m in group.members].index(OTHER)
-                received = (Received(member=place, n_bytes=32, squares=1.0),)
-                leader.beat(OTHER, Beat(group.run, group.round, group.version, 32, received, b"r" * 32))
+                received = (Received(member=place, n_elements=8, squares=1.0),)
+                leader.beat(OTHER, Beat(group.run, group.round, group.version, received, result=b"r" * 32))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(beats)

@@ -1,0 +1,92 @@
+"""Groups of a round: how a leader forms and changes them, and whether a member can take part. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from msgspec.structs import replace
+
+from swarmd.errors import RemoteProtocolError
+from swarmd.plan import partition
+from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound
+from swarmd.values import PeerId, RunId
+
+LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
+MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
+
+
+def check_group(group: Group, before: Group | None, n_elements: int | None, dtype: str) -> None:
+    """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
+
+    ``n_elements`` is None where this peer has no vector of its own.
+    """
+    peers = [m.peer for m in group.members]
+    edges = [0, *(p.end for p in group.parts)]
+    is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
+    is_ours = group.dtype == dtype and n_elements in (None, group.n_elements)
+    is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
+    if not is_sound or not is_divided:
+        raise RemoteProtocolError("a group that does not divide the run's vector among its members")
+    if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
+        raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
+    if not any(m.n and m.is_counted for m in group.members):
+        raise RemoteProtocolError("a group of which nobody counts")
+    if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
+        (m.peer, m.first, m.n) for m in group.members
+    ]:
+        raise RemoteProtocolError("another version of a group with other members")
+
+
+def counted_of(group: Group) -> list[GroupMember]:
+    """The contributors of a group, in the order in which a commit names them."""
+    return [m for m in group.members if m.n and m.is_counted]
+
+
+def form(run: RunId, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int, dtype: str) -> Group:
+    """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
+    plan = partition.divide([_able(p, j) for p, j in joined.items()], n_elements * np.dtype(dtype).itemsize).action
+    ranges = partition.cut(plan.shares, n_elements)
+    return Group(
+        run=run,
+        round=os.urandom(16),
+        parent=parent,
+        n_elements=n_elements,
+        dtype=dtype,
+        members=tuple(GroupMember(p, j.first, j.n, j.receives) for p, j in joined.items()),
+        parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
+        expected_s=plan.expected_s,
+    )
+
+
+def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId) -> Group | None:
+    """The next version: ``lost`` members no longer count, and parts of ``idle`` ones are given to the others.
+
+    The leader gets results in any case. None if nobody is left to count or to reduce.
+    """
+    members = tuple(
+        replace(m, receives=m.receives and m.peer == leader, is_counted=False) if m.peer in lost else m
+        for m in old.members
+    )
+    able = [i for i, m in enumerate(members) if m.peer not in idle]
+    if not able or not any(m.n and m.is_counted for m in members):
+        return None
+    parts: list[GroupPart] = []
+    for part in old.parts:
+        if part.reducer in able:
+            parts.append(part)
+            continue
+        pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start)
+        parts += [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z]
+    return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
+
+
+def rate(said: float) -> float:
+    """A bandwidth that somebody says it has, as one that the program can count with."""
+    return max(LEAST_BYTES_PER_S, said)
+
+
+def _able(peer: PeerId, joined: JoinRound) -> partition.Member:
+    up, down = (None if r is None else rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
+    return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
