@@ -175,7 +175,7 @@ class Daemon:
         elif isinstance(message, ExchangeDigest):
             await self.exchange.answer(channel, message, frame)
         elif isinstance(message, Records):
-            self.exchange.merge_body_untrusted(frame.payload)
+            await self.exchange.merge_body_untrusted(frame.payload)
         else:
             return False
         return True

@@ -259,7 +259,7 @@ class AsyncSwarm:
         if listener is not None:
             await listener.on_message(channel.peer, message, frame)
         elif isinstance(message, Records):
-            self.exchange.merge_body_untrusted(frame.payload)
+            await self.exchange.merge_body_untrusted(frame.payload)
         elif isinstance(message, ExchangeDigest):
             await self.exchange.answer(channel, message, frame)
         elif isinstance(message, Ping):

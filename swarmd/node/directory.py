@@ -22,7 +22,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.identity import Identity, expiry_of
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
 from swarmd.protocol.untrusted import decode, read_json
@@ -75,6 +75,7 @@ class Directory:
         self.links = Links({})
         self._identity = identity
         self._certificate = certificate
+        self._certified_until = expiry_of(certificate)
         self._network = network
         self._rpc = rpc
         self._store = store
@@ -169,7 +170,7 @@ class Directory:
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,
-            "expires_at": now + RECORD_LIFETIME_S,
+            "expires_at": max(now + 1, min(now + RECORD_LIFETIME_S, self._certified_until)),
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
@@ -216,7 +217,7 @@ class Directory:
             value = await self._store.get(own_key(self.exchange.keys.swarm_id, peer))
             if value is not None:
                 try:
-                    self.exchange.merge_body_untrusted(memoryview(value))
+                    await self.exchange.merge_body_untrusted(memoryview(value))
                 except RemoteProtocolError as error:
                     logger.info("ignoring a value of %s in the DHT: %s", peer, error)
 

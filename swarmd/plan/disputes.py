@@ -55,8 +55,9 @@ def find(group: Group, seen: Seen, me: PeerId) -> Found:
             _compare_contributions(group, seen, reducer, place, found)
             _check_sum(group, seen, reducer, _reduction(seen.get(me), place), me, found)
     results = _results(seen)
-    for member in results.keys() - {me}:
-        if results[member] != results.get(me, results[member]) and _agree(member, reducers, seen):
+    is_sure = me in results and _agree(me, reducers, seen)
+    for member in results.keys() - {me} if is_sure else ():
+        if results[member] != results[me] and _agree(member, reducers, seen):
             found.faults[member] = "its average is not what its parts are"
     return found
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
 
 MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
 MAX_RECORDS_OF_A_PEER = 8  # itself, what it serves and the runs it takes part in
+MAX_PEERS_OF_A_VOUCHER = 128  # that announce themselves at a time: a larger group takes several invites
+MAX_RECORDS_OF_A_VOUCHER = 512  # of all whom one invite, or one member, has brought in
 MAX_SENT = 4_096  # records in one exchange; the rest follows in the next
 MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
 
@@ -68,6 +72,15 @@ class SwarmView:
         return None
 
 
+T = TypeVar("T")
+
+
+def _count_down(counter: Counter[T], key: T) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
 @dataclass(slots=True)
 class RecordBook:
     """Every record that was verified and has not expired. The only mutable thing here; owned by one task."""
@@ -75,21 +88,57 @@ class RecordBook:
     entries: dict[str, Verified] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=Catalog)
     catalog_raw: bytes | None = None
+    talked_with: Container[str] = ()
     _n_of_peer: Counter[str] = field(default_factory=Counter)
+    _n_of_voucher: Counter[bytes] = field(default_factory=Counter)
+    _peers_of_voucher: Counter[bytes] = field(default_factory=Counter)
+    _next_expiry: float = math.inf
+
+    def wants(self, key: str, sequence: int, peer: str, vouchers: Iterable[bytes]) -> Decision[bool]:
+        """Would such a record be taken? What is said here need not be true: it is cheap to ask, and checked later."""
+        known = self.entries.get(key)
+        if known is not None:
+            is_newer = sequence > known.record.sequence
+            return Decision(is_newer, f"sequence {sequence} after {known.record.sequence}")
+        if self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
+            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
+        for voucher in vouchers:
+            n_peers, n_records = self._peers_of_voucher[voucher], self._n_of_voucher[voucher]
+            is_new = not self._n_of_peer[peer]
+            if (is_new and n_peers >= MAX_PEERS_OF_A_VOUCHER) or n_records >= MAX_RECORDS_OF_A_VOUCHER:
+                who = f"{n_peers} peers with {n_records} records"
+                return Decision(False, f"whoever brought in {peer} has brought in {who} that are here now")
+        return Decision(True, "new")
 
     def add(self, verified: Verified) -> Decision[bool]:
-        """Take a record if it is newer than what is known under its key."""
-        known = self.entries.get(verified.key)
-        if known is not None and known.record.sequence >= verified.record.sequence:
-            return Decision(False, f"sequence {verified.record.sequence} is not newer than {known.record.sequence}")
-        if known is None and len(self.entries) >= MAX_RECORDS:
+        """Take a record if it is newer than what is known under its key, and its voucher has not too many here."""
+        peer, vouchers = verified.record.peer, verified.membership.vouchers
+        wanted = self.wants(verified.key, verified.record.sequence, peer, vouchers)
+        if not wanted.action:
+            return wanted
+        if verified.key in self.entries:
+            self._drop([verified.key])
+        elif len(self.entries) >= MAX_RECORDS and not self._make_room(vouchers):
             return Decision(False, f"{MAX_RECORDS} records are known already")
-        peer = verified.record.peer
-        if known is None and self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
-            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
-        self._n_of_peer[peer] += known is None
+        for voucher in vouchers:
+            self._n_of_voucher[voucher] += 1
+            self._peers_of_voucher[voucher] += not self._n_of_peer[peer]
+        self._n_of_peer[peer] += 1
         self.entries[verified.key] = verified
-        return Decision(True, "new" if known is None else "newer")
+        self._next_expiry = min(self._next_expiry, verified.record.expires_at)
+        return wanted
+
+    def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
+        """Let a record go of whoever has brought in most, but of nobody whom this peer has talked with."""
+        crowd, n = next(iter(self._n_of_voucher.most_common(1)), (b"", 0))
+        if n <= 1 + max((self._n_of_voucher[v] for v in vouchers), default=0):
+            return False
+        for key in reversed(self.entries):
+            entry = self.entries[key]
+            if crowd in entry.membership.vouchers and entry.record.peer not in self.talked_with:
+                self._drop([key])
+                return True
+        return False
 
     def add_catalog(self, catalog: Catalog, raw: bytes) -> Decision[bool]:
         if self.catalog_raw is not None and catalog.rank <= self.catalog.rank:
@@ -101,16 +150,22 @@ class RecordBook:
 
     def expire(self, now: float) -> list[str]:
         """Drop what has expired; returns the keys."""
+        if now < self._next_expiry:
+            return []
         gone = [k for k, v in self.entries.items() if v.record.expires_at <= now]
         self._drop(gone)
+        self._next_expiry = min((v.record.expires_at for v in self.entries.values()), default=math.inf)
         return gone
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:
-            peer = self.entries.pop(key).record.peer
-            self._n_of_peer[peer] -= 1
-            if not self._n_of_peer[peer]:
-                del self._n_of_peer[peer]
+            dropped = self.entries.pop(key)
+            peer = dropped.record.peer
+            _count_down(self._n_of_peer, peer)
+            for voucher in dropped.membership.vouchers:
+                _count_down(self._n_of_voucher, voucher)
+                if peer not in self._n_of_peer:
+                    _count_down(self._peers_of_voucher, voucher)
 
     def digest(self) -> dict[str, int]:
         return {key: v.record.sequence for key, v in self.entries.items()}
@@ -144,6 +199,8 @@ class RecordBook:
     def view(self) -> SwarmView:
         records: list[AnyRecord] = [v.record for v in self.entries.values()]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
-        spans = tuple(sorted((r for r in records if isinstance(r, SpanRecord)), key=lambda r: (r.start, r.peer)))
+        sizes = dict(self.catalog.models.values())
+        possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
+        spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
         runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
         return SwarmView(MappingProxyType(peers), spans, self.catalog, runs)

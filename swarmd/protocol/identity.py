@@ -103,6 +103,16 @@ class Membership:
     keys: tuple[bytes, ...]
     expires_at: int
 
+    @property
+    def vouchers(self) -> tuple[bytes, ...]:
+        """The keys that answer for this one, the founder's apart: of the invite, and of the member for its client."""
+        return self.keys[1:-1]
+
+
+def expiry_of(certificate: tuple[bytes, ...]) -> int:
+    """When a certificate of one's own ends, in unix seconds. The founder's has no end."""
+    return min((link.expires_at for link in read_links_untrusted(certificate)), default=2**53)
+
 
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
     return [decode(raw, Link, "a certificate", IntegrityError) for raw in certificate]

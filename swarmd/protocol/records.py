@@ -28,6 +28,7 @@ from swarmd.values import ModelId, is_model_hash
 MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
 MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
 MAX_SKEW_S = 120  # volunteers' clocks differ
+MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's honest word
 _DOMAIN = b"swarmd record 1\0"
 _CATALOG_DOMAIN = b"swarmd catalog 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -177,6 +178,28 @@ def sign(record: AnyRecord, identity: Identity) -> bytes:
     return msgspec.msgpack.encode(Envelope(body, identity.sign(_DOMAIN, body)))
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """What a record says of where it belongs, before anything of it is checked."""
+
+    peer: Name
+    sequence: Count
+    certificate: Certificate
+    kind: Name
+    model: Name = ""
+    run: Name = ""
+    slot: Count = 0
+
+    @property
+    def key(self) -> str:
+        where = {"span": f"span/{self.model}", "run": f"run/{self.run}"}.get(self.kind, "peer")
+        return f"{self.peer}/{where}" + (f"/{self.slot}" if self.slot and self.kind == "span" else "")
+
+
+def read_claim(raw: bytes) -> Claim:
+    """What an unchecked record says of where it belongs, for a cheap refusal. Raises IntegrityError."""
+    return decode(decode(raw, Envelope, "a record", IntegrityError).body, Claim, "a record", IntegrityError)
+
+
 def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozenset[bytes]) -> Verified:
     """Check one record from anywhere.
 
@@ -194,11 +217,17 @@ def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozense
         raise IntegrityError(
             f"a record may live {MAX_LIFETIME_S} s, this one wants {record.expires_at - record.issued_at}"
         )
+    if record.expires_at <= record.issued_at:
+        raise IntegrityError(f"a record that ends {record.issued_at - record.expires_at} s before it begins")
+    if record.issued_at > now + MAX_FUTURE_S:
+        raise IntegrityError(f"a record that is issued {record.issued_at - now:.0f} s from now")
     if isinstance(record, SpanRecord) and record.start >= record.end:
         raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
     if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
         raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
     membership = verify_certificate_untrusted(record.certificate, founder_key, record.peer, now, revoked)
+    if record.expires_at > membership.expires_at:
+        raise Refused(Code.REFUSED, f"the record of {record.peer} outlives its certificate")
     if membership.role == "client" and not isinstance(record, RunRecord):
         raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
     return Verified(record, membership, raw)

@@ -28,7 +28,7 @@ from swarmd.train.disk import RunFolder
 from swarmd.train.world import OffLoop
 from swarmd.values import Decision, PeerId
 
-MOST_ASKED = 5  # times for a promise, by one proposer within the next: a commit takes one, a conflict some more
+MOST_ASKED = 10  # times for a promise, by one proposer within the next: a commit takes one, a conflict some more
 ASKED_WITHIN_S = 10.0  # s; what is longer ago is forgotten
 RETRY_AFTER_S = 1.0  # for a proposer whose commit is not backed: more members may stand for it by then
 MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and nobody may use them up

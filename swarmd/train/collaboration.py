@@ -22,6 +22,7 @@ import trio
 from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
+from swarmd.protocol.identity import expiry_of
 from swarmd.protocol.recipe import Recipe, Run, is_called
 from swarmd.protocol.records import RunRecord
 from swarmd.status import RunRow
@@ -191,7 +192,7 @@ class Collaboration:
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=now + RECORD_LIFETIME_S,
+            expires_at=max(now + 1, min(now + RECORD_LIFETIME_S, expiry_of(self._swarm.certificate))),
             certificate=self._swarm.certificate,
             **fields,
         )

@@ -237,6 +237,8 @@ class Joining:
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
+            leader.missing = []
+            self._members.look_again()
             self._begin_again(leader, SHORTEST_RETRY_S)
             await self._news.wait(LOOK_INTERVAL_S)
         else:
@@ -247,11 +249,9 @@ class Joining:
         finally:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
-            for peer, witnesses in leader.blamed.items():
-                self._members.blame(peer, witnesses)
-            self._pulsing.cancel()
+            self._members.blame(leader.blamed)
             if self.leader is leader:
-                self.leader = None
+                self.close_leader()
 
     async def _lead_on(self, leader: Leader, why_idle: Callable[[], str]) -> Outcome | None:
         """Lead until it is done, or of no use: committed or led by others, other anchors, stopped, paused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from swarmd.net.standing import Standing
@@ -83,13 +83,14 @@ class Members:
         if peer in self.look(now):
             self._leading[peer] = head, now
 
-    def blame(self, peer: PeerId, witnesses: set[PeerId]) -> None:
-        """In a round that was led here, reducers found fault with a peer's numbers."""
-        if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
-            self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
-            return
-        for witness in sorted(witnesses):  # others may lie: each counts once
-            self.standing.fault(peer, Fault.FAULTY_NUMBERS, f"in a round, says {witness[-8:]}", witness)
+    def blame(self, blamed: Mapping[PeerId, set[PeerId]]) -> None:
+        """In a round that was led here, others found fault with these peers' numbers."""
+        for peer, witnesses in blamed.items():
+            if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
+                self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
+                continue
+            for witness in sorted(witnesses):  # others may lie: each counts once
+                self.standing.fault(peer, Fault.FAULTY_NUMBERS, f"in a round, says {witness[-8:]}", witness)
 
     def shunned(self) -> list[PeerId]:
         """Who has lost its standing here, for whatever reason."""
@@ -101,9 +102,13 @@ class Members:
             if record.peer == peer:
                 self._distrusted[peer] = record.head
 
+    def look_again(self) -> None:
+        """Who was thought not to answer may live: others say so."""
+        self._suspects.clear()
+
     def forgive(self) -> None:
         """Nobody else is left: give all another chance."""
-        self._suspects.clear()
+        self.look_again()
         self._distrusted.clear()
         self._passed_over.clear()
 

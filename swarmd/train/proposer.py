@@ -119,7 +119,7 @@ class Proposer:
         said_yes: set[int] = set()
         asked: set[int] = set()
         newer: list[Refused] = []
-        malformed: list[Refused] = []
+        final: list[Refused] = []
         n = len(self._anchors)
 
         async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
@@ -133,8 +133,8 @@ class Proposer:
             except Refused as error:
                 if error.code is Code.STALE_EPOCH:
                     newer.append(error)
-                elif error.code is Code.MALFORMED:
-                    malformed.append(error)
+                elif error.code in (Code.MALFORMED, Code.REFUSED):
+                    final.append(error)
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             except PeerError as error:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
@@ -148,8 +148,8 @@ class Proposer:
                 nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
         if newer:
             raise newer[0]
-        if is_majority(len(malformed), len(self._anchors)):
-            raise RoundFailed(f"the anchors do not take this commit: {malformed[0]}")
+        if is_majority(len(final), len(self._anchors)):
+            raise RoundFailed(f"the anchors do not take this commit: {final[0]}")
         return answers
 
 

@@ -243,3 +243,19 @@ async def test_silence_of_leaders_is_noticed_however_long_updates_take(virtual_t
     async with training(seed=33, n=3, batch=Batch(target=400, micro=2, tokens=8)) as world:
         await world.until(20)
         assert all(m.trainer.joining.pulses.limit_s() < 3 for m in world.trainers())
+
+
+async def test_two_who_take_each_other_for_lost_find_each_other(virtual_time: MockClock) -> None:
+    """Each begins a round of its own, and no anchor signs either while both live."""
+    async with training(seed=12, n=2) as world:
+        await world.until(6)
+        usual_s = np.mean(await world.pace())
+        one, other = world.trainers()
+        for _ in range(4):
+            now = trio.current_time()
+            one.trainer.members.suspect(other.peer, now)
+            other.trainer.members.suspect(one.peer, now)
+            await world.until(world.epoch + 1)
+        begun = trio.current_time()
+        await world.until(world.epoch + 4)
+        assert trio.current_time() - begun < 8 * usual_s
