@@ -8,8 +8,9 @@ blocks waits one look longer, and so on, so that one that cannot come holds up n
 from __future__ import annotations
 
 import random
+import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import trio
@@ -29,9 +30,10 @@ from swarmd.plan.placement import (
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.records import SpanRecord
 from swarmd.status import BalanceStatus
-from swarmd.values import Decision, ModelId, PeerId, Span
+from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 
 MAX_LIFETIMES = 512  # of members that left: what was long ago says little
+MOST_TIMES = 16.0  # the usual speed: machines differ that much, and a claim beyond it moves nobody
 LOOKS_THAT_AGREE = 2  # a record that came late must not move anybody
 
 
@@ -73,7 +75,10 @@ class Turnover:
 
 
 class Balancer:
-    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be."""
+    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
+
+    ``answering`` says which of some peers answer now: a record alone, that others hold these blocks too, moves nobody.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Balancer:
         rng: random.Random,
         interval_s: float,
         turnover: Turnover,
+        answering: Callable[[set[PeerId]], Awaitable[set[PeerId]]],
         on_move: Callable[[Decision[Target]], Awaitable[bool]],
     ) -> None:
         self._view = view
@@ -91,6 +97,7 @@ class Balancer:
         self._rng = rng
         self._interval_s = interval_s
         self._turnover = turnover
+        self._answering = answering
         self._on_move = on_move
         self._moved_at: list[float] = []
         self._last_move: str | None = None
@@ -111,10 +118,26 @@ class Balancer:
             view = self._view()
             self._turnover.observe(view)
             due = self.look_again(view)
-            if due is not None and await self._on_move(Decision(due.action, f"moved: {due.reason}")):
+            if due is None or not await self._is_spared(view):
+                continue
+            if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
                 self._moved_at.append(self._wall_clock())
                 span = f"blocks {due.action.span}" if due.action.span else "another model"
                 self._last_move = f"to {span}: {due.reason}"
+
+    async def _is_spared(self, view: SwarmView) -> bool:
+        """Has each block that this server would leave another holder, which answers?"""
+        own = next((s for s in view.spans if (s.peer, s.slot) == self._own), None)
+        if own is None:
+            return False
+        others = [s for s in view.serving(ModelId(own.model)) if s.peer != own.peer]
+        near = [s for s in others if s.start < own.end and s.end > own.start]
+        answering = await self._answering({PeerId(s.peer) for s in near})
+        held = {block for s in near if s.peer in answering for block in range(s.start, s.end)}
+        if missing := set(range(own.start, own.end)) - held:
+            blocks = ", ".join(map(str, ranges(missing)))
+            self._last_look = f"this server stays: nobody else who holds blocks {blocks} answers"
+        return not missing
 
     def look_again(self, view: SwarmView) -> Decision[Target] | None:
         """Look, and say what to do now: something once enough looks in a row agreed on it."""
@@ -150,15 +173,24 @@ class Balancer:
         """Should it hold other blocks of the same model?"""
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
         spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
-        decision = choose_move([holder_of(s) for s in sorted(spans, key=lambda s: (s.peer, s.slot))], n_blocks)
+        decision = choose_move(holders_of(sorted(spans, key=lambda s: (s.peer, s.slot))), n_blocks)
         if decision.action is None or (decision.action.peer, decision.action.slot) != self._own:
             who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{who}{decision.reason}")
         return Decision(Target(ModelId(own.model), decision.action.span), decision.reason)
 
 
-def holder_of(span: SpanRecord) -> Holder:
-    """A span's record as placement sees it: its best measured throughput, whatever the batch."""
-    rate = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
-    blocks = Span(span.start, span.end)
-    return Holder(PeerId(span.peer), blocks, rate * len(blocks), span.state == "online", span.moves_left > 0, span.slot)
+def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
+    """Spans' records as placement sees them: their best throughput, whatever the batch, as far as it can be believed.
+
+    Nobody counts for more than ``MOST_TIMES`` the median of what all say.
+    """
+    known = list(spans)
+    speeds = [
+        max(s.decode_tokens_per_s or 1.0, *s.batch_tokens_per_s.values(), 0.001) * (s.end - s.start) for s in known
+    ]
+    most = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
+    return [
+        Holder(PeerId(s.peer), Span(s.start, s.end), min(speed, most), s.state == "online", s.moves_left > 0, s.slot)
+        for s, speed in zip(known, speeds, strict=True)
+    ]

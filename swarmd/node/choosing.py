@@ -13,7 +13,7 @@ import trio
 from swarmd.config import Config, Serve
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
-from swarmd.node.balancer import Turnover, holder_of
+from swarmd.node.balancer import Turnover, holders_of
 from swarmd.node.directory import Directory
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Starter
@@ -73,7 +73,8 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
     spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
     others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
-    holders = [holder_of(s) for s in others]
+    answering = await around.directory.answering({PeerId(s.peer) for s in others})
+    holders = holders_of(s for s in others if s.peer in answering)
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
     holders += [Holder(around.me, span, speed) for span in beside]

@@ -9,6 +9,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT: for peers that know nobody, so seldom is enough
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
 PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
+ANSWER_S = 5.0  # for a peer that is there to say so
+MOST_ASKED = 64  # at once, whether they are there
 N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
 MAX_REMEMBERED = 64  # addresses of peers to begin with after a restart
 
@@ -246,6 +249,21 @@ class Directory:
         """Measure one round trip in seconds. Raises PeerError."""
         self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
         return await self._rpc.round_trip_s(peer, timeout_s)
+
+    async def answering(self, peers: set[PeerId]) -> set[PeerId]:
+        """Which of these peers answer now, this one included; of very many those that are asked."""
+        found = peers & {self._network.peer_id}
+
+        async def ask(peer: PeerId) -> None:
+            with suppress(PeerError):
+                await self.ping(peer, ANSWER_S)
+                found.add(peer)
+
+        others = sorted(peers - found)
+        async with trio.open_nursery() as nursery:
+            for peer in self._rng.sample(others, min(MOST_ASKED, len(others))):
+                nursery.start_soon(ask, peer)
+        return found
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:

@@ -13,66 +13,19 @@ import trio.testing
 
 from swarmd.client.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
-from swarmd.net.exchange import Exchange
-from swarmd.net.rpc import MAX_CHANNELS, Channel, Rpc
+from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.node.heartbeat import UNUSED_LEASE_S
 from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
-from swarmd.protocol.fields import Message
-from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.messages import AnyMessage, CachePart, Edit, HandOver, Hello, Op, OpenSession, Refusal, TensorMeta
+from swarmd.protocol.messages import CachePart, Edit, HandOver, Op, TensorMeta
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
 from swarmd.values import PeerId, Span
 from swarmd.wire.tensors import pack
+from tests.hostile.kit import Attacker
 from tests.sim.swarm import EPOCH_S, HIDDEN, Reference, SimSwarm, toy_checkpoint
 
 KEY = b"a" * 16
-
-
-class Attacker:
-    """A member with a valid certificate and bad intentions: sends anything, notes every refusal."""
-
-    def __init__(self, swarm: SimSwarm, certificate: tuple[bytes, ...] | None = None) -> None:
-        self.identity, own = swarm._identity()
-        self.certificate = own if certificate is None else certificate
-        self.network = swarm.world.join(self.identity.peer_id)
-        self.rpc = Rpc(self.network, self)
-        self.exchange = Exchange(swarm.keys, swarm.wall_clock)
-        self.refusals: list[Refusal] = []
-
-    def hello(self) -> Hello:
-        return Hello(certificate=self.certificate)
-
-    def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.admit(peer, hello)
-
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
-        if isinstance(message, Refusal):
-            self.refusals.append(message)
-        return isinstance(message, Refusal)
-
-    def gone(self, peer: PeerId, purpose: str) -> None: ...
-
-    async def codes_for(self, peer: PeerId, message: Message, payload: bytes = b"") -> list[str]:
-        """Send one message and wait for what comes back."""
-        self.refusals.clear()
-        channel = await self.rpc.channel(peer)
-        await channel.send(message, payload)
-        await trio.sleep(1)
-        return [r.code for r in self.refusals]
-
-    async def open(self, peer: PeerId, **changes: object) -> None:
-        fields = {
-            "session": KEY,
-            "model": toy_checkpoint(4)[1],
-            "start": 0,
-            "end": 4,
-            "epoch": 1,
-            "max_tokens": 64,
-            **changes,
-        }
-        await self.rpc.call(peer, lambda i: OpenSession(id=i, **fields))  # type: ignore[arg-type]
 
 
 class Scene:

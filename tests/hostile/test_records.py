@@ -1,0 +1,208 @@
+"""A member that announces what cannot be, or far too much: nobody else is crowded out, and nobody believes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.config import Serve
+from swarmd.errors import IntegrityError, Refused
+from swarmd.net import exchange as exchanges
+from swarmd.net.exchange import Exchange
+from swarmd.node.directory import Directory
+from swarmd.plan import view
+from swarmd.plan.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
+from swarmd.protocol import records
+from swarmd.protocol.identity import Identity, certify, expiry_of
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord, read_untrusted
+from swarmd.values import PeerId, Span
+from tests.hostile.kit import Attacker, Invite, record_of
+from tests.sim.swarm import EPOCH_S, SimSwarm
+
+FOUNDER = Identity(b"f" * 32)
+KEYS = SwarmKeys("sim", FOUNDER.public_key, b"\0" * 32)
+
+
+def some_exchange() -> Exchange:
+    return Exchange(KEYS, lambda: EPOCH_S)
+
+
+def direct(number: int) -> tuple[Identity, tuple[bytes, ...]]:
+    """A member that the founder brought in itself."""
+    identity = Identity(number.to_bytes(32, "big"))
+    return identity, (certify(FOUNDER, identity.public_key, "member", EPOCH_S + 10**6),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "said"),
+    [
+        ({"expires_at": EPOCH_S - 1}, IntegrityError, "before it begins"),
+        ({"issued_at": 32_503_680_000, "expires_at": 32_503_680_060}, IntegrityError, "from now"),
+        ({"expires_at": EPOCH_S + 3_000}, Refused, "outlives"),
+        ({"issued_at": EPOCH_S + 600, "expires_at": EPOCH_S + 660}, Refused, "from the future"),
+    ],
+)
+def test_records_of_impossible_times_are_refused_by_name(
+    fields: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    invite = Invite(FOUNDER, until=EPOCH_S + 1_000)
+    raw = record_of(*invite.member(), EPOCH_S, **fields)
+    with pytest.raises(error, match=said):
+        read_untrusted(raw, FOUNDER.public_key, EPOCH_S, frozenset())
+    read_untrusted(record_of(*invite.member(), EPOCH_S), FOUNDER.public_key, EPOCH_S, frozenset())
+
+
+def test_who_is_certified_for_a_while_announces_no_longer() -> None:
+    _, certificate = Invite(FOUNDER, until=EPOCH_S + 6).member()
+    assert expiry_of(certificate) == EPOCH_S + 6
+    assert expiry_of(()) > EPOCH_S * 1000
+
+
+@pytest.mark.parametrize("kind", ["members", "clients", "records"])
+async def test_one_invite_cannot_crowd_out_others(kind: str, virtual_time: MockClock) -> None:
+    """However many identities or records come of it, there is room for others; and asking is cheap."""
+    invite, exchange = Invite(FOUNDER), some_exchange()
+    member = invite.member()
+    n_taken = 0
+    for number in range(2 * MAX_RECORDS_OF_A_VOUCHER):
+        more: dict[str, Any] = {}
+        sort: type[AnyRecord] = PeerRecord
+        if kind == "members":
+            who = invite.member()
+        elif kind == "clients":
+            who, sort, more = invite.client_of(*member), RunRecord, {"run": "r" * 64}
+        else:
+            if number % view.MAX_RECORDS_OF_A_PEER == 0:
+                member = invite.member()
+            who, sort, more = member, RunRecord, {"run": f"{number:064}"}
+        n_taken += exchange.merge_untrusted(record_of(*who, EPOCH_S, sort, **more))
+    assert n_taken <= MAX_RECORDS_OF_A_VOUCHER
+    assert len({e.record.peer for e in exchange.book.entries.values()}) <= MAX_PEERS_OF_A_VOUCHER
+    assert exchange.merge_untrusted(record_of(*direct(1), EPOCH_S))
+    assert exchange.merge_untrusted(record_of(*Invite(FOUNDER, b"j" * 32).member(), EPOCH_S))
+
+
+async def test_what_is_not_wanted_is_not_checked(monkeypatch: pytest.MonkeyPatch, virtual_time: MockClock) -> None:
+    """A signature costs as much as a hundred refusals."""
+    invite, exchange = Invite(FOUNDER), some_exchange()
+    for _ in range(MAX_PEERS_OF_A_VOUCHER):
+        assert exchange.merge_untrusted(record_of(*invite.member(), EPOCH_S))
+    n_checked = 0
+
+    def count(*arguments: Any) -> Any:
+        nonlocal n_checked
+        n_checked += 1
+        return read_untrusted(*arguments)
+
+    monkeypatch.setattr(records, "read_untrusted", count)
+    for _ in range(500):
+        assert not exchange.merge_untrusted(record_of(*invite.member(), EPOCH_S))
+    known = record_of(*direct(1), EPOCH_S)
+    for _ in range(500):
+        exchange.merge_untrusted(known)
+    newer = [record_of(*direct(1), EPOCH_S, sequence=2**50 + i) for i in range(500)]
+    assert not any(exchange.merge_untrusted(raw) for raw in newer), "news of one key every 0.1 s is enough"
+    assert n_checked == 1
+
+
+def test_an_expired_record_gives_back_its_place() -> None:
+    invite, book = Invite(FOUNDER), view.RecordBook()
+    for second in range(3):
+        taken = [
+            book.add(
+                read_untrusted(record_of(*invite.member(), EPOCH_S + second), KEYS.founder_key, EPOCH_S, frozenset())
+            )
+            for _ in range(50)
+        ]
+        assert all(t.action for t in taken) == (second < 2)
+    book.expire(EPOCH_S + 61)
+    book.expire(EPOCH_S + 1_000)
+    assert not book.entries
+    assert not book._n_of_peer
+    assert not book._n_of_voucher
+    assert not book._peers_of_voucher
+
+
+def test_a_full_book_lets_go_of_a_crowd_and_of_nobody_that_was_talked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "MAX_RECORDS", 50)
+    book, crowd = view.RecordBook(), Invite(FOUNDER)
+
+    def taken(who: tuple[Identity, tuple[bytes, ...]]) -> bool:
+        return book.add(read_untrusted(record_of(*who, EPOCH_S), KEYS.founder_key, EPOCH_S, frozenset())).action
+
+    members = [crowd.member() for _ in range(40)]
+    book.talked_with = {identity.peer_id for identity, _ in members[-5:]}
+    assert all(taken(who) for who in members)
+    newcomers = [direct(number) for number in range(40)]
+    assert all(taken(who) for who in newcomers)
+    present = {e.record.peer for e in book.entries.values()}
+    assert book.talked_with <= present
+    assert {identity.peer_id for identity, _ in newcomers} <= present
+    assert not taken(crowd.member())
+
+
+async def test_a_frame_full_of_records_lets_others_work(virtual_time: MockClock) -> None:
+    exchange, n_turns = some_exchange(), 0
+    raws = [record_of(*Invite(FOUNDER, bytes([n]) * 32).member(), EPOCH_S) for n in range(160)]
+    done = False
+
+    async def work() -> None:
+        nonlocal n_turns
+        while not done:
+            n_turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(work)
+        await exchange.merge_body_untrusted(memoryview(msgspec.msgpack.encode(ExchangeBody(envelopes=raws))))
+        done = True
+    assert len(exchange.book.entries) == len(raws)
+    assert n_turns >= len(raws) // exchanges.N_AT_ONCE - 1
+
+
+@pytest.mark.parametrize("is_believed", [False, True])
+async def test_a_claim_alone_moves_no_server(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, is_believed: bool
+) -> None:
+    """Somebody says that it holds all blocks, faster than anything, and cannot be reached; believed, the server moves."""
+    if is_believed:
+
+        async def believe(directory: Directory, peers: set[PeerId]) -> set[PeerId]:
+            return peers
+
+        monkeypatch.setattr(Directory, "answering", believe)
+    with trio.fail_after(3_000):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 6, seed=8)
+            honest = await swarm.add(Span(0, 6), is_fixed=False, hosted=(Serve("toy", max_blocks=3),))
+            daemon = swarm.daemons[honest][0]
+            while not any(h.is_online for h in daemon.hosts):
+                await trio.sleep(1)
+
+            def held() -> set[tuple[int, int]]:
+                return {(s.start, s.end) for s in daemon.directory.view().spans if s.peer == honest}
+
+            before = held()
+            attacker = Attacker(swarm)
+            await attacker.start(nursery)
+            fields = {"model": swarm.model, "state": "online", "decode_tokens_per_s": 1e15}
+            for number in range(1, 60):
+                with trio.move_on_after(20):
+                    claims = [
+                        attacker.says(SpanRecord, **fields, start=0, end=3, sequence=number),
+                        attacker.says(SpanRecord, **fields, start=0, end=1_024, slot=1, sequence=number),
+                        attacker.says(addresses=("/ip4/192.0.2.1/tcp/1",), sequence=number),
+                    ]
+                    for raw in claims:
+                        daemon.exchange.merge_untrusted(raw)
+                    if number == 1:
+                        swarm.world.crash(attacker.identity.peer_id)
+                    await trio.sleep_forever()
+            assert all(s.end <= 6 for s in daemon.directory.view().spans), "more blocks than the model has"
+            assert (held() == before) == (not is_believed)
+            nursery.cancel_scope.cancel()
