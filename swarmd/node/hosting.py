@@ -25,7 +25,8 @@ from swarmd.node.balancer import Balancer
 from swarmd.node.choosing import Around, choose_blocks
 from swarmd.node.hops import Deliver
 from swarmd.node.lanes import Lanes
-from swarmd.node.server import Served, Server
+from swarmd.node.served import Served
+from swarmd.node.server import Server
 from swarmd.node.worker_link import Handlers, WorkerLink, WorkerStatus
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.placement import Target, choose_model
@@ -333,7 +334,7 @@ class Hosting:
             reason = f"the worker of this hop ended: {worker.reason}"
             server.worker_lost(reason)
             serving.lanes.worker_lost(reason)
-        self._announced = server.ledger.free_tokens, server.n_decoding()
+        self._announced = server.ledger.room_tokens, server.n_decoding()
         self._around.directory.announce_soon()
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
@@ -347,7 +348,7 @@ class Hosting:
         if self._serving is None:
             return
         server, (announced, said) = self._serving.server, self._announced
-        free, load = server.ledger.free_tokens, server.n_decoding()
+        free, load = server.ledger.room_tokens, server.n_decoding()
         is_room_news = abs(free - announced) > NEWS_SHARE * server.ledger.total_tokens
         if is_room_news or abs(load - said) > max(1, NEWS_SHARE * said):
             self._announced = free, load
@@ -388,7 +389,7 @@ class Hosting:
             "n_decoding": server.n_decoding(),
             "moves_left": self.balancer.moves_left if may_move else 0,
             "any_model": may_move and not self.wanted.model,
-            "free_cache_tokens": server.ledger.free_tokens,
+            "free_cache_tokens": server.ledger.room_tokens,
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -25,6 +24,7 @@ from swarmd.node.heartbeat import Heartbeats
 from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, reach_successor
 from swarmd.node.migration import Migrations
 from swarmd.node.outbox import Outbox
+from swarmd.node.served import Served
 from swarmd.node.worker_link import Answer, Handlers, WorkerLink, WorkerLost
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.session import HopState, Verdict, Watch, accept_op, judge_op
@@ -49,10 +49,9 @@ from swarmd.protocol.messages import (
     Rerouted,
     framed,
 )
-from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.worker import Done, Loaded
 from swarmd.status import ServerStatus, SessionRow
-from swarmd.values import ModelId, PeerId, Span
+from swarmd.values import PeerId, Span
 from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
@@ -61,17 +60,6 @@ WATCH_INTERVAL_S = 0.25  # a twelfth of SUSPECT_AFTER_S: suspected late by littl
 LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way
 WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
 ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What one server serves: blocks of a model, in one dtype. ``limit_bytes`` may wait here for fine-tuning."""
-
-    model: ModelId
-    span: Span
-    dtype: str
-    limit_bytes: int = 0
-    understands: Understanding = OURS
 
 
 class Server:
@@ -116,7 +104,7 @@ class Server:
     def snapshot(self) -> ServerStatus:
         return ServerStatus(
             sessions=len(self._hops),
-            free_cache_tokens=self.ledger.free_tokens,
+            free_cache_tokens=self.ledger.room_tokens,
             total_cache_tokens=self.ledger.total_tokens,
             tokens_served=self._tokens_served,
             refused=dict(self._refused),
@@ -206,11 +194,31 @@ class Server:
                 await self._resend(op, hop)
             return
         hop.take_in(op.seq, len(frame.raw))
+        if op.tensor is not None:
+            await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
         accept_op(hop.state, op)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
             self._tokens_served += op.tensor.b * op.tensor.t
         await self._worker.send(frame.raw)
+
+    async def _take_room(self, key: Key, n_tokens: int, now: float) -> None:
+        """An op needs so much cache, at most. Raises Refused for a session that has to end."""
+        try:
+            for ending in self.ledger.use(key, n_tokens, now):
+                await self._give_way(ending)
+        except Refused as error:
+            await self._end(key)
+            raise Refused(Code.SESSION_LOST, str(error)) from None
+
+    async def _give_way(self, key: Key) -> None:
+        """End a session that others need the room of; its client replays it, here or elsewhere."""
+        hop = self._hops.get(key)
+        await self._end(key)
+        if hop is not None:
+            text = "others ask for cache, and this client uses more than a fair share"
+            lost = Refusal(code=Code.SESSION_LOST.value, message=text, session=key[0], start=key[1])
+            self._outbox.tell(hop.state.client, framed(lost))
 
     async def _resend(self, op: Op, hop: SessionHop) -> None:
         """Answer a repeated op from what the worker kept."""
@@ -221,7 +229,8 @@ class Server:
         client, key = channel.peer, (opening.session, opening.start)
         self._check_open(client, opening)
         principal = self._exchange.principal(client)
-        self.ledger.reserve(key, principal, opening.batch * opening.max_tokens)
+        for ending in self.ledger.reserve(key, principal, opening.batch * opening.max_tokens, trio.current_time()):
+            await self._give_way(ending)
         token_bytes = 8 * (self._worker.loaded.hidden if self._worker.loaded else 0) + 64
         hop = SessionHop(
             HopState(client, PeerId(opening.predecessor) or client, opening.epoch),
@@ -253,21 +262,12 @@ class Server:
 
     def require_serving(self, model: str, start: int, end: int, dtype: str, codec: str) -> Loaded:
         """Refuse what this server cannot compute now. Raises Refused."""
-        loaded, served = self._worker.loaded, self.served
         if self.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
-        if loaded is None:
+        if self._worker.loaded is None:
             raise Refused(Code.NOT_SERVING, f"the worker is {self._worker.snapshot().state}", 2.0)
-        if model != served.model:
-            raise Refused(Code.NOT_SERVING, f"this server holds {served.model[:12]}, not {model[:12]}")
-        if not (start < end and served.span.covers(Span(start, end))):
-            raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span}, not {start}:{end}")
-        if dtype != served.dtype:
-            raise Refused(Code.UNSUPPORTED, f"this server computes in {served.dtype}, not {dtype}")
-        if codec not in served.understands.codecs:
-            known = ", ".join(served.understands.codecs)
-            raise Refused(Code.UNSUPPORTED, f"this server knows the codecs {known}, not {codec}")
-        return loaded
+        self.served.require(model, start, end, dtype, codec)
+        return self._worker.loaded
 
     async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
         loaded = self._worker.loaded

@@ -1,49 +1,141 @@
-"""Who may reserve how much cache: tokens are promised once and never oversold, with a cap for each peer."""
+"""Who may have how much cache: promises are never oversold, and give way when others ask.
+
+A session is promised what it asks for while there is room. When somebody asks for more than is free, promises shrink to
+what their sessions use; if that is not enough, sessions of whoever uses more than a fair share end (their clients
+replay them elsewhere), idle ones first, then the newest. Nobody gets more than a fair share that way.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swarmd.errors import Code, Refused
 
-MAX_SHARE_PER_PEER = 0.5  # of the cache: one client never has all of it
+MAX_SHARE_PER_PEER = 0.5  # of the cache: one client never has all of it in several sessions
 RETRY_AFTER_S = 10.0  # a short generation has ended by then
 MAX_SESSIONS_PER_PEER = 64  # each costs bookkeeping, however small it is
+SLACK_TOKENS = 256  # left to a session beyond what it uses: the next steps do not ask again
+IDLE_S = 10.0  # without an op: a client that decodes, or reads what came, takes less
+
+Key = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class Promise:
+    """What one hop of ``owner`` (the key that answers for a client) asked for, may use, and uses. ``order``: its age.
+
+    What it uses is known from above: a crop gives nothing back here.
+    """
+
+    owner: bytes
+    asked: int
+    tokens: int
+    order: int
+    used: int = 0
+    used_at: float = 0.0
+
+    @property
+    def spare(self) -> int:
+        """What can be taken back while it goes on."""
+        return max(0, self.tokens - self.used - SLACK_TOKENS)
 
 
 @dataclass(slots=True)
 class CacheLedger:
-    """Reservations of cache tokens by hop key."""
+    """Promises of cache tokens by hop key."""
 
     total_tokens: int
-    _reserved: dict[tuple[bytes, int], tuple[bytes, int]] = field(default_factory=dict)
+    _promises: dict[Key, Promise] = field(default_factory=dict)
+    _order: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def free_tokens(self) -> int:
-        return self.total_tokens - sum(n for _, n in self._reserved.values())
+        """What is promised to nobody."""
+        return self.total_tokens - sum(p.tokens for p in self._promises.values())
 
-    def reserve(self, key: tuple[bytes, int], client: bytes, n_tokens: int) -> None:
-        """Promise ``n_tokens`` to a hop of ``client`` (the key that answers for it).
+    @property
+    def room_tokens(self) -> int:
+        """What somebody new could get."""
+        spare = sum(p.spare for p in self._promises.values())
+        owners = {p.owner for p in self._promises.values()}
+        return max(self.free_tokens, min(self.free_tokens + spare, self.total_tokens // (len(owners) + 1)))
+
+    def reserve(self, key: Key, client: bytes, n_tokens: int, now: float = 0.0) -> list[Key]:
+        """Promise ``n_tokens`` to a hop of ``client`` (the key that answers for it); returns hops that must end for it.
 
         Raises Refused with both numbers and changes nothing; a second promise replaces the first.
         """
-        others = {k: v for k, v in self._reserved.items() if k != key}
-        free = self.total_tokens - sum(n for _, n in others.values())
         if n_tokens > self.total_tokens:
             raise Refused(
                 Code.TOO_LONG, f"{n_tokens} cache tokens asked for, this server has {self.total_tokens} in all"
             )
-        held = [n for owner, n in others.values() if owner == client]
+        others = {k: p for k, p in self._promises.items() if k != key}
+        held = [p.tokens for p in others.values() if p.owner == client]
         if len(held) >= MAX_SESSIONS_PER_PEER or (held and sum(held) + n_tokens > self._cap()):
             text = f"this client holds {sum(held)} of at most {self._cap()} cache tokens in {len(held)} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
-        if n_tokens > free:
-            text = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
-            raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
-        self._reserved[key] = (client, n_tokens)
+        ending = self._make_room(others, client, n_tokens, now)
+        self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), used_at=now)
+        return ending
 
-    def release(self, key: tuple[bytes, int]) -> None:
-        self._reserved.pop(key, None)
+    def use(self, key: Key, n_tokens: int, now: float) -> list[Key]:
+        """A hop takes so many tokens more, at most; returns hops that must end for it.
+
+        Raises Refused where its promise was taken back, and nothing is left to renew it.
+        """
+        promise = self._promises.get(key)
+        if promise is None:
+            return []
+        promise.used, promise.used_at = min(promise.asked, promise.used + n_tokens), now
+        if promise.used <= promise.tokens:
+            return []
+        others = {k: p for k, p in self._promises.items() if k != key}
+        wanted = min(promise.asked, promise.used + SLACK_TOKENS)
+        ending = self._make_room(others, promise.owner, wanted, now)
+        promise.tokens = wanted
+        return ending
+
+    def release(self, key: Key) -> None:
+        self._promises.pop(key, None)
+
+    def _make_room(self, others: dict[Key, Promise], client: bytes, n_tokens: int, now: float) -> list[Key]:
+        """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
+        missing = n_tokens - (self.total_tokens - sum(p.tokens for p in others.values()))
+        if missing <= 0:
+            return []
+        fair = self.total_tokens // len({client, *(p.owner for p in others.values())})
+        own = sum(p.tokens for p in others.values() if p.owner == client)
+        ending = None if own + n_tokens > fair else _who_ends(others, fair, missing, now)
+        if ending is None:
+            free = n_tokens - missing
+            text = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free, a fair share is {fair}"
+            raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
+        for gone in ending:
+            missing -= self._promises.pop(gone).tokens
+        for promise in sorted(self._promises.values(), key=lambda p: -p.spare):
+            taken = min(promise.spare, max(0, missing)) if promise in others.values() else 0
+            promise.tokens -= taken
+            missing -= taken
+        return ending
 
     def _cap(self) -> int:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
+
+
+def _who_ends(promises: dict[Key, Promise], fair: int, missing: int, now: float) -> list[Key] | None:
+    """Which hops must end so that ``missing`` tokens can be had, beside what all can spare; None if that is too few."""
+    missing -= sum(p.spare for p in promises.values())
+    ending: list[Key] = []
+    for key, promise in sorted(promises.items(), key=lambda item: (now - item[1].used_at < IDLE_S, -item[1].order)):
+        if missing <= 0:
+            break
+        if _used(promise.owner, (p for k, p in promises.items() if k not in ending)) > fair:
+            ending.append(key)
+            missing -= promise.tokens - promise.spare
+    return ending if missing <= 0 else None
+
+
+def _used(owner: bytes, promises: Iterable[Promise]) -> int:
+    return sum(min(p.tokens, p.used + SLACK_TOKENS) for p in promises if p.owner == owner)

@@ -169,7 +169,7 @@ async def test_a_frame_full_of_records_lets_others_work(virtual_time: MockClock)
 async def test_a_claim_alone_moves_no_server(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, is_believed: bool
 ) -> None:
-    """Somebody says that it holds all blocks, faster than anything, and cannot be reached; believed, the server moves."""
+    """Somebody says that it holds all blocks, faster than anything, and cannot be reached; believed, it moves one."""
     if is_believed:
 
         async def believe(directory: Directory, peers: set[PeerId]) -> set[PeerId]:

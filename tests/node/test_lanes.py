@@ -12,7 +12,7 @@ import trio
 
 from swarmd.errors import Code, Refused
 from swarmd.node.lanes import Lanes
-from swarmd.node.server import Served
+from swarmd.node.served import Served
 from swarmd.node.worker_link import Answer
 from swarmd.protocol import messages
 from swarmd.protocol import worker as worker_messages

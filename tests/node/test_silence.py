@@ -12,7 +12,7 @@ from swarmd.net.standing import Standing
 from swarmd.protocol import frames, messages, rounds, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.messages import Hello, Inherited, ManifestIs, Progress, Suspect, Unknown, WantManifest
-from tests.node.test_hostile_peers import KEY, scene
+from tests.hostile.test_peers import KEY, scene
 
 AT_ONCE_S = 1.0
 

@@ -280,8 +280,10 @@ def test_cache_is_promised_once_and_shared_fairly() -> None:
     with pytest.raises(Refused, match="holds 400 of at most 500"):
         ledger.reserve((b"2", 0), a, 200)
     ledger.reserve((b"3", 0), b, 500)
-    with pytest.raises(Refused, match="200 cache tokens asked for, 100 of 1000 are free") as caught:
-        ledger.reserve((b"4", 0), b"c", 200)
+    for key, n in ((b"1", 400), (b"3", 500)):
+        assert ledger.use((key, 0), n, 0.0) == []
+    with pytest.raises(Refused, match="100 of 1000 are free, a fair share is 333") as caught:
+        ledger.reserve((b"4", 0), b"c", 400)
     assert caught.value.code is Code.NO_CAPACITY
     assert caught.value.retry_after_s
     with pytest.raises(Refused, match="2000 cache tokens asked for, this server has 1000") as caught:
@@ -293,6 +295,43 @@ def test_cache_is_promised_once_and_shared_fairly() -> None:
     ledger.reserve((b"1", 0), a, 300)
     ledger.release((b"3", 0))
     assert ledger.free_tokens == 700
+
+
+def test_promises_shrink_to_what_is_used_when_others_ask() -> None:
+    ledger, big, small = CacheLedger(100_000), (b"1", 0), (b"2", 0)
+    ledger.reserve(big, b"a", 100_000)
+    ledger.use(big, 5_000, 0.0)
+    assert ledger.room_tokens == 50_000
+    assert ledger.reserve(small, b"b", 40_000) == []
+    assert ledger.free_tokens == 0
+    assert ledger.use(big, 50_000, 1.0) == [], "the other one uses nothing of its promise yet, and gives some back"
+    with pytest.raises(Refused, match="a fair share is 50000"):
+        ledger.use(big, 45_000, 2.0)
+    assert ledger.use(small, 30_000, 3.0) == []
+
+
+def test_who_uses_more_than_a_fair_share_gives_way() -> None:
+    """Idle sessions first, then the newest; whoever uses less than a fair share is left alone."""
+    ledger = CacheLedger(90_000)
+    keys = [(bytes([n]), 0) for n in range(4)]
+    ledger.reserve(keys[0], b"modest", 20_000)
+    for key in keys[1:3]:
+        ledger.reserve(key, b"greedy", 22_000)
+    ledger.reserve(keys[3], b"other", 20_000)
+    for key, n in zip(keys, (20_000, 22_000, 22_000, 20_000), strict=True):
+        ledger.use(key, n, 100.0)
+    ledger.use(keys[2], 0, 200.0)
+    assert ledger.reserve((b"n", 0), b"newcomer", 22_000, 200.0) == [keys[1]], "idle, though older"
+    assert ledger.reserve((b"m", 0), b"newcomer", 100, 200.0) == []
+    ledger = CacheLedger(90_000)
+    for number in range(4):
+        ledger.reserve((bytes([number]), 0), b"greedy", 10_000)
+        ledger.use((bytes([number]), 0), 10_000, 0.0)
+    ledger.reserve((b"h", 0), b"other", 50_000)
+    ledger.use((b"h", 0), 50_000, 0.0)
+    assert ledger.reserve((b"n", 0), b"newcomer", 30_000, 1.0) == [(b"h", 0)], "the newest of those above a share"
+    with pytest.raises(Refused, match="a fair share is 30000"):
+        ledger.reserve((b"o", 0), b"newcomer", 30_000, 1.0)
 
 
 def verified(record: SpanRecord) -> Verified:
