@@ -14,9 +14,10 @@ import msgspec
 
 from swarmd.errors import IntegrityError
 from swarmd.protocol import commit as commits
-from swarmd.protocol.commit import MAX_COMMIT_BYTES, MAX_CONTRIBUTORS, Commit, Counted, Finite, Size
+from swarmd.protocol.commit import MAX_COMMIT_BYTES, MAX_CONTRIBUTORS, Ballot, Commit, Counted, Finite, Size
 from swarmd.protocol.fields import Count
 from swarmd.protocol.identity import Identity, Signature, public_key_of_untrusted, verify
+from swarmd.protocol.recipe import MAX_ANCHORS
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -42,8 +43,19 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         return Counted(peer, self.first, self.n, self.loss, math.sqrt(self.squares) / self.n)
 
 
+class Witness(msgspec.Struct, frozen=True, array_like=True):
+    """An anchor, by its place, that has accepted a commit under a ballot: others must be free to follow it."""
+
+    place: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ANCHORS)]
+    ballot: Ballot
+    signature: Signature
+
+
 class Backed(msgspec.Struct, frozen=True, array_like=True):
-    """A commit's body, the shares of its contributors in their order, and assents by their place among them."""
+    """A commit's body, the shares of its contributors in their order, and assents by their place among them.
+
+    ``witness``: who has accepted it before, if a proposer is bound to it.
+    """
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
     shares: Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
@@ -51,6 +63,7 @@ class Backed(msgspec.Struct, frozen=True, array_like=True):
         tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature], ...],
         msgspec.Meta(max_length=MAX_CONTRIBUTORS),
     ] = ()
+    witness: Witness | None = None
 
 
 def sign_share(share: Share, parent: bytes, state: bytes, average: bytes, contributor: Identity) -> Share:

@@ -69,12 +69,13 @@ class Prepare(Message, tag="prepare", frozen=True):
 class Promised(Message, tag="promised", frozen=True):
     """The highest ballot that is promised now: the one asked for, if that is a yes.
 
-    Under ``accepted`` the commit in the payload, with its backing, was taken before.
+    Under ``accepted`` the commit in the payload, with its backing, was taken before, and signed.
     """
 
     re: Count = 0
     promised: Ballot = (0, "")
     accepted: Ballot = (0, "")
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Propose(Message, tag="propose", frozen=True):

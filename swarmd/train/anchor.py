@@ -19,7 +19,7 @@ from swarmd.plan.contributions import N_HISTORY, Weighed
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol import backing
 from swarmd.protocol import commit as commits
-from swarmd.protocol.backing import Backed
+from swarmd.protocol.backing import Backed, Witness
 from swarmd.protocol.commit import Ballot, Commit
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import RunOrder
@@ -81,7 +81,11 @@ class Anchor:
             if promised is None:
                 return Promised(re=message.id, promised=acceptor.promised), b""
             await self._keep(promised)
-            return Promised(re=message.id, promised=message.ballot, accepted=acceptor.accepted), acceptor.body
+            signature = b""
+            if acceptor.body:
+                signature = commits.sign(_read(acceptor.body)[1].body, acceptor.accepted, self._identity)
+            accepted = acceptor.accepted
+            return Promised(message.id, message.ballot, accepted, signature), acceptor.body
 
     async def propose(self, peer: PeerId, message: Propose, proposed: bytes) -> Accepted:
         """Sign a commit that may follow and is backed, if nothing speaks against it. Raises Refused."""
@@ -119,6 +123,8 @@ class Anchor:
         """Is this what a round made, as far as can be seen from here? Raises Refused."""
         if commit.parent != self._ledger.head:
             return  # _for says what is wrong with it
+        if backed.witness is not None and self._is_witnessed(backed, backed.witness):
+            return  # it saw the same, and a proposer that is bound to it must be free to go on
         if commit.restores:
             if (self.order.back_from, self.order.back_to) != (commit.parent, commit.restores):
                 known_for_s = self._sight.known_for_s()
@@ -143,7 +149,7 @@ class Anchor:
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
         kept = self._acceptor
         if kept.parent == parent:
-            is_old = kept.body and _generation(kept.body) != self.order.generation
+            is_old = kept.body and _read(kept.body)[0].generation != self.order.generation
             return Acceptor(parent, kept.promised) if is_old else kept
         if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
@@ -157,18 +163,27 @@ class Anchor:
                 raise Refused(Code.NO_CAPACITY, str(error), 5.0) from None
         self._acceptor = acceptor
 
+    def _is_witnessed(self, backed: Backed, witness: Witness) -> bool:
+        """Has another anchor accepted this commit?"""
+        anchors = self.order.anchors_of(self._ledger.run.recipe)
+        try:
+            commits.verify_signature_untrusted(backed.body, witness.ballot, anchors[witness.place], witness.signature)
+        except (IntegrityError, IndexError):
+            return False
+        return True
+
 
 def _require(decision: Decision[bool]) -> None:
     if not decision.action:
         raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
 
 
-def _generation(accepted: bytes) -> int | None:
-    """The anchors' generation of what was accepted; None for what an older version wrote."""
+def _read(accepted: bytes) -> tuple[Commit, Backed]:
+    """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
     try:
-        return backing.read_untrusted(accepted)[0].generation
-    except IntegrityError:
-        return None
+        return backing.read_untrusted(accepted)
+    except IntegrityError as error:
+        raise Refused(Code.REFUSED, f"what this anchor accepted last is of another version: {error}") from None
 
 
 def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:

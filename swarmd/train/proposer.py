@@ -12,6 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
@@ -19,6 +20,7 @@ from swarmd.plan.ballot import NO_BALLOT, bound_to, is_majority
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol import backing
 from swarmd.protocol import commit as commits
+from swarmd.protocol.backing import Witness
 from swarmd.protocol.commit import Ballot
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import RunOrder
@@ -69,11 +71,13 @@ class Proposer:
             request = partial(_prepare, self._run, self._parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
             yes = [
-                (m.accepted, body) for _, m, body in answers if isinstance(m, Promised) and m.promised == self._ballot
+                (m.accepted, self._witnessed(place, m, body))
+                for place, m, body in answers
+                if isinstance(m, Promised) and m.promised == self._ballot
             ]
             if is_majority(len(yes), len(self._anchors)):
                 self.waits_for = ""
-                return bound_to([(ballot, body) for ballot, body in yes if not body or self._may_follow(body)])
+                return bound_to([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
 
@@ -98,15 +102,22 @@ class Proposer:
             attempt += 1
             proposed = await self.promises() or proposed
 
-    def _may_follow(self, proposed: bytes) -> bool:
-        """Could what an anchor says it has accepted be signed at all?"""
+    def _witnessed(self, place: int, promised: Promised, accepted: bytes) -> bytes:
+        """What an anchor says it has accepted, with its word for that; b"" if it could not be signed at all."""
+        if promised.accepted == NO_BALLOT or not accepted:
+            return b""
         try:
-            commit, _ = backing.read_untrusted(proposed)
+            commit, backed = backing.read_untrusted(accepted)
             self._ledger.check_next(commit)
+            anchor, signature = self._anchors[place], promised.signature
+            commits.verify_signature_untrusted(backed.body, promised.accepted, anchor, signature)
         except IntegrityError as error:
             logger.warning("an anchor names a commit that cannot follow: %s", error)
-            return False
-        return commit.generation == self._order.generation
+            return b""
+        if commit.generation != self._order.generation:
+            return b""
+        witness = Witness(place, promised.accepted, signature)
+        return backing.encode(msgspec.structs.replace(backed, witness=witness))
 
     async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
         """Let another proposer finish, longer after each attempt."""

@@ -331,7 +331,7 @@ def test_who_uses_more_than_a_fair_share_gives_way() -> None:
     ledger.use((b"h", 0), 50_000, 0.0)
     assert ledger.reserve((b"n", 0), b"newcomer", 30_000, 1.0) == [(b"h", 0)], "the newest of those above a share"
     with pytest.raises(Refused, match="a fair share is 30000"):
-        ledger.reserve((b"o", 0), b"newcomer", 30_000, 1.0)
+        ledger.reserve((b"o", 0), b"yet another", 40_000, 1.0)
 
 
 def verified(record: SpanRecord) -> Verified:
