@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 
 import msgspec
 import trio
@@ -19,6 +20,7 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 0.5  # a small adapter is there by then
+UNLISTED_RETRY_S = 5.0  # a catalog that is newer crosses the swarm in that
 FAILED_FOR_S = 10.0  # a fetch that failed is not begun again for each session that asks
 MAX_REMEMBERED = 64  # adapters that come or have failed: names only, bounded because strangers give them
 MAX_BYTES = 1 << 30  # of one adapter: three times rank 64 on every matrix of an 8 B model
@@ -26,12 +28,15 @@ MAX_FETCHES = 2  # at a time: sessions share the link with them
 
 
 class Adapters:
-    """The adapters of one server."""
+    """The adapters of one server. ``listed`` gives those of the catalog: hash to the hash of what each is made for."""
 
-    def __init__(self, supply: Supply, base: ModelId, worker: WorkerLink) -> None:
+    def __init__(
+        self, supply: Supply, base: ModelId, worker: WorkerLink, listed: Callable[[], Mapping[str, str]]
+    ) -> None:
         self._supply = supply
         self._base = base
         self._worker = worker
+        self._listed = listed
         self._tasks = Tasks()
         self._ready: set[str] = set()
         self._failed: dict[str, tuple[Code, str, float]] = {}
@@ -48,6 +53,10 @@ class Adapters:
         """Refuse a session until its adapter is ready; begins to get it. Raises Refused."""
         if adapter in self._ready:
             return
+        if (base := self._listed().get(adapter)) is None:
+            raise Refused(Code.NOT_HELD, f"no catalog known here lists the adapter {adapter[:12]}", UNLISTED_RETRY_S)
+        if base != self._base:
+            raise Refused(Code.UNSUPPORTED, f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
         code, reason, until = self._failed.get(adapter, (Code.REFUSED, "", 0.0))
         if trio.current_time() < until:
             raise Refused(code, reason, until - trio.current_time())
@@ -77,6 +86,8 @@ class Adapters:
             shards = tuple(str(path) for path in folder.shards())
             loaded = await self._worker.call(lambda i: LoadAdapter(id=i, adapter=adapter, shards=shards), config)
             failure = loaded.failure if isinstance(loaded, AdapterLoaded) else "the worker did not say"
+            if failure:
+                self._supply.discard(ModelId(adapter))
         except WorkerLost:
             self._coming.discard(adapter)
             return  # the next one is asked anew

@@ -92,10 +92,13 @@ class Server:
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
         self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
-        self._adapters = Adapters(supply, served.model, worker)
+        self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
         self._refused: Counter[str] = Counter()
         self._ended = trio.Event()
+
+    def _adapters_listed(self) -> dict[str, str]:
+        return dict(self._exchange.book.catalog.adapters.values())
 
     def n_decoding(self) -> int:
         """Sessions that took a step just now."""

@@ -8,7 +8,7 @@ repetition of what it was asked for; what was verified stays on disk whatever ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +46,8 @@ LEFT_OUT_S = 2.0  # after a first failure, twice as long after each other one
 LONGEST_LEFT_OUT_S = 60.0  # a donor that failed is tried again after at most that
 PATIENCE_S = 180.0  # nobody has given a byte for so long: say so
 MANIFEST_TIMEOUT_S = 20.0  # 15 MiB on a slow link
+SILENT_S = 2.0  # of a donor of a manifest: the next one is asked beside it
+YIELD_S = 3.0  # who has given nothing for so long yields to a donor that waits; twice as long the next time
 
 LACKS = (Code.NOT_HELD, Code.NOT_HERE)  # refusals that say that a donor has it no more
 
@@ -79,25 +81,54 @@ class Progress:
 
 
 async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
-    """Ask one donor after the other. Raises SwarmUnavailable when none gives the true one."""
-    reasons = []
-    for donor in donors:
+    """Ask one donor after the other, and the next one beside it while it is silent.
+
+    Raises SwarmUnavailable when none gives the true one.
+    """
+    reasons: list[str] = []
+    found: list[Manifest] = []
+
+    async def ask(donor: PeerId, failed: trio.Event, everybody: trio.CancelScope) -> None:
         try:
-            request = partial(_want_manifest, model)
-            reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
-            if not isinstance(reply, ManifestIs):
-                raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
-            return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
+            found.append(await _manifest_of(rpc, model, donor))
+            everybody.cancel()
         except IntegrityError as error:
             rpc.standing.fault(donor, Fault.BAD_CHUNK, str(error))
             reasons.append(f"{donor[-8:]} lies: {error}")
         except PeerError as error:
             reasons.append(f"{donor[-8:]}: {error}")
+        failed.set()
+
+    async with trio.open_nursery() as nursery:
+        for donor in donors:
+            failed = trio.Event()
+            nursery.start_soon(ask, donor, failed, nursery.cancel_scope)
+            with trio.move_on_after(SILENT_S):
+                await failed.wait()
+    if found:
+        return found[0]
     raise SwarmUnavailable(f"nobody gives the manifest of {model[:12]}: {'; '.join(reasons) or 'no live donor'}")
+
+
+async def _manifest_of(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
+    """Raises PeerError or IntegrityError."""
+    request = partial(_want_manifest, model)
+    reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
+    if not isinstance(reply, ManifestIs):
+        raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
+    return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
 
 
 def _want_manifest(model: ModelId, call_id: int) -> Message:
     return WantManifest(id=call_id, model=model)
+
+
+@dataclass(slots=True)
+class Turn:
+    """Since when a donor has given nothing in its turn, and how often that was too long."""
+
+    since: float = 0.0
+    n_yielded: int = 0
 
 
 class Fetch:
@@ -121,6 +152,7 @@ class Fetch:
         self._parts: dict[int, Part] = {}
         self._unfinished: dict[int, Part] = {}  # each is put in place once
         self._given: dict[PeerId, int] = {}
+        self._turns: dict[PeerId, Turn] = {}
         self._hub = hub
         self._resumed_bytes = 0
         self._done_bytes = 0
@@ -173,7 +205,7 @@ class Fetch:
             offers = {p: g for p, g in known.items() if standing.allows(p)}
             if not offers:  # whoever alone has it is asked again soon, unless it lied
                 offers = {p: g for p, g in known.items() if standing.allows(p, True) and not standing.is_shunned(p)}
-            for peer in sorted(offers, key=lambda p: p not in serving)[MAX_DONORS:]:
+            for peer in self._beyond_room(offers, serving.keys(), now):
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:
                 serving.pop(peer).cancel()
@@ -187,6 +219,19 @@ class Fetch:
             news = self._news
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await news.wait()
+
+    def _beyond_room(self, offers: Iterable[PeerId], serving: Collection[PeerId], now: float) -> list[PeerId]:
+        """Donors that there is no room for: those that came last, after those that were there and gave nothing."""
+
+        def rank(peer: PeerId) -> tuple[int, bool, int]:
+            turn = self._turns.setdefault(peer, Turn())
+            if peer in serving and now - turn.since > YIELD_S * 2**turn.n_yielded:
+                turn.n_yielded += 1
+            elif peer not in serving:
+                turn.since = now
+            return turn.n_yielded, peer not in serving, -self._given.get(peer, 0)
+
+        return sorted(offers, key=rank)[MAX_DONORS:]
 
     async def _look_at_disk(self) -> None:
         pieces: list[Piece] = []
@@ -260,6 +305,7 @@ class Fetch:
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
         self._rpc.standing.did_well(peer)
         self._fed_at = trio.current_time()
+        self._turns[peer] = Turn(self._fed_at)
         with trio.CancelScope(shield=True):  # its donor may be given up meanwhile
             self._download.arrived(peer, piece, self._fed_at)
             if not part.missing and self._unfinished.pop(piece.group, None) is not None:

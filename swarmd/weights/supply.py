@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import trio
 
@@ -86,6 +87,11 @@ class Supply:
         if not wanted <= known.held:
             raise SwarmUnavailable(f"groups of {model[:12]} are not there though they were fetched: try again")
         return known
+
+    def discard(self, model: ModelId) -> None:
+        """Delete what was fetched and turned out to be of no use; a folder of the user's stays."""
+        with suppress(ConfigError):
+            logger.info("deleted %d B of %s", self.library.remove(model), model[:12])
 
     async def _fetch(self, manifest: Manifest, wanted: frozenset[int]) -> ModelFolder:
         target = await trio.to_thread.run_sync(self.library.fill, manifest)

@@ -199,3 +199,37 @@ async def test_a_group_is_put_in_place_once_though_its_last_pieces_come_together
     rpc = PlayedRpc({peer: PlayedDonor(whole, 100) for peer in (A, B, C)})
     await fetch_of(rpc, target).run()
     assert sorted(finished) == sorted(ALL)
+
+
+@pytest.mark.parametrize("first_bytes", [0, 1], ids=["never gave", "gave once"])
+async def test_silent_donors_yield_to_one_that_gives(
+    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, first_bytes: int
+) -> None:
+    """A crowd accepts every request and answers none, before the only honest one in any order."""
+    honest = PeerId("z-honest")
+    donors = {PeerId(f"silent-{i:02}"): PlayedDonor(whole, 100) for i in range(20)}
+    for donor in donors.values():
+        donor.stalls_after_bytes = first_bytes * whole.n_bytes(ALL) / 40
+    donors[honest] = PlayedDonor(whole, 100)
+    rpc, begun = PlayedRpc(donors), trio.current_time()
+    assert await fetch_manifest(rpc, target.model, donors) == whole.manifest  # type: ignore[arg-type]
+    fetch = fetch_of(rpc, target)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fetch.run)
+        while not donors[honest].sent_bytes:
+            await trio.sleep(0.1)
+        assert trio.current_time() - begun < 10
+    assert target.held == ALL
+    assert trio.current_time() - begun < 30
+
+
+async def test_a_manifest_of_silent_donors_comes_from_the_next(virtual_time: MockClock, whole: ModelFolder) -> None:
+    class Silent(PlayedDonor):
+        async def give(self, message: Any) -> Any:
+            await trio.sleep_forever()
+
+    donors: dict[PeerId, PlayedDonor] = {PeerId(f"silent-{i}"): Silent(whole, 1) for i in range(4)}
+    donors[PeerId("z-honest")] = PlayedDonor(whole, 100)
+    begun = trio.current_time()
+    assert await fetch_manifest(PlayedRpc(donors), whole.model, donors) == whole.manifest  # type: ignore[arg-type]
+    assert trio.current_time() - begun < 10

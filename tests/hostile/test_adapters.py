@@ -1,4 +1,4 @@
-"""What a session may make a server fetch as an adapter: one of its own model, of bounded size, and nothing else."""
+"""What a session may make a server fetch as an adapter: one of the catalog, of its own model, of bounded size."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from swarmd.values import ModelId
 
 BASE = ModelId("b" * 64)
 LORA = "a" * 64
+LISTED = {LORA: str(BASE)}
 
 
 def manifest(n_bytes: int = 8, **changes: Any) -> Manifest:
@@ -30,21 +31,26 @@ def manifest(n_bytes: int = 8, **changes: Any) -> Manifest:
 
 
 class PlayedWorker:
-    """Loads whatever it is asked to."""
+    """Loads whatever it is asked to, or says why not."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure: str = "") -> None:
         self.asked: list[str] = []
+        self.failure = failure
 
     async def call(self, request: Callable[[int], Any], payload: bytes) -> WorkerMessage:
         await trio.lowlevel.checkpoint()
         self.asked.append(request(1).adapter)
-        return AdapterLoaded(re=1)
+        return AdapterLoaded(re=1, failure=self.failure)
 
 
 class PlayedSupply:
     def __init__(self, known: Manifest) -> None:
         self.known = known
         self.fetched: list[str] = []
+        self.discarded: list[str] = []
+
+    def discard(self, model: ModelId) -> None:
+        self.discarded.append(model)
 
     async def manifest(self, model: ModelId) -> Manifest:
         await trio.sleep(0.1)
@@ -80,7 +86,7 @@ async def settle(shelf: Adapters) -> Refused | None:
 async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock, known: Manifest, reason: str) -> None:
     supply = PlayedSupply(known)
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, PlayedWorker())  # type: ignore[arg-type]
+        shelf = Adapters(supply, BASE, PlayedWorker(), lambda: LISTED)  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         refusal = await settle(shelf)
         assert refusal is not None
@@ -92,7 +98,7 @@ async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock,
 async def test_a_session_waits_until_the_worker_has_its_adapter(virtual_time: MockClock) -> None:
     supply, worker = PlayedSupply(manifest()), PlayedWorker()
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, worker)  # type: ignore[arg-type]
+        shelf = Adapters(supply, BASE, worker, lambda: LISTED)  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         assert await settle(shelf) is None
         assert supply.fetched == [LORA]
@@ -100,3 +106,33 @@ async def test_a_session_waits_until_the_worker_has_its_adapter(virtual_time: Mo
         assert await settle(shelf) is None, "a new worker is given it again"
         nursery.cancel_scope.cancel()
     assert worker.asked == [LORA, LORA]
+
+
+async def test_what_no_catalog_lists_is_refused_before_any_byte(virtual_time: MockClock) -> None:
+    """Made-up names neither fetch anything nor keep others from being fetched."""
+    supply = PlayedSupply(manifest())
+    async with trio.open_nursery() as nursery:
+        shelf = Adapters(supply, BASE, PlayedWorker(), lambda: {**LISTED, "e" * 64: "f" * 64})  # type: ignore[arg-type]
+        await nursery.start(shelf.run)
+        for number in range(200):
+            with pytest.raises(Refused, match="no catalog") as refused:
+                shelf.require(f"{number:064}")
+            assert refused.value.code is Code.NOT_HELD
+        with pytest.raises(Refused, match="is made for ffff"):
+            shelf.require("e" * 64)
+        assert not shelf._coming
+        assert await settle(shelf) is None
+        assert supply.fetched == [LORA]
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_adapter_that_the_worker_cannot_use_is_deleted(virtual_time: MockClock) -> None:
+    supply = PlayedSupply(manifest())
+    async with trio.open_nursery() as nursery:
+        shelf = Adapters(supply, BASE, PlayedWorker("no such module"), lambda: LISTED)  # type: ignore[arg-type]
+        await nursery.start(shelf.run)
+        refusal = await settle(shelf)
+        assert refusal is not None
+        assert "no such module" in str(refusal)
+        assert supply.discarded == [LORA]
+        nursery.cancel_scope.cancel()
