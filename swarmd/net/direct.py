@@ -30,6 +30,7 @@ from cryptography.x509.oid import NameOID
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler
+from swarmd.net.handles import is_scarce
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -248,7 +249,7 @@ class DirectNetwork:
 
     async def _accept(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
         """Let in whoever brings a token that counts; nothing that a stranger does ends more than its connection."""
-        if self._n_pending >= MAX_PENDING_HANDSHAKES:
+        if self._n_pending >= MAX_PENDING_HANDSHAKES or is_scarce(connection.socket.fileno()):
             await connection.aclose()
             return
         tls = trio.SSLStream(connection, context, server_side=True)

@@ -159,7 +159,8 @@ def _route(daemon: Controlled, verb: Verb, after: BackgroundTask | None) -> Rout
 
 def _json(value: Status, code: int, after: BackgroundTask | None = None) -> Response:
     body = msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(value)})
-    return Response(body, code, media_type="application/json", background=after)
+    headers = {"connection": "close"}  # hypercorn would keep the handle of a client that has gone
+    return Response(body, code, headers, media_type="application/json", background=after)
 
 
 def openapi() -> dict[str, Any]:

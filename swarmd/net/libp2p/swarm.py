@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 import trio
 from libp2p.abc import IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
+from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import StreamHandlerFn, TMuxerOptions, TProtocol
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
@@ -24,12 +29,15 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
+from swarmd.net.handles import is_scarce
 from swarmd.net.libp2p.yamux import YamuxConnection
 
 logger = logging.getLogger(__name__)
 
 YAMUX = TProtocol("/yamux/1.0.0")
 UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
+MAX_READ_OF_STRANGER = 4_096  # at a time
+MAX_BYTES_OF_STRANGER = 65_536  # a handshake takes 2 KiB
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
 
@@ -118,16 +126,75 @@ class GuardedSwarm(Swarm):
         raise SwarmException(f"cannot reach {peer_id}: {', '.join(refused) or 'no address is known'}")
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
+        if is_scarce(_handle_of(raw_conn)):
+            await raw_conn.close()
+            raise SwarmException("the last file handles are kept for what is needed")
         remote = raw_conn.get_remote_address()
         address = remote[0] if remote else "unknown"
         if self._pending_by_address[address] >= MAX_PENDING_PER_ADDRESS:
             await raw_conn.close()
             raise SwarmException(f"{address} has {MAX_PENDING_PER_ADDRESS} connections pending already")
         self._pending_by_address[address] += 1
+        metered = _Metered(raw_conn, is_initiator=False)
         try:
-            return await super().upgrade_inbound_raw_conn(raw_conn, maddr)
+            muxed = await super().upgrade_inbound_raw_conn(metered, maddr)
         finally:
             self._pending_by_address[address] -= 1
+        metered.trust()
+        return muxed
+
+    async def upgrade_outbound_raw_conn(
+        self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
+    ) -> SwarmConn:
+        metered = _Metered(raw_conn, is_initiator=True)
+        upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
+        metered.trust()
+        return upgraded
+
+
+class _Metered(RawConnection):
+    """A connection of which little is read before the other side has shown its key.
+
+    py-libp2p reads as many bytes as a stranger's length prefix says, up to 2^64.
+    """
+
+    def __init__(self, inner: IRawConnection, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator  # one behind a pre-shared key does not say it
+        self._inner = inner
+        self._n_read = 0
+
+    def trust(self) -> None:
+        """The other side has shown its key: from now on this costs nothing."""
+        self.read = self._inner.read  # type: ignore[method-assign]
+        self.write = self._inner.write  # type: ignore[method-assign]
+
+    async def read(self, n: int | None = None) -> bytes:
+        data = await self._inner.read(min(n or MAX_READ_OF_STRANGER, MAX_READ_OF_STRANGER))
+        self._n_read += len(data)
+        if self._n_read > MAX_BYTES_OF_STRANGER:
+            raise RawConnError(f"more than {MAX_BYTES_OF_STRANGER} B before a key was shown")
+        return data
+
+    async def write(self, data: bytes) -> None:
+        await self._inner.write(data)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._inner.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self._inner.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self._inner.get_connection_type()
+
+
+def _handle_of(raw_conn: IRawConnection) -> int:
+    """The file handle of a TCP connection; -1 for what has none."""
+    stream = getattr(getattr(raw_conn, "stream", None), "stream", None)
+    return stream.socket.fileno() if isinstance(stream, trio.SocketStream) else -1
 
 
 def _causes(error: BaseException) -> list[BaseException]:
