@@ -31,6 +31,7 @@ from swarmd.node.balancer import Turnover
 from swarmd.node.choosing import Around
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
+from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
@@ -135,6 +136,7 @@ class Daemon:
             await nursery.start(self.runs.run)
             if self._home is not None:
                 await nursery.start(serve_control, self.owner, self._home.socket)
+                nursery.start_soon(give_back)
             await nursery.start(self.hosts.run)
             task_status.started()
             await self._stopping.wait()

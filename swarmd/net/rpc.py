@@ -27,6 +27,7 @@ from swarmd.errors import (
     Unreachable,
 )
 from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
+from swarmd.net.inbound import SMALL_BYTES, Inbound
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
 from swarmd.plan.standing import Fault
@@ -167,6 +168,7 @@ class Rpc:
         self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
+        self._inbound: Inbound[Channel] = Inbound(lambda channel: channel.peer)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -310,11 +312,15 @@ class Rpc:
     async def _serve(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
         """Read one channel until its end. Whatever goes wrong ends this channel and nothing else."""
         try:
-            for frame in early:
-                await self._handle(channel, frame)
+            while early:
+                await self._handle(channel, early.pop(0))
             while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
+                    await self._hold(channel, len(frame.raw))
                     await self._handle(channel, frame)
+                    del frame  # it would stay until the next one comes, which may be never
+                await self._hold(channel, decoder.held_bytes)
+                await self._inbound.may_read(channel)
         except (OtherVersion, OutOfStep) as error:
             logger.info("closing the channel from %s: %s", channel.peer, error)
         except RemoteProtocolError as error:
@@ -330,6 +336,16 @@ class Rpc:
             with trio.CancelScope(shield=True):
                 await channel.close()
 
+    async def _hold(self, channel: Channel, n_bytes: int) -> None:
+        """A channel has so much of a frame in memory; whoever crowds out others has to give some up."""
+        if n_bytes <= SMALL_BYTES and not self._inbound:
+            return
+        crowding = self._inbound.note(channel, n_bytes)
+        if crowding is not None:
+            logger.warning("closing a channel from %s: its frames fill too much memory", crowding.peer)
+            self._inbound.forget(crowding)
+            await crowding.close()
+
     async def _handle(self, channel: Channel, frame: Frame) -> None:
         message = messages.decode_untrusted(frame.header)
         if channel.resolve(message, frame):
@@ -343,6 +359,7 @@ class Rpc:
 
     def _forget(self, channel: Channel) -> None:
         channel.end()
+        self._inbound.forget(channel)
         channels = self._channels.get((channel.peer, channel.purpose), [])
         if channel in channels:
             channels.remove(channel)

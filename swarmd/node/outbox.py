@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import trio
 
@@ -20,8 +21,20 @@ from swarmd.net.tasks import Tasks
 from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 20.0  # a peer that takes no byte for so long is lost to those who wait for its frames
-MAX_WAITING_BYTES = 256 * 2**20  # for one peer: a prefill's activations on a slow link fit, a stopped reader's do not
+MAX_WAITING_BYTES = 256 * 2**20  # for all peers together
+MAX_SHARE = 0.25  # of what is left, for one peer: a prefill's activations on a slow link fit, a stopped reader's do not
+STALLED_S = 3.0  # a peer that has taken nothing for so long, and has much waiting, gets no more
+MUCH_BYTES = 16 * 2**20  # waiting: one frame of the largest size
 TOGETHER_BYTES = 256 * 1024  # in one write: more gives nothing, and would delay the next frame's start
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Frames for one peer, and when it last took any."""
+
+    took_at: float
+    frames: deque[bytes] = field(default_factory=deque)
+    n_bytes: int = 0
 
 
 class Outbox:
@@ -42,8 +55,7 @@ class Outbox:
         self._failed = failed
         self._to_self = to_self
         self._purpose = purpose
-        self._waiting: dict[PeerId, deque[bytes]] = {}
-        self._waiting_bytes = 0
+        self._waiting: dict[PeerId, _Waiting] = {}
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks that send, until cancelled."""
@@ -60,15 +72,25 @@ class Outbox:
         """Queue ``frame`` for ``peer``; it leaves as soon as those before it have."""
         if not self._tasks.is_open:
             return
-        if self._waiting_bytes + len(frame) > MAX_WAITING_BYTES:
-            self._failed(peer, f"more than {MAX_WAITING_BYTES >> 20} MiB wait to be sent")
-            return
         waiting = self._waiting.get(peer)
         if waiting is None:
-            waiting = self._waiting[peer] = deque()
+            waiting = self._waiting[peer] = _Waiting(trio.current_time())
             self._tasks.start_soon(self._drain, peer, waiting)
-        waiting.append(frame)
-        self._waiting_bytes += len(frame)
+        if refusal := self._why_not(waiting, len(frame)):
+            self._failed(peer, refusal)
+            return
+        waiting.frames.append(frame)
+        waiting.n_bytes += len(frame)
+
+    def _why_not(self, waiting: _Waiting, n_bytes: int) -> str:
+        """Why a frame cannot wait with those for the same peer; "" when it can."""
+        left = MAX_WAITING_BYTES - sum(w.n_bytes for w in self._waiting.values() if w is not waiting)
+        if waiting.n_bytes + n_bytes > max(MUCH_BYTES, MAX_SHARE * left) or waiting.n_bytes + n_bytes > left:
+            return f"{waiting.n_bytes >> 20} MiB wait to be sent, and that is its share"
+        stalled_s = trio.current_time() - waiting.took_at
+        if waiting.n_bytes + n_bytes > MUCH_BYTES and stalled_s > STALLED_S:
+            return f"it has taken nothing for {stalled_s:.0f} s, and {waiting.n_bytes >> 20} MiB wait"
+        return ""
 
     def is_waiting(self, peer: PeerId) -> bool:
         """Are frames for ``peer`` on their way?"""
@@ -85,21 +107,21 @@ class Outbox:
         except PeerError as error:
             self._failed(peer, str(error))
 
-    async def _drain(self, peer: PeerId, waiting: deque[bytes]) -> None:
+    async def _drain(self, peer: PeerId, waiting: _Waiting) -> None:
         try:
-            while waiting:
-                frames = _leading(waiting, 1 if peer == self._rpc.network.peer_id else TOGETHER_BYTES)
+            while waiting.frames:
+                frames = _leading(waiting.frames, 1 if peer == self._rpc.network.peer_id else TOGETHER_BYTES)
                 with trio.CancelScope(deadline=trio.current_time() + SEND_TIMEOUT_S) as scope:
                     await self._send(peer, b"".join(frames))
                 if scope.cancelled_caught:
                     self._failed(peer, f"it took nothing for {SEND_TIMEOUT_S:.0f} s")
                     return
+                waiting.took_at = trio.current_time()
                 for _ in frames:
-                    self._waiting_bytes -= len(waiting.popleft())
+                    waiting.n_bytes -= len(waiting.frames.popleft())
         except PeerError as error:
             self._failed(peer, str(error))
         finally:
-            self._waiting_bytes -= sum(map(len, waiting))
             del self._waiting[peer]
 
     async def _send(self, peer: PeerId, frame: bytes) -> None:

@@ -47,10 +47,15 @@ class FrameDecoder:
         """Yield the frames completed by ``data``. Raises RemoteProtocolError and nothing else."""
         if self._buffer:
             self._buffer += data
-            whole = self._take_complete()
-            if whole is None:
+            size = self._frame_bytes(self._buffer, 0)
+            if size is None or len(self._buffer) < size:
                 return
-            data = whole
+            whole, data = bytes(memoryview(self._buffer)[:size]), bytes(memoryview(self._buffer)[size:])
+            self._buffer = bytearray()
+            frame = self._cut(whole, 0, size)
+            del whole
+            yield frame
+            del frame  # a large one must not outlive its handling here
         position = 0
         while (size := self._frame_bytes(data, position)) is not None and position + size <= len(data):
             yield self._cut(data, position, size)
@@ -61,13 +66,10 @@ class FrameDecoder:
     def is_between_frames(self) -> bool:
         return not self._buffer
 
-    def _take_complete(self) -> bytes | None:
-        size = self._frame_bytes(self._buffer, 0)
-        if size is None or len(self._buffer) < size:
-            return None
-        whole = bytes(self._buffer)
-        self._buffer = bytearray()
-        return whole
+    @property
+    def held_bytes(self) -> int:
+        """What is here of a frame that is not whole yet."""
+        return len(self._buffer)
 
     def _frame_bytes(self, data: bytes | bytearray, at: int) -> int | None:
         if len(data) - at < PREFIX_BYTES:

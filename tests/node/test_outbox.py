@@ -132,3 +132,18 @@ async def test_a_client_that_is_gone_is_not_dialled_and_nothing_leaves_after_the
     await trio.testing.wait_all_tasks_blocked()
     assert not s.sent
     assert not s.failed
+
+
+async def test_a_peer_that_does_not_read_fills_its_share_only(virtual_time: MockClock) -> None:
+    """It gets nothing more soon after it stopped, and others go on."""
+    async with stage() as s:
+        s.stuck.add(A)
+        frame = bytes(1 << 20)
+        for _ in range(40):
+            s.outbox.put(A, frame)
+            await trio.sleep(0.2)
+        assert s.failed
+        assert s.outbox._waiting[A].n_bytes <= outbox_module.MUCH_BYTES + len(frame)
+        s.outbox.put(B, frame)
+        await trio.testing.wait_all_tasks_blocked()
+        assert s.sent == [(B, frame)]

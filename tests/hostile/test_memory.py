@@ -1,0 +1,85 @@
+"""A member that fills memory, against a real daemon: frames that never become whole, and frames that nobody wants."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import trio
+
+import swarmd
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.errors import PeerError
+from swarmd.net.api import PURPOSES
+from swarmd.net.inbound import MAX_BYTES_OF_PEER
+from swarmd.net.rpc import MAX_CHANNELS
+from swarmd.protocol import frames, messages
+from swarmd.protocol.messages import Ping
+from swarmd.values import PeerId
+from tests.hostile.test_strangers import alone, pss_mib
+from tests.real.harness import Volunteer, local_swarm
+
+GIANT = frames.MAX_PAYLOAD_BYTES
+FLOOD_S = 5.0
+MOST_OVER_IDLE_MIB = (
+    5 * MAX_BYTES_OF_PEER / 2**20
+)  # frames, a copy while each is cut out, the muxer's windows, the heap
+BACK_WITHIN_S = 60.0
+PIECE = bytes(1 << 16)
+
+
+async def flood(swarm: AsyncSwarm, peer: PeerId, is_whole: bool) -> None:
+    """On one channel: giant frames one after the other, or one that lacks its end."""
+    frame = messages.framed(Ping(id=1), bytes(GIANT))
+    for purpose in PURPOSES:
+        for _ in range(MAX_CHANNELS):
+            swarm.start_soon(partial(_flood_one, swarm, peer, purpose, frame, is_whole))
+    await trio.sleep(FLOOD_S)
+
+
+async def _flood_one(swarm: AsyncSwarm, peer: PeerId, purpose: str, frame: bytes, is_whole: bool) -> None:
+    try:
+        stream = await swarm.rpc.network.open_stream(peer, purpose)  # type: ignore[arg-type]
+        await stream.send(messages.framed(swarm.hello()))
+        while True:
+            for at in range(0, len(frame) - (not is_whole) * len(PIECE), len(PIECE)):
+                await stream.send(frame[at : at + len(PIECE)])
+            if not is_whole:
+                await trio.sleep_forever()
+    except PeerError:
+        return
+
+
+async def attack(invite: str, volunteer: Volunteer, is_whole: bool) -> float:
+    """The most memory that it takes, in MiB."""
+    peak, done = 0.0, trio.Event()
+
+    async def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, await trio.to_thread.run_sync(pss_mib, volunteer))
+            await trio.sleep(0.05)
+
+    async with trio.open_nursery() as nursery, swarmd.aconnect(invite) as swarm:
+        nursery.start_soon(watch)
+        await flood(swarm, volunteer.peer, is_whole)
+        begun = time.monotonic()
+        await trio.to_thread.run_sync(volunteer.ask, "status")
+        assert time.monotonic() - begun < 10
+        done.set()
+    return peak
+
+
+def test_giant_frames_fill_little_and_leave_nothing(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        volunteer = alone(swarm)
+        swarm.wait_online()
+        idle = pss_mib(volunteer)
+        for is_whole in (False, True):
+            peak = trio.run(attack, swarm.invite(), volunteer, is_whole)
+            assert peak - idle < MOST_OVER_IDLE_MIB, f"frames that are {'whole' if is_whole else 'cut off'}"
+        until = time.monotonic() + BACK_WITHIN_S
+        while pss_mib(volunteer) > 1.1 * idle:
+            assert time.monotonic() < until, f"{pss_mib(volunteer):.0f} MiB, idle it had {idle:.0f}"
+            time.sleep(1)
