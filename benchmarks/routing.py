@@ -9,7 +9,12 @@ import argparse
 import random
 import statistics
 import time
+import tracemalloc
+from functools import partial
 
+from swarmd.node.balancer import holders_of
+from swarmd.plan import routing
+from swarmd.plan.placement import choose_move
 from swarmd.plan.routing import best_route, trips_of
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import PeerId, Span
@@ -36,6 +41,7 @@ def servers(n: int, n_blocks: int, rng: random.Random) -> list[SpanRecord]:
                 start=start,
                 end=start + size,
                 state="online",
+                moves_left=1,
                 decode_tokens_per_s=rng.lognormvariate(3, 0.7),
                 free_cache_tokens=10_000,
                 round_trip_ms=near,
@@ -53,15 +59,28 @@ def main() -> None:
     spans = servers(options.servers, options.blocks, rng)
     me = PeerId("me")
     own = {PeerId(s.peer): rng.uniform(0.001, 0.1) for s in rng.sample(spans, 16)}
-    taken = []
+    taken, wanted = [], Span(0, options.blocks)
     for _ in range(15):
         begun = time.perf_counter()
-        route = best_route(spans, Span(0, options.blocks), me, trips_of(spans, me, own), n_tokens=1_000)
+        route = best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
         taken.append(1000 * (time.perf_counter() - begun))
     print(
         f"{options.servers} servers, {options.blocks} blocks: {statistics.median(taken):.1f} ms a route (median of 15)"
     )
-    print(f"  {len(route.hops)} hops, {1000 * route.cost_s:.0f} ms a token")
+    tracemalloc.start()
+    best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    routing.MANY = len(spans)  # compare all of them
+    exact = best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
+    print(
+        f"  {len(route.hops)} hops, {1000 * route.cost_s:.0f} ms a token; {1000 * exact.cost_s:.0f} if all are compared"
+    )
+    print(f"  {peak:.0f} MiB at most")
+    holders = holders_of(spans)
+    begun = time.perf_counter()
+    choose_move(holders, options.blocks)
+    print(f"  one look of the balancer: {1000 * (time.perf_counter() - begun):.1f} ms")
 
 
 if __name__ == "__main__":

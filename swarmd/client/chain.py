@@ -159,7 +159,7 @@ class Chain:
 
         client = self.swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens
-        find = partial(best_route, spans, wanted, client, self.swarm.trips(spans), eligible, previous, n_tokens)
+        find = partial(best_route, spans, wanted, client, self.swarm.trips, eligible, previous, n_tokens)
         with suppress(NoRoute):
             return find()
         is_last_resort = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -41,7 +41,7 @@ class Swarm(Protocol):
 
     def view(self) -> SwarmView: ...
 
-    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]: ...
+    def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]: ...
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
 

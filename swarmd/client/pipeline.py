@@ -239,7 +239,7 @@ class Pipeline:
         view = self._swarm.view()
         spans = view.serving(self._terms.model)
         wanted, client = Span(0, self._terms.n_blocks), self._swarm.rpc.network.peer_id
-        find = partial(least_loaded, spans, wanted, client, self._swarm.trips(spans), eligible, n_tokens, self._of_peer)
+        find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
         try:
             return find().hops
         except NoRoute:

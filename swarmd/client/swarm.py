@@ -9,7 +9,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,7 @@ class AsyncSwarm:
         """The frozen picture of all records."""
         return self.exchange.view()
 
-    def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
+    def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
         return dict(trips_of(spans, self._network.peer_id, self._trips_s))
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:

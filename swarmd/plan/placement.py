@@ -27,6 +27,7 @@ from swarmd.values import Decision, ModelId, PeerId, Span, ranges
 TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
 MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
+MOST_CONSIDERED = 256  # servers, for one move: a look at thousands must not hold up the daemon
 MAX_MOVES_PER_DAY = 4  # a move costs a download and its sessions' patience
 DAY_S = 86_400.0  # one day
 TAKEN = ("online", "joining")  # states of blocks that are, or will soon be, somebody's
@@ -160,12 +161,8 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
     promised, promised_rates = _state(holders, n_blocks)  # those that still load will be there soon
     before = _value(promised[None], promised_rates[None])[0]
     best: tuple[tuple[float, float, float], Move] | None = None
-    for holder in holders:
+    for holder in _able_to_move(holders, counts):
         span = holder.span
-        if not (holder.is_online and holder.may_move):
-            continue
-        if (counts[span.start : span.end] <= 1).any():
-            continue  # some block would be left to nobody
         rest, rest_rates = promised.copy(), promised_rates.copy()
         rest[span.start : span.end] -= 1
         rest_rates[span.start : span.end] -= holder.blocks_per_s / len(span)
@@ -183,6 +180,19 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
         gain = 100 * (soft / before[2] - 1) if before[2] else 100.0
         return Decision(move, f"the swarm gets {gain:.0f} % more through its thin blocks with {move.span}")
     return Decision(None, f"no move gains {100 * worth:.0f} %")
+
+
+def _able_to_move(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
+    """Who may move and leaves no block to nobody; of very many those whose rarest block has most other holders."""
+    found: list[tuple[float, int, Holder]] = []
+    for holder in holders:
+        if holder.is_online and holder.may_move:
+            rarest = counts[holder.span.start : holder.span.end].min()
+            if rarest > 1:
+                found.append((-rarest, len(found), holder))
+    if len(found) > MOST_CONSIDERED:
+        found.sort()
+    return [holder for _, _, holder in found[:MOST_CONSIDERED]]
 
 
 def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:

@@ -3,7 +3,7 @@
 Block by block, ``best[p]`` is the least cost of having computed all blocks before with the last one on peer ``p``: a
 min-plus product with the trips between peers, so a chain may leave a span anywhere. A hop costs the trip to it (the
 server before pushes straight to it), its own overhead, and its share of the pass that its load makes; the last
-answers the client. 1,000 servers of 80 blocks take some milliseconds (benchmarks/routing.py).
+answers the client. Of very many servers only those that look best for some block are compared (``_shortlist``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from swarmd.values import PeerId, Span, ranges
 DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured
 DEFAULT_DECODE_TOKENS_PER_S = 10.0  # a slow CPU: who has measured nothing is not preferred
 HOP_OVERHEAD_S = 0.001  # a frame's way through daemon and worker
+MANY = 400  # servers: up to so many are all compared, exactly
+N_FOR_A_BLOCK = 16  # of more than that: the fastest for each block, and as many of those whose trip is known
 NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
 
 Floats = NDArray[np.float64]
@@ -50,19 +52,21 @@ class Route:
 
 Trips = Mapping[tuple[str, str], float]
 """One-way seconds between two peers, where known; the client goes by its own peer id."""
+TripsOf = Trips | Callable[[Sequence[SpanRecord]], Trips]
+"""Those, or what gathers them for some servers; for none it gives what the client measured itself."""
 
 
 def best_route(
     spans: Sequence[SpanRecord],
     wanted: Span,
     client: PeerId,
-    trips: Trips,
+    trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
     from_peer: PeerId | None = None,
     n_tokens: int = 0,
 ) -> Route:
     """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks."""
-    usable = _usable([s for s in spans if eligible(s)], wanted)
+    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
     return _cheapest(usable, wanted, client, trips, costs, from_peer or client, n_tokens)
 
@@ -72,7 +76,7 @@ def best_rejected(
     spans: Sequence[SpanRecord],
     wanted: Span,
     client: PeerId,
-    trips: Trips,
+    trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
 ) -> Route | None:
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
@@ -91,7 +95,7 @@ def least_loaded(
     spans: Sequence[SpanRecord],
     wanted: Span,
     client: PeerId,
-    trips: Trips,
+    trips: TripsOf,
     eligible: Callable[[SpanRecord], bool],
     n_tokens: int,
     in_flight: Mapping[PeerId, int],
@@ -101,7 +105,7 @@ def least_loaded(
     ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
     speed, and chains that share no peer work side by side.
     """
-    usable = _usable([s for s in spans if eligible(s)], wanted)
+    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
     costs = [
         n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
         for s in usable
@@ -131,6 +135,43 @@ def trips_of(spans: Sequence[SpanRecord], client: PeerId, own_trips_s: Mapping[P
     return trips
 
 
+def _shortlist(
+    spans: Sequence[SpanRecord], wanted: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
+) -> list[SpanRecord]:
+    """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
+
+    What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
+    """
+    near = [s for s in spans if s.start < wanted.end and s.end > wanted.start]
+    if len(near) <= MANY:
+        return [s for s in near if eligible(s)]
+    known = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
+    order = np.argsort([_about_s(s) for s in near], kind="stable")
+    starts = np.array([s.start for s in near])[order]
+    ends = np.array([s.end for s in near])[order]
+    is_known = np.array([s.peer in known for s in near])[order]
+    kept: dict[int, bool] = {}
+    for block in range(wanted.start, wanted.end):
+        covers = (starts <= block) & (block < ends)
+        for candidates in (covers, covers & is_known):
+            n = 0
+            for i in order[candidates]:
+                if n == N_FOR_A_BLOCK:
+                    break
+                if i not in kept:
+                    kept[i] = eligible(near[i])
+                n += kept[i]
+    return [near[i] for i, is_eligible in kept.items() if is_eligible]
+
+
+def _about_s(span: SpanRecord) -> float:
+    """Seconds of one block in a pass beside those that decode there now, about."""
+    n, rate = span.n_decoding, span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+    if n and span.batch_tokens_per_s:
+        rate = min(rate, max(span.batch_tokens_per_s.values()) / (n + 1))
+    return (1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S) / (span.end - span.start)
+
+
 def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
     """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
     usable = sorted((s for s in spans if s.start < wanted.end and s.end > wanted.start), key=lambda s: s.start)
@@ -149,14 +190,14 @@ def _cheapest(
     usable: Sequence[SpanRecord],
     wanted: Span,
     client: PeerId,
-    trips: Trips,
+    trips: TripsOf,
     block_s: Floats,
     source: PeerId,
     n_tokens: int,
 ) -> Route:
     """Walk over the blocks; ``block_s[i]`` is what one block costs on server i."""
     n, length = len(usable), len(wanted)
-    between, first, last = _trip_matrix(usable, trips, source, client)
+    between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
     room = np.array([0.0 if s.free_cache_tokens >= n_tokens else NO_ROOM_S for s in usable])
     entry = room + HOP_OVERHEAD_S
     starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])

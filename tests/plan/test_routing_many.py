@@ -1,0 +1,66 @@
+"""Of very many servers only some are compared: the chain is as good, and each block that somebody holds has a hop."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+
+from swarmd.errors import NoRoute
+from swarmd.plan import routing
+from swarmd.plan.routing import MANY, N_FOR_A_BLOCK, best_route, least_loaded, trips_of
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import PeerId, Span
+
+ME, N_BLOCKS = PeerId("me"), 24
+ALL = Span(0, N_BLOCKS)
+
+
+def servers(n: int, seed: int) -> list[SpanRecord]:
+    rng = random.Random(seed)
+    names = [f"p{i:05}" for i in range(n)]
+    found = []
+    for name in names:
+        size = rng.randint(2, 8)
+        start = rng.randint(0, N_BLOCKS - size)
+        fields: dict[str, Any] = {
+            "decode_tokens_per_s": rng.lognormvariate(3, 0.7),
+            "batch_tokens_per_s": {8: rng.lognormvariate(4, 0.7)},
+            "n_decoding": rng.choice((0, 0, 3)),
+            "round_trip_ms": {other: rng.uniform(1, 150) for other in rng.sample(names, 4)},
+            "free_cache_tokens": 10_000,
+        }
+        common = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": (), "model": "m", "state": "online"}
+        found.append(SpanRecord(peer=name, start=start, end=start + size, **common, **fields))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_chain_of_a_shortlist_is_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = servers(3 * MANY, seed)
+    own = {PeerId(s.peer): random.Random(seed).uniform(0.001, 0.1) for s in spans[::50]}
+    trips, n_asked = partial(trips_of, client=ME, own_trips_s=own), [0]
+
+    def eligible(span: SpanRecord) -> bool:
+        n_asked[0] += 1
+        return not span.peer.endswith("7")
+
+    found = best_route(spans, ALL, ME, trips, eligible)
+    assert n_asked[0] < 3 * N_FOR_A_BLOCK * N_BLOCKS
+    monkeypatch.setattr(routing, "MANY", len(spans))
+    exact = best_route(spans, ALL, ME, trips, eligible)
+    assert exact.cost_s <= found.cost_s < 1.05 * exact.cost_s
+    assert not any(hop.peer.endswith("7") for hop in found.hops)
+
+
+def test_the_only_holder_of_a_block_is_found_among_thousands() -> None:
+    spans = [s for s in servers(3 * MANY, 1) if not s.start <= 11 < s.end]
+    with pytest.raises(NoRoute, match=r"holds blocks \[11,12\)"):
+        best_route(spans, ALL, ME, {})
+    only = next(s for s in servers(3 * MANY, 1) if s.start <= 11 < s.end)
+    route = best_route([*spans, only], ALL, ME, {})
+    assert PeerId(only.peer) in {hop.peer for hop in route.hops}
+    route = least_loaded([*spans, only], ALL, ME, {}, lambda _: True, 64, {})
+    assert PeerId(only.peer) in {hop.peer for hop in route.hops}
