@@ -60,6 +60,11 @@ def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
         if data_start + stop > size:
             raise ConfigError(f"{path}: cut short: {name} ends at byte {data_start + stop}, the file has {size}")
         places.append(Place(name, dtype, shape, data_start + begin, stop - begin))
+    at = data_start
+    for place in sorted(places, key=lambda p: (p.start, p.n_bytes)):
+        if place.start != at:
+            raise ConfigError(f"{path}: {place.name} begins at byte {place.start}, the tensor before it ends at {at}")
+        at += place.n_bytes
     if data_start + end != size:
         raise ConfigError(f"{path}: {size - data_start - end} B at its end belong to no tensor")
     return places

@@ -1,0 +1,308 @@
+"""Mixed hostility against real daemons: four serve, train and generate while members and strangers do their worst.
+
+python -m tests.hostile.siege --minutes 60
+
+Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
+messages, records without end, all cache, made-up adapters, false claims, streams cut at any time; strangers blast
+random bytes and keep sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
+it was before; updates of a run are counted, memory is looked at every half a minute. The log goes to docs/evidence/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+import trio
+from transformers import AutoModelForCausalLM
+
+import swarmd
+from swarmd.client.swarm import AsyncSwarm, Membership, joined
+from swarmd.errors import SwarmError
+from swarmd.home import bundled_folder, by_peer
+from swarmd.net.api import PURPOSES
+from swarmd.protocol import frames, messages
+from swarmd.protocol import invite as invites
+from swarmd.protocol.identity import Identity
+from swarmd.protocol.messages import OpenSession, Ping, Records
+from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord
+from swarmd.values import PeerId
+from tests.hostile.kit import record_of
+from tests.hostile.mutations import header, payload, send
+from tests.protocol.test_mutated import KINDS
+from tests.prove import evidence
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.training import check_ledgers, join, run_of, start_run, wait_update
+
+N_HONEST, N_MEMBERS, N_STRANGERS = 4, 14, 6
+N_TOKENS = 40
+CALM_S = 60.0
+LOOK_S = 30.0
+SPANS = ((0, 3), (3, 6), (0, 3), (3, 6))
+
+
+# --- attackers, each in a process of its own -----------------------------------------------------------------------
+
+
+def members(invite: str, peers: list[str], model: str, run: str, seeds: list[int]) -> None:
+    """Members that do one bad thing after the other until they are ended; banned, they come back as somebody else."""
+    os.nice(19)
+
+    async def live(seed: int) -> None:
+        rng = random.Random(seed)
+        while True:
+            with suppress(Exception):
+                await _attack(invite, [PeerId(p) for p in peers], model, run, rng)
+            await trio.sleep(0.5)
+
+    async def all_of_them() -> None:
+        async with trio.open_nursery() as nursery:
+            for seed in seeds:
+                nursery.start_soon(live, seed)
+
+    logging.disable(logging.CRITICAL)
+    trio.run(all_of_them)
+
+
+async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: random.Random) -> None:
+    ticket = invites.decode_untrusted(invite, time.time())
+    identity = Identity(rng.randbytes(32))
+    certificate = ticket.admit(identity.public_key, "member", int(time.time()) + 3_600)
+    bootstrap = by_peer(ticket.addresses)
+    nowhere = Path(tempfile.gettempdir()) / "nowhere"
+    async with joined(Membership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
+        while True:
+            peer = rng.choice(peers)
+            attack = rng.choice((_mutated, _giant, _flood_records, _claims, _hoard, _cut_off))
+            with trio.move_on_after(rng.uniform(5, 20)):
+                await attack(Enemy(swarm, identity, certificate, peer, model, run, rng))
+
+
+@dataclass(frozen=True)
+class Enemy:
+    """One member, and whom it attacks now."""
+
+    swarm: AsyncSwarm
+    identity: Identity
+    certificate: tuple[bytes, ...]
+    peer: PeerId
+    model: str
+    run: str
+    rng: random.Random
+
+
+async def _mutated(enemy: Enemy) -> None:
+    true = {"model": [enemy.model], "run": [enemy.run], "start": [0, 3], "end": [3, 6], "session": [b"a" * 16]}
+    while True:
+        await send(
+            enemy.swarm.rpc, enemy.peer, header(enemy.rng.choice(KINDS), true, enemy.rng), payload(enemy.rng), enemy.rng
+        )
+        await trio.sleep(0.02)
+
+
+async def _giant(enemy: Enemy) -> None:
+    frame, piece = messages.framed(Ping(id=1), bytes(frames.MAX_PAYLOAD_BYTES)), 1 << 16
+
+    async def one(purpose: str) -> None:
+        stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)  # type: ignore[arg-type]
+        await stream.send(messages.framed(enemy.swarm.hello()))
+        for at in range(0, len(frame), piece):
+            await stream.send(frame[at : at + piece])
+            await trio.sleep(0.002)
+
+    async with trio.open_nursery() as nursery:
+        for purpose in PURPOSES:
+            nursery.start_soon(one, purpose)
+
+
+async def _flood_records(enemy: Enemy) -> None:
+    channel = await enemy.swarm.rpc.channel(enemy.peer, "bulk")
+    for number in range(100_000):
+        raws = [record_of(enemy.identity, enemy.certificate, time.time(), sequence=number * 100 + i) for i in range(64)]
+        await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=raws)))
+        await trio.sleep(0.1)
+
+
+async def _claims(enemy: Enemy) -> None:
+    fields = {
+        "model": enemy.model,
+        "state": "online",
+        "decode_tokens_per_s": 1e15,
+        "start": 0,
+        "end": enemy.rng.choice((3, 6, 900)),
+    }
+    raws = [
+        record_of(enemy.identity, enemy.certificate, time.time(), SpanRecord, **fields),
+        record_of(enemy.identity, enemy.certificate, time.time(), PeerRecord, addresses=("/ip4/192.0.2.1/tcp/1",)),
+    ]
+    channel = await enemy.swarm.rpc.channel(enemy.peer, "bulk")
+    await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=raws)))
+    await trio.sleep(10)
+
+
+async def _hoard(enemy: Enemy) -> None:
+    for number in range(1_000):
+        adapter, n_tokens = enemy.rng.choice(("", f"{number:064}")), enemy.rng.choice((64, 60_000, 131_072))
+        common = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+        opening = OpenSession(**common, max_tokens=n_tokens, adapter=adapter)
+        with suppress(SwarmError):
+            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+        await trio.sleep(0.2)
+
+
+def _numbered(opening: OpenSession, call_id: int) -> OpenSession:
+    return msgspec.structs.replace(opening, id=call_id)
+
+
+async def _cut_off(enemy: Enemy) -> None:
+    while True:
+        stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, enemy.rng.choice(PURPOSES))
+        whole = messages.framed(enemy.swarm.hello()) + messages.framed(
+            Ping(id=1), bytes(enemy.rng.randrange(1, 100_000))
+        )
+        await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
+        await stream.reset()
+        await trio.sleep(0.05)
+
+
+def stranger(ports: list[int], seed: int) -> None:
+    """Somebody without any key: blasts, or keeps sockets open."""
+    os.nice(19)
+    rng = random.Random(seed)
+    while True:
+        with suppress(OSError):
+            kept = [socket.create_connection(("127.0.0.1", rng.choice(ports)), timeout=3) for _ in range(8)]
+            if rng.random() < 0.5:
+                for _ in range(200):
+                    rng.choice(kept).sendall(rng.randbytes(1 << 14))
+                    time.sleep(0.01)
+            else:
+                time.sleep(rng.uniform(1, 5))
+            for connection in kept:
+                connection.close()
+        time.sleep(0.1)
+
+
+# --- the besieged --------------------------------------------------------------------------------------------------
+
+
+class Siege:
+    """Four volunteers, a client that generates, a run, and what was measured of them."""
+
+    def __init__(self, swarm: LocalSwarm) -> None:
+        self.swarm = swarm
+        self.volunteers = swarm.serving(*SPANS)
+        start_run(self.volunteers[0], "run", anchors=self.volunteers[:3], target=16, steps=1_000_000)
+        join(swarm, self.volunteers[1:3])
+        wait_update(swarm, self.volunteers[:3], 2)
+        self.pids = {v.peer: (v.process.pid if v.process else 0, v.worker_pid) for v in self.volunteers}
+        self.expected: dict[int, torch.Tensor] = {}
+        self.local = AutoModelForCausalLM.from_pretrained(bundled_folder())
+
+    def generate(self, model: Any, seed: int) -> float:
+        """Generate, compare, and return tokens/s."""
+        prompt = torch.randint(1, 1_000, (1, 12), generator=torch.Generator().manual_seed(seed % 16))
+        options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
+        if seed % 16 not in self.expected:
+            self.expected[seed % 16] = self.local.generate(prompt, **options)
+        begun = time.monotonic()
+        out = model.generate(prompt, **options)
+        taken = time.monotonic() - begun
+        assert torch.equal(out, self.expected[seed % 16]), "a generation is wrong"
+        return N_TOKENS / taken
+
+    def pss_mib(self) -> list[float]:
+        return [psutil.Process(pid).memory_full_info().pss / 2**20 for pid, _ in self.pids.values()]
+
+    def all_live(self) -> bool:
+        return all(psutil.pid_exists(pid) for pids in self.pids.values() for pid in pids)
+
+
+def attackers(siege: Siege) -> list[multiprocessing.Process]:
+    spawn = multiprocessing.get_context("spawn")
+    peers = [str(v.peer) for v in siege.volunteers]
+    model, run = siege.volunteers[0].home.catalog().models["demo"][0], run_of(siege.volunteers[0])["run"]
+    ports = [p for v in siege.volunteers for p in _ports(v)]
+    started = [
+        spawn.Process(target=members, args=(siege.swarm.invite(), peers, model, run, seeds), daemon=True)
+        for seeds in (list(range(0, N_MEMBERS, 2)), list(range(1, N_MEMBERS, 2)))
+    ]
+    started += [spawn.Process(target=stranger, args=(ports, seed), daemon=True) for seed in range(N_STRANGERS)]
+    for process in started:
+        process.start()
+    return started  # type: ignore[return-value]
+
+
+def _ports(volunteer: Volunteer) -> list[int]:
+    assert volunteer.process is not None
+    found = psutil.Process(volunteer.process.pid).net_connections()
+    return [c.laddr.port for c in found if c.status == psutil.CONN_LISTEN]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    options = parser.parse_args()
+    command = f"tests.hostile.siege --minutes {options.minutes:g}"
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm, evidence("siege", command) as say:
+        siege = Siege(swarm)
+        with swarmd.connect(swarm.invite()) as client:
+            model = client.model("demo")
+            calm, updates = _for_a_while(siege, partial(siege.generate, model), CALM_S, say)
+            say(f"undisturbed: {statistics.median(calm):.1f} tokens/s, {60 * updates / CALM_S:.1f} updates a minute")
+            idle, besiegers = siege.pss_mib(), attackers(siege)
+            try:
+                rates, updates = _for_a_while(siege, partial(siege.generate, model), 60 * options.minutes, say)
+            finally:
+                for process in besiegers:
+                    process.kill()
+            rate, share = statistics.median(rates), statistics.median(rates) / statistics.median(calm)
+            say(f"besieged for {options.minutes:g} min by {N_MEMBERS} members and {N_STRANGERS} strangers:")
+            say(f"{len(rates)} generations, all right; median {rate:.1f} tokens/s, {share:.2f} of undisturbed")
+            say(f"{updates / options.minutes:.1f} updates a minute; no daemon or worker has ended")
+            time.sleep(60)
+            ratios = (after / before for before, after in zip(idle, siege.pss_mib(), strict=True))
+            say(f"PSS a minute later, times that before: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+        check_ledgers(siege.volunteers[:3])
+        say("the ledgers tell one story")
+
+
+def _for_a_while(
+    siege: Siege, generate: Callable[[int], float], seconds: float, say: Callable[[str], None]
+) -> tuple[list[float], int]:
+    """Generate for so long; returns tokens/s of each, and how many updates there were."""
+    rates: list[float] = []
+    begun = looked = time.monotonic()
+    first = int(run_of(siege.volunteers[0])["update"])
+    while time.monotonic() - begun < seconds:
+        rates.append(generate(len(rates)))
+        if not siege.all_live():
+            sys.exit("a daemon or a worker has ended")
+        if time.monotonic() - looked > LOOK_S:
+            looked = time.monotonic()
+            pss = ", ".join(f"{n:.0f}" for n in siege.pss_mib())
+            update = int(run_of(siege.volunteers[0])["update"])
+            rate = statistics.median(rates[-8:])
+            say(f"  {looked - begun:.0f} s: {rate:.1f} tokens/s, update {update}, PSS {pss} MiB")
+    return rates, int(run_of(siege.volunteers[0])["update"]) - first
+
+
+if __name__ == "__main__":
+    main()
