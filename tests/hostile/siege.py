@@ -214,7 +214,7 @@ class Siege:
         wait_update(swarm, self.volunteers[:3], 2)
         self.pids = {v.peer: (v.process.pid if v.process else 0, v.worker_pid) for v in self.volunteers}
         self.expected: dict[int, torch.Tensor] = {}
-        self.local = AutoModelForCausalLM.from_pretrained(bundled_folder())
+        self.local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
 
     def generate(self, model: Any, seed: int) -> float:
         """Generate, compare, and return tokens/s."""
