@@ -61,6 +61,7 @@ slow-rest: setup
 prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py
 	$(BIN)/pytest tests/compute/test_families.py
+	$(BIN)/python -m tests.hostile.mutations --cases 1000000
 	$(BIN)/python -m tests.prove --seeds $(SEEDS)
 	$(BIN)/python -m tests.prove_training --seeds $(SEEDS) --partitions 1000
 

@@ -13,6 +13,7 @@ from swarmd.protocol.backing import N_DIRECTIONS, Sums
 from swarmd.protocol.rounds import Group
 from swarmd.train.directions import Directions
 from swarmd.train.state import Vector
+from swarmd.train.sums import squares_of
 from swarmd.values import PeerId
 
 N_DIGEST_BYTES = 16  # of a reducer's results: a leader compares them between members
@@ -48,7 +49,7 @@ class Account:
 
 def given_to(group: Group, digest: bytes, mine: Vector) -> Given:
     """What a contribution is along the directions of an average, which need not be here."""
-    return Given(float(np.dot(mine, mine)), _directions(group, digest).of(mine, 0))
+    return Given(squares_of(mine), _directions(group, digest).of(mine, 0))
 
 
 def account_for(group: Group, digest: bytes, average: Vector, mine: Vector | None, taken: Sequence[Taken]) -> Account:
@@ -70,8 +71,9 @@ def account_for(group: Group, digest: bytes, average: Vector, mine: Vector | Non
     for start, values_of in taken:
         for peer, values in values_of.items():
             of_peers[peer] = of_peers.get(peer, _nothing()) + directions.of(values, start)
+    whole = _sums(sum((np.array(own) for _, own, _ in reductions.values()), _nothing())) if mine is not None else ()
     return Account(
-        given=given_to(group, digest, mine) if mine is not None else None,
+        given=Given(squares_of(mine), whole) if mine is not None else None,
         average=_sums(sum((np.array(total) for _, _, total in reductions.values()), _nothing())),
         reductions=reductions,
         taken={peer: _sums(sums) for peer, sums in of_peers.items()},

@@ -64,3 +64,13 @@ def test_the_only_holder_of_a_block_is_found_among_thousands() -> None:
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
     route = least_loaded([*spans, only], ALL, ME, {}, lambda _: True, 64, {})
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
+
+
+def test_an_impossible_speed_does_not_draw_everybody() -> None:
+    """Who claims to compute in no time is worth its place, and not a detour."""
+    common: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": (), "model": "m"}
+    honest = [SpanRecord(peer=f"p{i}", start=0, end=4, decode_tokens_per_s=10_000.0, **common) for i in range(3)]
+    liar = SpanRecord(peer="liar", start=0, end=4, decode_tokens_per_s=1e15, **common)
+    far = {("me", "liar"): 0.1, **{("me", p.peer): 0.0999 for p in honest}}
+    route = best_route([*honest, liar], Span(0, 4), ME, far)
+    assert route.hops[0].peer != "liar"

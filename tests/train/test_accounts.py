@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmd.protocol.backing import Share, add_up
+from swarmd.protocol.backing import TOLERANCE, Share, add_up
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart
 from swarmd.train.accounts import account_for, given_to
 from swarmd.train.directions import BLOCK, Directions
@@ -47,7 +47,11 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     of = group(min(len(vectors), n), n, dtype)
     account = account_for(of, b"d" * 32, average, vectors[0], [])
     assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
-    assert account.given == given_to(of, b"d" * 32, vectors[0])
+    given = given_to(of, b"d" * 32, vectors[0])
+    assert account.given is not None
+    assert account.given.squares == given.squares
+    size = float(np.linalg.norm(vectors[0].astype("float64")))
+    np.testing.assert_allclose(account.given.sums, given.sums, atol=TOLERANCE * size)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,8 +1,9 @@
-"""py-libp2p's Swarm with its connection faults handled (rows 1, 8, 9, 12 and 13 of the table in shared facts).
+"""py-libp2p's Swarm with its connection faults handled (rows 1, 8, 9, 12, 13 and 17 of docs/libp2p-faults.md).
 
 * 1: whatever escapes a stream handler resets that stream, not the host;
 * 8, 9: dialling tries each address in turn, without the pause of happy-eyeballs and without a negative cache;
 * 13: inbound upgrades have a short deadline, and one address cannot take all the pending slots;
+* 17: little is read of a connection before the other side has shown its key;
 * the auto-connector, which dials whatever was ever heard of, is off.
 """
 
