@@ -39,7 +39,7 @@ def invite(
     days: Annotated[float, typer.Option("--days", help="How long the invite lets people in.")] = 7.0,
     revoke: Annotated[str, typer.Option("--revoke", metavar="INVITE", help="Revoke an invite and all it let in.")] = "",
 ) -> None:
-    """Print an invite to this swarm, or revoke one. Only the founder can.
+    """Print an invite to this swarm, or revoke one. Only the founder can. One lets in up to 128 peers at a time.
 
     Example: swarmd invite --days 1
     """

@@ -92,7 +92,9 @@ class Exchange:
         if not is_own and now - self._taken_at.get(claim.key, -math.inf) < LEAST_INTERVAL_S:
             return False
         vouchers = tuple(link.key for link in read_links_untrusted(claim.certificate)[:-1])
-        if not self.book.wants(claim.key, claim.sequence, claim.peer, vouchers).action:
+        wanted = self.book.wants(claim.key, claim.sequence, claim.peer, vouchers)
+        if not wanted.action:
+            logger.debug("no record of %s: %s", claim.peer, wanted.reason)
             return False
         try:
             verified = records.read_untrusted(raw, self.keys.founder_key, self._wall_clock(), self._revoked)
