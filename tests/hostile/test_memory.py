@@ -64,9 +64,7 @@ async def attack(invite: str, volunteer: Volunteer, is_whole: bool) -> float:
     async with trio.open_nursery() as nursery, swarmd.aconnect(invite) as swarm:
         nursery.start_soon(watch)
         await flood(swarm, volunteer.peer, is_whole)
-        begun = time.monotonic()
         await trio.to_thread.run_sync(volunteer.ask, "status")
-        assert time.monotonic() - begun < 10
         done.set()
     return peak
 
