@@ -43,6 +43,8 @@ class _Shares:
         for member in counted_of(self._group):
             peer = PeerId(member.peer)
             beat = seen[peer].beat if peer in seen else None
+            if beat is not None and beat.result not in (b"", self.average):
+                continue  # what it got is another average: plan.disputes says by whose fault
             if peer not in self._checked and beat is not None and beat.share is not None:
                 try:
                     self._check(peer, member, beat.share)
