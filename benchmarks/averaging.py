@@ -32,10 +32,12 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan import partition
 from swarmd.plan.partition import Member
+from swarmd.protocol.backing import Share, sign_share
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
+from swarmd.train.accounts import Given
 from swarmd.train.round import Round
 from swarmd.train.state import Vector, average_digest
 from swarmd.values import PeerId, RunId
@@ -132,6 +134,11 @@ class Peer:
                 await self._round(rpc, json.loads(line), vector, nursery)
             nursery.cancel_scope.cancel()
 
+    def _sign(self, parent: bytes, average: bytes, given: Given) -> Share:
+        """As a member signs what it gave, once it has the average."""
+        share = Share(0, 1, 0.0, given.squares, given.sums)
+        return sign_share(share, parent, b"", average, Identity(b"b" * 32))
+
     async def _round(self, rpc: Rpc, told: dict[str, Any], vector: Vector, nursery: trio.Nursery) -> None:
         members = tuple(GroupMember(p, 0, 1, True) for p in told["members"])
         parts = tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(told["ranges"]) if a < z)
@@ -144,7 +151,7 @@ class Peer:
 
         begun = time.perf_counter()
         digest = partial(average_digest, RunId(group.run), group.parent)
-        live = Round(rpc, group, vector, digest, trio.to_thread.run_sync)
+        live = Round(rpc, group, vector, digest, partial(self._sign, group.parent), trio.to_thread.run_sync)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()
