@@ -23,7 +23,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import records
-from swarmd.protocol.identity import Identity, expiry_of
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord
 from swarmd.protocol.untrusted import decode, read_json
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE_INTERVAL_S = 2.0  # news crosses a swarm in a few of these
 ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
-RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT: for peers that know nobody, so seldom is enough
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
 PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
@@ -78,7 +77,6 @@ class Directory:
         self.links = Links({})
         self._identity = identity
         self._certificate = certificate
-        self._certified_until = expiry_of(certificate)
         self._network = network
         self._rpc = rpc
         self._store = store
@@ -173,7 +171,7 @@ class Directory:
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,
-            "expires_at": max(now + 1, min(now + RECORD_LIFETIME_S, self._certified_until)),
+            "expires_at": records.ends_at(now, self._certificate),
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}

@@ -114,8 +114,8 @@ class CacheLedger:
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         for gone in ending:
             missing -= self._promises.pop(gone).tokens
-        for promise in sorted(self._promises.values(), key=lambda p: -p.spare):
-            taken = min(promise.spare, max(0, missing)) if promise in others.values() else 0
+        for promise in sorted((p for k, p in others.items() if k not in ending), key=lambda p: -p.spare):
+            taken = min(promise.spare, max(0, missing))
             promise.tokens -= taken
             missing -= taken
         return ending

@@ -44,17 +44,16 @@ class Verdict:
 
 def find(group: Group, seen: Seen, me: PeerId) -> Found:
     """What the members' latest beats say against each other. ``me`` leads, and holds the average if anybody does."""
-    found = Found()
-    reducers = {place: PeerId(group.members[place].peer) for place in {p.reducer for p in group.parts}}
+    found, results = Found(), _results(seen)
+    reducers = _reducers(group)
     for place, reducer in reducers.items():
         for member, known in seen.items():
             said = _reduction(known, place)
             if member != reducer and said is not None:
                 _compare_results(member, reducer, said, _reduction(seen.get(reducer), place), found)
         if reducer in seen:
-            _compare_contributions(group, seen, reducer, place, found)
+            _compare_contributions(group, seen, results, (place, reducer), found)
             _check_sum(group, seen, reducer, _reduction(seen.get(me), place), me, found)
-    results = _results(seen)
     is_sure = me in results and _agree(me, reducers, seen)
     for member in results.keys() - {me} if is_sure else ():
         if results[member] != results[me] and _agree(member, reducers, seen):
@@ -68,8 +67,7 @@ def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> Found:
     if deaf := [p for p, known in seen.items() if known.beat is None]:
         found.faults = dict.fromkeys(deaf, "it has not taken part")
         return found
-    reducers = {place: PeerId(group.members[place].peer) for place in {p.reducer for p in group.parts}}
-    for place, reducer in reducers.items():
+    for place, reducer in _reducers(group).items():
         size = sum(p.end - p.start for p in group.parts if p.reducer == place)
         for at, member in enumerate(group.members):
             peer = PeerId(member.peer)
@@ -114,6 +112,11 @@ def _convict(peer: PeerId, witnesses: set[PeerId], why: str, verdict: Verdict) -
     verdict.faulty.setdefault(peer, (why, witnesses))
 
 
+def _reducers(group: Group) -> dict[int, PeerId]:
+    """Who reduces something, by place."""
+    return {place: PeerId(group.members[place].peer) for place in {p.reducer for p in group.parts}}
+
+
 def _reduction(known: MemberSeen | None, place: int) -> Reduction | None:
     beat = known.beat if known is not None else None
     return next((r for r in beat.reductions if r.reducer == place), None) if beat is not None else None
@@ -148,8 +151,11 @@ def _compare_results(member: PeerId, reducer: PeerId, said: Reduction, made: Red
         found.pairs.setdefault((member, reducer), "the results that came are not those that were made")
 
 
-def _compare_contributions(group: Group, seen: Seen, reducer: PeerId, place: int, found: Found) -> None:
-    """Is what a reducer has of each member what that one gave?"""
+def _compare_contributions(
+    group: Group, seen: Seen, results: Mapping[PeerId, bytes], by: tuple[int, PeerId], found: Found
+) -> None:
+    """Is what a reducer (its place, and who it is) has of each member what that one gave?"""
+    place, reducer = by
     beat = seen[reducer].beat
     if beat is None:
         return
@@ -163,7 +169,7 @@ def _compare_contributions(group: Group, seen: Seen, reducer: PeerId, place: int
                 found.faults[member] = received.fault
         elif received.fault:
             found.pairs.setdefault((member, reducer), received.fault)
-        elif gave is not None and _differ(gave, received, _results(seen).get(member) == beat.result):
+        elif gave is not None and _differ(gave, received, results.get(member) == beat.result):
             found.pairs.setdefault((member, reducer), "what came is not what was given")
 
 

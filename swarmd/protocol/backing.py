@@ -107,6 +107,11 @@ def read_untrusted(payload: bytes) -> tuple[Commit, Backed]:
     return commit, backed
 
 
+def body_of(payload: bytes) -> bytes:
+    """The commit's body in what was checked before. Raises IntegrityError when it is no commit with its backing."""
+    return decode(payload, Backed, "a commit with its backing", IntegrityError).body
+
+
 def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
     """Has each contributor signed what a commit counts of it? Raises IntegrityError."""
     if len(shares) != len(commit.contributors):

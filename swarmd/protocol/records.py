@@ -18,6 +18,7 @@ from swarmd.protocol.identity import (
     Membership,
     PublicKey,
     Signature,
+    expiry_of,
     public_key_of_untrusted,
     verify,
     verify_certificate_untrusted,
@@ -26,6 +27,7 @@ from swarmd.protocol.untrusted import decode
 from swarmd.values import ModelId, is_model_hash
 
 MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
+RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
 MAX_SKEW_S = 120  # volunteers' clocks differ
 MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's honest word
@@ -167,10 +169,20 @@ class Verified:
 
 def key_of(record: AnyRecord) -> str:
     if isinstance(record, RunRecord):
-        return f"{record.peer}/run/{record.run}"
+        return _key(record.peer, "run", run=record.run)
     if isinstance(record, SpanRecord):
-        return f"{record.peer}/span/{record.model}" + (f"/{record.slot}" if record.slot else "")
-    return f"{record.peer}/peer"
+        return _key(record.peer, "span", model=record.model, slot=record.slot)
+    return _key(record.peer, "peer")
+
+
+def _key(peer: str, kind: str, model: str = "", run: str = "", slot: int = 0) -> str:
+    where = {"span": f"span/{model}" + (f"/{slot}" if slot else ""), "run": f"run/{run}"}.get(kind, "peer")
+    return f"{peer}/{where}"
+
+
+def ends_at(now: int, certificate: tuple[bytes, ...]) -> int:
+    """When a record of one's own that is issued now ends: with its certificate at the latest."""
+    return max(now + 1, min(now + RECORD_LIFETIME_S, expiry_of(certificate)))
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
@@ -191,8 +203,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        where = {"span": f"span/{self.model}", "run": f"run/{self.run}"}.get(self.kind, "peer")
-        return f"{self.peer}/{where}" + (f"/{self.slot}" if self.slot and self.kind == "span" else "")
+        return _key(self.peer, self.kind, self.model, self.run, self.slot)
 
 
 def read_claim(raw: bytes) -> Claim:

@@ -50,13 +50,12 @@ def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
         raise ConfigError(f"{path}: the safetensors header is not JSON") from None
     if not isinstance(header, dict):
         raise ConfigError(f"{path}: the safetensors header is no JSON object")
-    data_start, end = 8 + header_bytes, 0
+    data_start = 8 + header_bytes
     places = []
     for name, info in header.items():
         if name == "__metadata__":
             continue
         begin, stop, dtype, shape = _fields(path, name, info)
-        end = max(end, stop)
         if data_start + stop > size:
             raise ConfigError(f"{path}: cut short: {name} ends at byte {data_start + stop}, the file has {size}")
         places.append(Place(name, dtype, shape, data_start + begin, stop - begin))
@@ -65,8 +64,8 @@ def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
         if place.start != at:
             raise ConfigError(f"{path}: {place.name} begins at byte {place.start}, the tensor before it ends at {at}")
         at += place.n_bytes
-    if data_start + end != size:
-        raise ConfigError(f"{path}: {size - data_start - end} B at its end belong to no tensor")
+    if at != size:
+        raise ConfigError(f"{path}: {size - at} B at its end belong to no tensor")
     return places
 
 

@@ -83,7 +83,7 @@ class Anchor:
             await self._keep(promised)
             signature = b""
             if acceptor.body:
-                signature = commits.sign(_read(acceptor.body)[1].body, acceptor.accepted, self._identity)
+                signature = commits.sign(_body_of(acceptor), acceptor.accepted, self._identity)
             accepted = acceptor.accepted
             return Promised(message.id, message.ballot, accepted, signature), acceptor.body
 
@@ -149,7 +149,7 @@ class Anchor:
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
         kept = self._acceptor
         if kept.parent == parent:
-            is_old = kept.body and _read(kept.body)[0].generation != self.order.generation
+            is_old = kept.body and commits.read_body_untrusted(_body_of(kept)).generation != self.order.generation
             return Acceptor(parent, kept.promised) if is_old else kept
         if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
@@ -178,10 +178,10 @@ def _require(decision: Decision[bool]) -> None:
         raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
 
 
-def _read(accepted: bytes) -> tuple[Commit, Backed]:
+def _body_of(kept: Acceptor) -> bytes:
     """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
     try:
-        return backing.read_untrusted(accepted)
+        return backing.body_of(kept.body)
     except IntegrityError as error:
         raise Refused(Code.REFUSED, f"what this anchor accepted last is of another version: {error}") from None
 

@@ -34,13 +34,12 @@ ANSWER_S = 2.0  # for a peer that lives to say so, while a proposer waits for it
 N_INTERVALS = 8  # between the latest commits: what is usual
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
-
 Own = Callable[[], Mapping[str, Any]]
 """What this peer's own record says."""
 
 
 class Chronicle:
-    """See the module. ``order`` is the latest of the run's owner;"""
+    """See the module. ``order`` is the latest of the run's owner, ``own`` what this peer's record says."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Chronicle:
         members: Members,
         folder: RunFolder | None,
         news: News,
-        own: Callable[[], Mapping[str, Any]],
+        own: Own,
     ) -> None:
         self.run = run
         self.ledger = Ledger(run)

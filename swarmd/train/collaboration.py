@@ -22,9 +22,8 @@ import trio
 from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
-from swarmd.protocol.identity import expiry_of
 from swarmd.protocol.recipe import Recipe, Run, is_called
-from swarmd.protocol.records import RunRecord
+from swarmd.protocol.records import RunRecord, ends_at
 from swarmd.status import RunRow
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from swarmd.client.blocking import Swarm
     from swarmd.client.swarm import AsyncSwarm
 
-RECORD_LIFETIME_S = 60  # as the daemon's, node/directory.py
 ANNOUNCE_INTERVAL_S = 20.0  # as the daemon's
 LOOK_INTERVAL_S = 0.1  # whether the run is over, while somebody waits for it to want gradients
 OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
@@ -192,7 +190,7 @@ class Collaboration:
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=max(now + 1, min(now + RECORD_LIFETIME_S, expiry_of(self._swarm.certificate))),
+            expires_at=ends_at(now, self._swarm.certificate),
             certificate=self._swarm.certificate,
             **fields,
         )

@@ -85,7 +85,7 @@ class Proposer:
         """Have a majority sign one commit, or the one that they are bound to by now. Waits for as long as it takes."""
         attempt = 0
         while True:
-            body = backing.read_untrusted(proposed)[1].body
+            body = backing.body_of(proposed)
             request = partial(_propose, self._run, self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, proposed):
