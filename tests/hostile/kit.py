@@ -21,7 +21,7 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.messages import AnyMessage, Hello, OpenSession, Records, Refusal
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord, sign
-from swarmd.values import PeerId
+from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, SimSwarm, toy_checkpoint
 
 KEY = b"a" * 16
@@ -87,6 +87,15 @@ class Attacker:
     def says(self, kind: type[AnyRecord] = PeerRecord, **fields: Any) -> bytes:
         """A record of its own, as absurd as it likes."""
         return record_of(self.identity, self.certificate, self.swarm.wall_clock(), kind, **fields)
+
+
+async def served(nursery: trio.Nursery, seed: int) -> tuple[SimSwarm, PeerId]:
+    """A swarm of one server that holds all four blocks."""
+    swarm = SimSwarm(nursery, 4, seed=seed)
+    server = await swarm.add(Span(0, 4))
+    while min(swarm.coverage()) < 1:
+        await trio.sleep(0.5)
+    return swarm, server
 
 
 def record_of(

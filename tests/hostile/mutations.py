@@ -32,11 +32,11 @@ from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.protocol import frames, messages
 from swarmd.protocol.fields import Message
-from swarmd.values import PeerId, Span
-from tests.hostile.kit import Attacker
+from swarmd.values import PeerId
+from tests.hostile.kit import Attacker, served
 from tests.hostile.test_peers import op
 from tests.protocol.test_mutated import KINDS, full, mutants
-from tests.sim.swarm import HIDDEN, Reference, SimSwarm, toy_checkpoint
+from tests.sim.swarm import HIDDEN, Reference, toy_checkpoint
 from tests.train.world import TrainingWorld, check_ledger
 
 TURNED_AWAY = 2  # times in a row: its standing is gone, and another one comes
@@ -104,10 +104,7 @@ async def against_a_server(seed: int, n_cases: int) -> Counter[str]:
     """While a client generates: its answers are right, and nobody but attackers loses standing."""
     rng, became = random.Random(seed), Counter[str]()
     async with trio.open_nursery() as nursery:
-        swarm = SimSwarm(nursery, 4, seed=seed)
-        server = await swarm.add(Span(0, 4))
-        while min(swarm.coverage()) < 1:
-            await trio.sleep(0.5)
+        swarm, server = await served(nursery, seed)
         client = await swarm.client()
         victim = await client.open_session(swarm.terms(100_000))
         reference, attackers = Reference(4), set[PeerId]()

@@ -6,10 +6,9 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.values import Span
-from tests.hostile.kit import KEY, Attacker
+from tests.hostile.kit import KEY, Attacker, served
 from tests.hostile.test_peers import op
-from tests.sim.swarm import HIDDEN, Reference, SimSwarm
+from tests.sim.swarm import HIDDEN, Reference
 
 ALL = 10**6  # what a server of the simulation has
 
@@ -18,10 +17,7 @@ async def test_one_session_cannot_keep_all_cache(virtual_time: MockClock) -> Non
     """It takes everything, uses much of it, and keeps it by a token now and then; others are served as ever."""
     with trio.fail_after(3_000):
         async with trio.open_nursery() as nursery:
-            swarm = SimSwarm(nursery, 4, seed=3)
-            server = await swarm.add(Span(0, 4))
-            while min(swarm.coverage()) < 1:
-                await trio.sleep(0.5)
+            swarm, server = await served(nursery, 3)
             attacker = Attacker(swarm)
             await attacker.start(nursery)
             await attacker.open(server, session=KEY, max_tokens=ALL)

@@ -20,9 +20,9 @@ from swarmd.protocol import frames, messages
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.messages import CachePart, Edit, HandOver, Op, TensorMeta
 from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
-from swarmd.values import PeerId, Span
+from swarmd.values import PeerId
 from swarmd.wire.tensors import pack
-from tests.hostile.kit import Attacker
+from tests.hostile.kit import Attacker, served
 from tests.sim.swarm import EPOCH_S, HIDDEN, Reference, SimSwarm, toy_checkpoint
 
 KEY = b"a" * 16
@@ -45,13 +45,9 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     with trio.fail_after(300):
         async with trio.open_nursery() as nursery:
-            swarm = SimSwarm(nursery, 4, seed=2)
-            server = await swarm.add(Span(0, 4))
-            while min(swarm.coverage()) < 1:
-                await trio.sleep(0.5)
+            swarm, server = await served(nursery, 2)
             attacker = Attacker(swarm)
-            nursery.start_soon(attacker.network.run)
-            await nursery.start(attacker.rpc.run)
+            await attacker.start(nursery)
             client = await swarm.client()
             victim = await client.open_session(swarm.terms(1000))
             stage = Scene(swarm, server, attacker, victim)

@@ -25,26 +25,12 @@ _LENGTH = struct.Struct(">H")
 _RECEIVE_BYTES = 256 * 1024  # four messages of 64 KiB in one read
 
 
-class BufferedConnection(IRawConnection):
-    """Reads what the socket has and serves it in the sizes asked for."""
+class OverConnection(IRawConnection):
+    """A connection over another one; whoever derives from it says how it reads."""
 
     def __init__(self, raw: IRawConnection, is_initiator: bool) -> None:
         self.raw = raw
         self.is_initiator = is_initiator
-        self.buffer = bytearray()
-
-    async def fill(self) -> None:
-        data = await self.raw.read(_RECEIVE_BYTES)
-        if not data:
-            raise ConnectionClosedError("the connection was closed")
-        self.buffer += data
-
-    async def read(self, n: int | None = None) -> bytes:
-        if not self.buffer:
-            await self.fill()
-        taken = bytes(self.buffer[:n])
-        del self.buffer[: len(taken)]
-        return taken
 
     async def write(self, data: bytes) -> None:
         await self.raw.write(data)
@@ -64,6 +50,27 @@ class BufferedConnection(IRawConnection):
 
     def get_connection_type(self) -> ConnectionType:
         return ConnectionType.DIRECT
+
+
+class BufferedConnection(OverConnection):
+    """Reads what the socket has and serves it in the sizes asked for."""
+
+    def __init__(self, raw: IRawConnection, is_initiator: bool) -> None:
+        super().__init__(raw, is_initiator)
+        self.buffer = bytearray()
+
+    async def fill(self) -> None:
+        data = await self.raw.read(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionClosedError("the connection was closed")
+        self.buffer += data
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self.buffer:
+            await self.fill()
+        taken = bytes(self.buffer[:n])
+        del self.buffer[: len(taken)]
+        return taken
 
 
 class NoiseSession(ISecureConn):

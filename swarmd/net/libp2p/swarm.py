@@ -15,12 +15,10 @@ from typing import Any
 
 import trio
 from libp2p.abc import IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
-from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import StreamHandlerFn, TMuxerOptions, TProtocol
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.exceptions import RawConnError
-from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
@@ -31,6 +29,7 @@ from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
+from swarmd.net.libp2p.noise import OverConnection
 from swarmd.net.libp2p.yamux import YamuxConnection
 
 logger = logging.getLogger(__name__)
@@ -153,43 +152,25 @@ class GuardedSwarm(Swarm):
         return upgraded
 
 
-class _Metered(RawConnection):
+class _Metered(OverConnection):
     """A connection of which little is read before the other side has shown its key.
 
     py-libp2p reads as many bytes as a stranger's length prefix says, up to 2^64.
     """
 
-    def __init__(self, inner: IRawConnection, is_initiator: bool) -> None:
-        self.is_initiator = is_initiator  # one behind a pre-shared key does not say it
-        self._inner = inner
-        self._n_read = 0
+    _n_read = 0
 
     def trust(self) -> None:
         """The other side has shown its key: from now on this costs nothing."""
-        self.read = self._inner.read  # type: ignore[method-assign]
-        self.write = self._inner.write  # type: ignore[method-assign]
+        self.read = self.raw.read  # type: ignore[method-assign]
+        self.write = self.raw.write  # type: ignore[method-assign]
 
     async def read(self, n: int | None = None) -> bytes:
-        data = await self._inner.read(min(n or MAX_READ_OF_STRANGER, MAX_READ_OF_STRANGER))
+        data = await self.raw.read(min(n or MAX_READ_OF_STRANGER, MAX_READ_OF_STRANGER))
         self._n_read += len(data)
         if self._n_read > MAX_BYTES_OF_STRANGER:
             raise RawConnError(f"more than {MAX_BYTES_OF_STRANGER} B before a key was shown")
         return data
-
-    async def write(self, data: bytes) -> None:
-        await self._inner.write(data)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        return self._inner.get_remote_address()
-
-    def get_transport_addresses(self) -> list[Multiaddr]:
-        return self._inner.get_transport_addresses()
-
-    def get_connection_type(self) -> ConnectionType:
-        return self._inner.get_connection_type()
 
 
 def _handle_of(raw_conn: IRawConnection) -> int:
