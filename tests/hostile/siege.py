@@ -1,11 +1,12 @@
-"""Mixed hostility against real daemons: four serve, train and generate while members and strangers do their worst.
+"""Mixed hostility against real daemons: four serve, train, tune and generate while strangers and members attack.
 
 python -m tests.hostile.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
 messages, records without end, all cache, made-up adapters, false claims, streams cut at any time; strangers blast
 random bytes and keep sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
-it was before; updates of a run are counted, memory is looked at every half a minute. The log goes to docs/evidence/.
+it was before; another client tunes a LoRA over and over, whose losses are those of a local one; updates of a run are
+counted, memory is looked at every half a minute. The log goes to docs/evidence/.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import pytest
 import torch
 import trio
 from transformers import AutoModelForCausalLM
@@ -49,12 +51,14 @@ from tests.hostile.mutations import header, payload, send
 from tests.protocol.test_mutated import KINDS
 from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.test_tuning import train, tuned
 from tests.real.training import check_ledgers, join, run_of, start_run, wait_update
 
 N_HONEST, N_MEMBERS, N_STRANGERS = 4, 14, 6
 N_TOKENS = 40
 CALM_S = 60.0
 LOOK_S = 30.0
+PSS_AFTER_MIN = (1, 4)  # one after the other; a minute is what was asked
 SPANS = ((0, 3), (3, 6), (0, 3), (3, 6))
 
 
@@ -203,8 +207,18 @@ def stranger(ports: list[int], seed: int) -> None:
 # --- the besieged --------------------------------------------------------------------------------------------------
 
 
+def tune(invite: str, n_tuned: Any) -> None:
+    """Tune from the beginning, over and over, by a client in a process of its own; ends at a loss that is wrong."""
+    torch.set_num_threads(1)
+    expected = train(tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)))
+    with swarmd.connect(invite) as client:
+        while True:
+            assert train(tuned(client.model("demo"))) == pytest.approx(expected, rel=1e-4), "tuned wrongly"
+            n_tuned.value += 1
+
+
 class Siege:
-    """Four volunteers, a client that generates, a run, and what was measured of them."""
+    """Four volunteers, a client that generates, one that tunes, a run, and what was measured of them."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         self.swarm = swarm
@@ -215,6 +229,10 @@ class Siege:
         self.pids = {v.peer: (v.process.pid if v.process else 0, v.worker_pid) for v in self.volunteers}
         self.expected: dict[int, torch.Tensor] = {}
         self.local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+        spawn = multiprocessing.get_context("spawn")
+        self.n_tuned = spawn.Value("i", 0)
+        self.tuner = spawn.Process(target=tune, args=(swarm.invite(), self.n_tuned), daemon=True)
+        self.tuner.start()
 
     def generate(self, model: Any, seed: int) -> float:
         """Generate, compare, and return tokens/s."""
@@ -232,7 +250,8 @@ class Siege:
         return [psutil.Process(pid).memory_full_info().pss / 2**20 for pid, _ in self.pids.values()]
 
     def all_live(self) -> bool:
-        return all(psutil.pid_exists(pid) for pids in self.pids.values() for pid in pids)
+        pids = [pid for pids in self.pids.values() for pid in pids]
+        return self.tuner.is_alive() and all(psutil.pid_exists(pid) for pid in pids)
 
 
 def attackers(siege: Siege) -> list[multiprocessing.Process]:
@@ -267,7 +286,7 @@ def main() -> None:
             model = client.model("demo")
             calm, updates = _for_a_while(siege, partial(siege.generate, model), CALM_S, say)
             say(f"undisturbed: {statistics.median(calm):.1f} tokens/s, {60 * updates / CALM_S:.1f} updates a minute")
-            idle, besiegers = siege.pss_mib(), attackers(siege)
+            idle, before, besiegers = siege.pss_mib(), siege.n_tuned.value, attackers(siege)
             try:
                 rates, updates = _for_a_while(siege, partial(siege.generate, model), 60 * options.minutes, say)
             finally:
@@ -277,9 +296,11 @@ def main() -> None:
             say(f"besieged for {options.minutes:g} min by {N_MEMBERS} members and {N_STRANGERS} strangers:")
             say(f"{len(rates)} generations, all right; median {rate:.1f} tokens/s, {share:.2f} of undisturbed")
             say(f"{updates / options.minutes:.1f} updates a minute; no daemon or worker has ended")
-            time.sleep(60)
-            ratios = (after / before for before, after in zip(idle, siege.pss_mib(), strict=True))
-            say(f"PSS a minute later, times that before: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+            say(f"{siege.n_tuned.value - before} times a LoRA was tuned to the losses of a local one")
+            for minutes in PSS_AFTER_MIN:
+                _for_a_while(siege, partial(siege.generate, model), 60 * minutes, lambda line: None)
+                ratios = ", ".join(f"{now / then:.2f}" for then, now in zip(idle, siege.pss_mib(), strict=True))
+                say(f"PSS {minutes} min later, times that before: {ratios}")
         check_ledgers(siege.volunteers[:3])
         say("the ledgers tell one story")
 
@@ -294,7 +315,7 @@ def _for_a_while(
     while time.monotonic() - begun < seconds:
         rates.append(generate(len(rates)))
         if not siege.all_live():
-            sys.exit("a daemon or a worker has ended")
+            sys.exit("a daemon, a worker or the client that tunes has ended")
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             pss = ", ".join(f"{n:.0f}" for n in siege.pss_mib())

@@ -56,7 +56,6 @@ def train(model: Any, before: Any = lambda step: None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(step, time.monotonic())
     return losses
 
 
