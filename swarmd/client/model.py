@@ -173,6 +173,7 @@ def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: t
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: Any = skeleton.decoder_layers(model)
+    model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, layers)
     limit = int(getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
     call = _Call()

@@ -36,6 +36,10 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
+GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
+
 quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
 
@@ -107,6 +111,24 @@ def read_config(folder: Path) -> PretrainedConfig:
     settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """How a checkpoint's author wants it used: where answers end, and numbers for sampling. Nothing that names code.
+
+    Raises ConfigError for a value of the wrong kind.
+    """
+    path = folder / "generation_config.json"
+    written = manifest.read_json(path) if path.is_file() else {}
+    if not isinstance(written, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    found = {name: written[name] for name in (*GENERATION_IDS, *GENERATION_NUMBERS) if written.get(name) is not None}
+    for name, value in found.items():
+        values = value if isinstance(value, list) and name in GENERATION_IDS else [value]
+        kinds = (int,) if name in GENERATION_IDS else (int, float)
+        if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
+            raise ConfigError(f"{path}: {name} is {str(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}")
+    return found
 
 
 @contextmanager

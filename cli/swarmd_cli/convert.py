@@ -1,0 +1,59 @@
+"""``swarmd models add FILE.gguf``: the file becomes a folder of safetensors under the home, once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from swarmd_cli.context import home
+
+FOLDER = "converted"  # under the home; a folder for each file and dtype
+
+
+def is_gguf(path: Path) -> bool:
+    """Is it a file that says so, or one that is called so?"""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
+
+
+def converted(path: Path, dtype: str) -> Path:
+    """The folder of what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
+    print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = home().folder / FOLDER / f"{path.stem[:64]}-{dtype}-{digest[:16]}"
+    if folder.is_dir():
+        print(f"{path.name}: converted before, in {folder}", file=sys.stderr)
+        return folder
+    from swarmd.compute import gguf
+
+    if dtype not in gguf.DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(gguf.DTYPES)}, not {dtype!r}")
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True, mode=0o700)
+    try:
+        done = gguf.convert(path, unfinished, dtype, lambda line: print(f"{path.name}: {line}", file=sys.stderr))
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    cost = f"rounding to it takes {100 * done.loss:.2g} % of a tensor at most" if done.loss else "nothing is lost"
+    print(f"{path.name}: {done.n_parameters / 1e6:.0f} million parameters as {done.dtype}, {cost}", file=sys.stderr)
+    return folder
+
+
+def forget(folder: Path) -> bool:
+    """Delete a folder that was made here; any other stays, and is none of ours."""
+    is_ours = folder.parent == (home().folder / FOLDER).resolve()
+    if is_ours:
+        shutil.rmtree(folder, ignore_errors=True)
+    return is_ours

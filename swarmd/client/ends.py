@@ -1,0 +1,105 @@
+"""The client's two ends of a model, apart: tokens become hidden states, and hidden states become logits.
+
+Both are the family's own forward, without a line for any family. On the way in, block 0 takes what it is given and
+breaks off; on the way out it puts in what the swarm has answered. So rows of many sessions share one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from swarmd.compute import skeleton
+
+MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
+FALLBACK_MAX_TOKENS = 2_048  # for models that announce no longest context
+
+
+class _Embedded(Exception):
+    """Carries the hidden states out of a forward that ends at block 0."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Ends:
+    """Embedding before the blocks, norm and head after them. For one thread at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._model: Any = skeleton.load(folder, None, dtype)
+        layers: Any = skeleton.decoder_layers(self._model)
+        self._layers = layers
+        layers[0].call = self._at_block_0
+        self._answered: torch.Tensor | None = None
+        settings = skeleton.text_config(self._model.config)
+        self.family = str(self._model.config.model_type)
+        self.vocabulary = int(settings.vocab_size)
+        self.max_tokens = int(getattr(settings, "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
+        self.generation: dict[str, Any] = skeleton.read_generation(folder)
+        self.can_crop = _all_look_back(settings)
+        self.eos = _ids(self.generation.get("eos_token_id", settings.eos_token_id))
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[torch.Tensor]:
+        """Embed each row's tokens, the first of which is at position ``starts``: a tensor [1, t, d] each."""
+        embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        single = [i for i, ids in enumerate(rows) if len(ids) == 1]
+        if single:
+            together = self._embed([list(rows[i]) for i in single], [[starts[i]] for i in single])
+            for place, i in enumerate(single):
+                embedded[i] = together[place : place + 1].clone()
+        for i, ids in enumerate(rows):
+            if len(ids) > 1:
+                parts = [
+                    self._embed([list(ids[at : at + MAX_EMBEDDED])], [_range(starts[i] + at, len(ids) - at)])
+                    for at in range(0, len(ids), MAX_EMBEDDED)
+                ]
+                embedded[i] = torch.cat(parts, 1)
+        return embedded
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
+        """What the last block gave, [n, d], to float32 logits [n, vocabulary]; ``arity`` is what its layers return."""
+        for layer in self._layers:
+            layer.returns_tuple = arity
+        self._answered = hidden.unsqueeze(1)
+        try:
+            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
+            out = self._model(inputs_embeds=self._answered, position_ids=zeros, use_cache=False)
+        finally:
+            self._answered = None
+        return out.logits[:, 0].float()  # type: ignore[no-any-return]
+
+    def _embed(self, ids: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
+        try:
+            self._model(input_ids=torch.tensor(ids), position_ids=torch.tensor(positions), use_cache=False)
+        except _Embedded as found:
+            return found.hidden
+        raise AssertionError("a forward that does not reach block 0")
+
+    def _at_block_0(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._answered is None:
+            raise _Embedded(hidden)
+        return self._answered
+
+
+def _all_look_back(settings: Any) -> bool:
+    """Can tokens be taken out of every block's cache again? Not where states forget, or windows have moved on."""
+    kinds = set(getattr(settings, "layer_types", None) or ())
+    if kinds:
+        return kinds == {"full_attention"}
+    return not any(DynamicCache(config=settings).is_sliding)
+
+
+def _range(start: int, n_left: int) -> list[int]:
+    return list(range(start, start + min(MAX_EMBEDDED, n_left)))
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """One id, several or none, as configurations write them."""
+    return frozenset() if value is None else frozenset(value if isinstance(value, list | tuple) else [value])

@@ -1,0 +1,195 @@
+"""Chat templates and tokenizers of anybody's, run by a process of their own with limits of time and memory.
+
+A template can loop for ever or make gigabytes, a normalizer can make much of little: all that happens to a child, which
+is ended and replaced. Control tokens in what users wrote are text: only the template itself can begin a turn.
+
+``python -m swarmd.client.prompts FOLDER`` is the child: JSON lines in, JSON lines out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+from swarmd.errors import ConfigError
+from swarmd.net.api import TaskStatus
+
+STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a busy machine
+MOST_S = 5.0  # of one prompt: a megabyte takes a second
+MOST_MEMORY_BYTES = 2**30  # beyond what an idle child has
+MOST_TOKENS = 4_000_000  # of one prompt; no context is as long
+MOST_LINE_BYTES = 64 * 2**20  # of one answer: as many ids, written out
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model is given: token ids, and where they came from a template, their end as text."""
+
+    ids: tuple[int, ...]
+    tail: str = ""
+
+
+class Prompts:
+    """Makes prompts for one model; one at a time, in the order in which they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._child: trio.Process | None = None
+        self._buffer = bytearray()
+        self._turn = trio.Lock()
+        self.has_template = False
+        self.shows_tools = False
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep a child until cancelled. Raises ConfigError for a tokenizer that cannot be used."""
+        try:
+            async with self._turn:
+                await self._start()
+            task_status.started()
+            await trio.sleep_forever()
+        finally:
+            await self._end()
+
+    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
+        """Write a conversation as the model was trained to read it. Raises ConfigError with the template's reason."""
+        if not self.has_template:
+            raise ConfigError("this model has no chat template: it is not made for conversations; ask for completions")
+        return await self._ask({"messages": messages, "tools": tools, "options": options})
+
+    async def text(self, text: str, special: bool = True) -> Prompt:
+        """Plain text as tokens, with the model's own mark of a beginning if ``special``. Raises ConfigError."""
+        return await self._ask({"text": text, "special": special})
+
+    async def _ask(self, question: dict[str, Any]) -> Prompt:
+        async with self._turn:
+            try:
+                with trio.fail_after(MOST_S if self._child is not None else STARTED_WITHIN_S):
+                    if self._child is None:
+                        await self._start()
+                    answer = await self._exchange(question)
+            except trio.TooSlowError:
+                await self._end()
+                raise ConfigError(f"making the prompt took more than {MOST_S:.0f} s, and was given up") from None
+            except (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._end()
+                raise ConfigError(
+                    "making the prompt ended the process that did it, most likely out of memory"
+                ) from None
+            except trio.Cancelled:  # an answer to somebody who has gone must not be taken for the next one's
+                await self._end()
+                raise
+        if "error" in answer:
+            raise ConfigError(str(answer["error"]))
+        return Prompt(tuple(answer["ids"]), answer.get("tail", ""))
+
+    async def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "swarmd.client.prompts", str(self._folder)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._buffer.clear()
+        self._child = await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        try:
+            with trio.fail_after(STARTED_WITHIN_S):
+                hello = await self._receive()
+        except (trio.TooSlowError, OSError, ValueError):
+            await self._end()
+            raise ConfigError(f"the tokenizer in {self._folder} ends the process that reads it") from None
+        if "error" in hello:
+            await self._end()
+            raise ConfigError(str(hello["error"]))
+        self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
+
+    async def _exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        await self._child.stdin.send_all(json.dumps(question).encode() + b"\n")
+        return await self._receive()
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            part = await self._child.stdout.receive_some()
+            if not part or searched > MOST_LINE_BYTES:
+                raise ValueError("no answer")
+            self._buffer += part
+        line, self._buffer = bytes(self._buffer[:end]), self._buffer[end + 1 :]
+        return dict(json.loads(line))
+
+    async def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            with trio.CancelScope(shield=True):
+                await self._child.wait()
+                for pipe in (self._child.stdin, self._child.stdout):
+                    if pipe is not None:
+                        await pipe.aclose()
+            self._child = None
+
+
+# --- the child -----------------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    """Answer one question a line until the questions end."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is none
+    try:
+        from swarmd.client.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+        hello: dict[str, Any] = {"has_template": bool(template), "shows_tools": "tools" in template}
+    except ConfigError as error:
+        hello = {"error": str(error)}
+    _limit(psutil.Process().memory_info().vms + MOST_MEMORY_BYTES)
+    print(json.dumps(hello), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(tokenizer, json.loads(line))), file=answers, flush=True)
+
+
+def _limit(n_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
+    if "text" in question:
+        ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
+        return _checked(ids)
+    try:
+        ids = tokenizer.apply_chat_template(
+            question["messages"],
+            tools=question["tools"],
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            **question["options"],
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
+        return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
+    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:])}
+
+
+def _checked(ids: list[int]) -> dict[str, Any]:
+    if len(ids) > MOST_TOKENS:
+        return {"error": f"the prompt has {len(ids)} tokens, at most {MOST_TOKENS} are taken"}
+    return {"ids": [int(i) for i in ids]}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,163 @@
+"""One answer as it grows: which tokens, which text, what is tried ahead, when it ends. Knows no network.
+
+Each pass gives logits for one or more tokens that were sent. The first token chosen counts; where tokens were sent
+ahead (copied from where the last ones occurred before), a further one counts as long as it is what was sent. So
+what is chosen never depends on what was tried: the distribution is that of one token at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+
+from swarmd.gateway.grammar import Grammar
+from swarmd.gateway.sampling import Choice, Sampler, Sampling
+from swarmd.gateway.writing import Writer
+
+NGRAM = 3  # tokens that have to occur before, for what followed them to be tried
+MOST_AHEAD = 8  # tokens tried in one pass: a server computes so many for little more than one
+LOOK_BACK = 4_096  # tokens in which the last ones are looked for
+BACK_OFF = 16  # tokens without a try after one that failed; twice as many each time, up to
+LONGEST_BACK_OFF = 512  # tokens: a text may begin to repeat itself late
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for: a prompt, and how to go on from there. ``eos`` ends it; ``key`` is who asks."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    eos: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    keeps_special: bool = False
+    looks_up: bool = True
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of one pass. ``finish`` of the last is "stop" or "length"."""
+
+    text: str
+    choices: tuple[Choice, ...]
+    finish: str | None = None
+
+
+class Answer:
+    """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
+
+    def __init__(self, wanted: Wanted, tokenizer: Tokenizer) -> None:
+        self._wanted = wanted
+        self._sampler = Sampler(wanted.sampling, wanted.prompt)
+        self._writer = Writer(tokenizer, wanted.stops, wanted.prompt[-8:], wanted.keeps_special)
+        self._tokens: list[int] = list(wanted.prompt)
+        self._ahead: list[int] = []
+        self._rest_until = 0
+        self._back_off = BACK_OFF
+        self._new: list[Choice] = []
+        self._text = ""
+        self.n_sent_ahead = 0
+        self.n_taken_ahead = 0
+        self.rejected = 0
+        self.finish: str | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self._tokens) - len(self._wanted.prompt)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended it."""
+        return self._writer.stopped
+
+    @property
+    def want(self) -> int:
+        """For how many of the tokens sent last logits are needed."""
+        return 1 + len(self._ahead)
+
+    def decide(self, logits: torch.Tensor) -> list[int]:
+        """Take what [want, vocabulary] logits say; returns the tokens to send next, none when it is finished."""
+        ahead, self._ahead, self.rejected = self._ahead, [], 0
+        for index in range(len(logits)):
+            self._take(self._choose(logits[index]))
+            is_last = index == len(logits) - 1
+            if self.finish or is_last or ahead[index] != self._tokens[-1]:
+                self.rejected = len(logits) - 1 - index
+                break
+        self._learn(len(ahead), len(ahead) - self.rejected)
+        if self.finish:
+            return []
+        sent = [self._tokens[-1], *self._forced()]
+        if self.finish:
+            return []
+        self._ahead = self._look_up()
+        return [*sent, *self._ahead]
+
+    def piece(self) -> Piece:
+        """What is new since the last one."""
+        text = self._text + (self._writer.finish() if self.finish else "")
+        piece = Piece(text, tuple(self._new), self.finish)
+        self._new, self._text = [], ""
+        return piece
+
+    def _choose(self, logits: torch.Tensor) -> Choice:
+        grammar = self._wanted.grammar
+        return self._sampler.choose(logits, grammar.allowed() if grammar else None)
+
+    def _take(self, choice: Choice) -> None:
+        if choice.token in self._wanted.eos:
+            self._tokens.append(choice.token)
+            self.finish = "stop"
+            return
+        self._tokens.append(choice.token)
+        self._new.append(choice)
+        self._sampler.took(choice.token)
+        self._text += self._writer.add(choice.token)
+        if self._wanted.grammar is not None:
+            self._wanted.grammar.took(choice.token)
+        is_whole = self._wanted.grammar is not None and self._wanted.grammar.is_done
+        if self._writer.stopped is not None or is_whole:
+            self.finish = "stop"
+        elif self.n_tokens >= self._wanted.max_tokens:
+            self.finish = "length"
+
+    def _forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
+        if self._wanted.grammar is None or self._wanted.sampling.tells:
+            return []
+        taken = []
+        for token in self._wanted.grammar.forced():
+            self._take(Choice(token))
+            taken.append(token)
+            if self.finish:
+                break
+        return taken
+
+    def _look_up(self) -> list[int]:
+        """What followed the last tokens where they occurred before; nothing while that does not pay."""
+        room = self._wanted.max_tokens - self.n_tokens - 1
+        if not self._wanted.looks_up or self._wanted.grammar or self.n_tokens < self._rest_until or room < 1:
+            return []
+        tokens = self._tokens[-LOOK_BACK:]
+        last = tokens[-NGRAM:]
+        for at in range(len(tokens) - NGRAM - 1, -1, -1):
+            if tokens[at] == last[0] and tokens[at : at + NGRAM] == last:
+                found = tokens[at + NGRAM : at + NGRAM + min(MOST_AHEAD, room)]
+                return [] if set(found) & self._wanted.eos else found
+        return []
+
+    def _learn(self, n_tried: int, n_taken: int) -> None:
+        """Tries that fail are paused, each time for longer; one that pays ends that."""
+        if not n_tried:
+            return
+        self.n_sent_ahead += n_tried
+        self.n_taken_ahead += n_taken
+        if n_taken * 3 >= n_tried:
+            self._back_off = BACK_OFF
+        else:
+            self._rest_until = self.n_tokens + self._back_off
+            self._back_off = min(LONGEST_BACK_OFF, 2 * self._back_off)

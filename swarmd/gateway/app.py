@@ -1,0 +1,134 @@
+"""Which path does what: the routes of the gateway, each behind the guard, each refusing in OpenAI's form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swarmd.gateway import openai, refusals, schema
+from swarmd.gateway.guard import Guard, body_of
+from swarmd.gateway.metrics import Metrics
+from swarmd.gateway.models import Listed, Models
+from swarmd.gateway.refusals import ApiError
+from swarmd.gateway.streams import Stream, Whole, json_response, refused
+from swarmd.gateway.talk import Asked, Talk, prepare
+from swarmd.gateway.turns import Turns
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[Request, str], Awaitable[Response]]
+
+
+class Gateway:
+    """What the routes need, and what they do."""
+
+    def __init__(self, models: Models, guard: Guard, turns: Turns, origins: tuple[str, ...]) -> None:
+        self.models = models
+        self.guard = guard
+        self.turns = turns
+        self.metrics = Metrics()
+        self._origins = origins
+
+    def application(self) -> Starlette:
+        """Build the ASGI application."""
+        return Starlette(
+            routes=[
+                self._route("/health", self._health),
+                self._route("/metrics", self._show_metrics),
+                self._route("/v1/models", self._list_models),
+                self._route("/v1/models/{name:path}", self._show_model),
+                self._route("/v1/chat/completions", self._chat, "POST"),
+                self._route("/v1/completions", self._complete, "POST"),
+                Route("/{path:path}", self._guarded(self._nothing_here)),
+            ],
+            exception_handlers={Exception: _broken},
+        )
+
+    def _route(self, path: str, handler: Handler, method: str = "GET") -> Route:
+        return Route(path, self._guarded(handler), methods=[method, "OPTIONS"])
+
+    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                key = self.guard.admit(request)
+                response = Response(status_code=204) if request.method == "OPTIONS" else await handler(request, key)
+            except ApiError as error:
+                self.metrics.refused.labels(str(error.status)).inc()
+                response = refused(error)
+            if request.headers.get("origin") in self._origins:
+                allow_origin(response, request.headers["origin"])
+            return response
+
+        return endpoint
+
+    # --- what is there -----------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request, key: str) -> Response:
+        whole = [listed.name for listed in self.models.listed() if not listed.missing]
+        if whole:
+            return json_response({"status": "ok", "models": whole})
+        return refused(ApiError(503, "server_error", "no model is whole in the swarm", None, "model_incomplete", 5))
+
+    async def _show_metrics(self, request: Request, key: str) -> Response:
+        self.metrics.running.set(self.turns.n_running)
+        self.metrics.waiting.set(self.turns.n_waiting)
+        for name, engine in self.models.engines().items():
+            self.metrics.kept.labels(name).set(engine.n_kept)
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _list_models(self, request: Request, key: str) -> Response:
+        return json_response({"object": "list", "data": [_entry(listed) for listed in self.models.listed()]})
+
+    async def _show_model(self, request: Request, key: str) -> Response:
+        name, listed = request.path_params["name"], self.models.listed()
+        for one in listed:
+            if one.name == name:
+                return json_response(_entry(one))
+        raise refusals.unknown_model(name, [one.name for one in listed])
+
+    async def _nothing_here(self, request: Request, key: str) -> Response:
+        raise ApiError(404, "invalid_request_error", f"there is nothing at {request.url.path[:100]}")
+
+    # --- answers -----------------------------------------------------------------------------------------------
+
+    async def talk(self, asked: Asked) -> Talk:
+        """Raises ApiError."""
+        return await prepare(await self.models.engine(asked.model), asked, self.metrics)
+
+    async def _chat(self, request: Request, key: str) -> Response:
+        wanted = schema.read(await body_of(request), schema.ChatRequest)
+        talk = await self.talk(openai.of_chat(wanted, key))
+        if wanted.stream:
+            return Stream(lambda emit: openai.stream_chat(talk, wanted, emit), openai.fail)
+        return Whole(lambda: openai.chat(talk, wanted), refused)
+
+    async def _complete(self, request: Request, key: str) -> Response:
+        wanted = schema.read(await body_of(request), schema.CompletionRequest)
+        talks = [await self.talk(asked) for asked in openai.of_completion(wanted, key)]
+        if wanted.stream:
+            return Stream(lambda emit: openai.stream_completion(talks, wanted, emit), openai.fail)
+        return Whole(lambda: openai.completion(talks, wanted), refused)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """Our own mistake: in the log as it is, to the client as one sentence."""
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return refused(ApiError(500, "server_error", "the gateway made a mistake, which is in its log"))
+
+
+def allow_origin(response: Response, origin: str) -> None:
+    """Let a page of an origin that was configured read the answer."""
+    response.headers["access-control-allow-origin"] = origin
+    response.headers["access-control-allow-headers"] = "authorization, content-type, x-api-key"
+    response.headers["vary"] = "origin"
+
+
+def _entry(listed: Listed) -> dict[str, object]:
+    about = {"id": listed.name, "object": "model", "created": 0, "owned_by": "swarmd"}
+    missing = [[span.start, span.end] for span in listed.missing]
+    limit = {} if listed.max_tokens is None else {"max_model_len": listed.max_tokens}
+    return {**about, **limit, "swarmd": {"hash": listed.model, "blocks": listed.n_blocks, "missing": missing}}

@@ -1,0 +1,166 @@
+"""All running requests of one model: each has a session of its own over the swarm, they share one head.
+
+A session that ended well is kept for a while: the next turn of its conversation sends only what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+from tokenizers import Tokenizer
+
+from swarmd.client.links import Terms
+from swarmd.client.prompts import Prompts
+from swarmd.client.session import ChainSession
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.errors import SwarmError
+from swarmd.gateway import kept as keeping
+from swarmd.gateway.answer import Piece, Wanted
+from swarmd.gateway.grammar import Grammars
+from swarmd.gateway.head import Head
+from swarmd.gateway.kept import Kept
+from swarmd.gateway.row import Row, Told
+from swarmd.gateway.turns import Turns
+from swarmd.net.api import TaskStatus
+from swarmd.values import ModelId
+
+logger = logging.getLogger(__name__)
+
+HEADROOM_TOKENS = 1_024  # of a session beyond what was asked for: the next turns of a conversation
+SWEEP_INTERVAL_S = 15.0  # between two looks for sessions that were kept long enough
+CLOSE_WITHIN_S = 2.0  # to tell the servers of a session that it is over, whatever happens
+
+
+Give = Callable[[Piece], Awaitable[None]]
+
+
+class Engine:
+    """One model for any number of requests."""
+
+    def __init__(
+        self, swarm: AsyncSwarm, terms: Terms, head: Head, tokenizer: Tokenizer, prompts: Prompts, turns: Turns
+    ) -> None:
+        self.head = head
+        self.ends = head.ends
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.turns = turns
+        self._swarm = swarm
+        self._terms = terms
+        self._kept: list[Kept] = []
+        self._grammars: Grammars | None = None
+
+    @property
+    def model(self) -> ModelId:
+        return self._terms.model
+
+    @property
+    def n_kept(self) -> int:
+        return len(self._kept)
+
+    def grammars(self) -> Grammars:
+        """The grammars of this model's vocabulary; made once, which takes some 100 ms."""
+        if self._grammars is None:
+            eos = min(self.ends.eos, default=0)
+            self._grammars = Grammars(self.tokenizer.to_str(), self.ends.vocabulary, eos)
+        return self._grammars
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Compute for all rows, and give back what was kept long enough, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.prompts.run)
+            nursery.start_soon(self.head.run)
+            task_status.started()
+            try:
+                while True:
+                    await trio.sleep(SWEEP_INTERVAL_S)
+                    await self._sweep()
+            finally:
+                await self._give_back(self._kept)
+
+    async def write(self, wanted: Wanted, give: Give, told: Told) -> None:
+        """Generate; every piece goes to ``give`` as it comes, what becomes of it into ``told``.
+
+        Cancelled, the servers have their room back at once. Raises SwarmError, QueueFull.
+        """
+        asked_at = trio.current_time()
+        async with self.turns.turn(wanted.key):
+            told.queued_s = trio.current_time() - asked_at
+            await self._in_turn(wanted, give, told)
+
+    async def _in_turn(self, wanted: Wanted, give: Give, told: Told) -> None:
+        row = self._take_kept(wanted)
+        if row is not None:
+            told.n_cached = row.start
+            try:
+                await self._write(row, give, told)
+                return
+            except SwarmError as error:
+                if told.n_generated or told.prefilled_s:
+                    raise
+                logger.info("a conversation begins anew: %s", error)
+        told.n_cached = 0
+        await self._write(await self._open(wanted), give, told)
+
+    async def _write(self, row: Row, give: Give, told: Told) -> None:
+        begun, is_whole = trio.current_time(), False
+        try:
+            work = await self.head(row)
+            while work.embedded is not None:
+                hidden = await row.step(work.ids, work.embedded)
+                told.prefilled_s = told.prefilled_s or trio.current_time() - begun
+                work = await self.head(row, hidden, row.session.layer_arity)
+                row.tell(told)
+                await give(row.answer.piece())
+            is_whole = True
+        finally:
+            told.total_s = trio.current_time() - begun
+            if is_whole:
+                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, trio.current_time()))
+            else:
+                await self._close(row.session)
+
+    # --- sessions that are kept --------------------------------------------------------------------------------
+
+    def _take_kept(self, wanted: Wanted) -> Row | None:
+        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens)
+        if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
+            return None
+        chosen, n_shared = found
+        self._kept.remove(chosen)
+        assert isinstance(chosen.session, ChainSession)
+        row = Row(chosen.session, chosen.max_tokens, wanted, self.tokenizer, chosen.tokens)
+        row.crop = len(chosen.tokens) - n_shared
+        return row
+
+    async def _open(self, wanted: Wanted) -> Row:
+        room = min(self.ends.max_tokens, len(wanted.prompt) + wanted.max_tokens + HEADROOM_TOKENS)
+        try:
+            session = await self._swarm.open_session(self._terms_of(room))
+        except SwarmError:
+            if not self._kept:
+                raise
+            await self._give_back(self._kept)
+            session = await self._swarm.open_session(self._terms_of(room))
+        return Row(session, room, wanted, self.tokenizer)
+
+    def _terms_of(self, max_tokens: int) -> Terms:
+        terms = self._terms
+        kind = self._swarm.quantize(terms.model, terms.n_blocks)
+        return Terms(terms.model, terms.n_blocks, 1, max_tokens, terms.dtype, quantize=kind)
+
+    async def _sweep(self) -> None:
+        await self._give_back(keeping.outdated(self._kept, trio.current_time()))
+
+    async def _give_back(self, those: list[Kept]) -> None:
+        for one in list(those):
+            self._kept.remove(one)
+            assert isinstance(one.session, ChainSession)
+            await self._close(one.session)
+
+    async def _close(self, session: ChainSession) -> None:
+        with trio.move_on_after(CLOSE_WITHIN_S) as scope:
+            scope.shield = True
+            await self._swarm.close_session(session)

@@ -1,0 +1,87 @@
+"""Who is let in: the right host, a key where one is needed, JSON of bounded size. Before anything is decoded.
+
+A page of somebody else's reaches loopback through the user's browser: by another origin (its POST of plain text needs
+no consent, ours of JSON does, and none is given), or by a name that points here (rebinding: the Host is not ours).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+
+from starlette.requests import ClientDisconnect, Request
+
+from swarmd.gateway.keys import Keys
+from swarmd.gateway.refusals import ApiError, bad
+
+MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
+LOCAL_NAMES = ("localhost",)
+OPEN_PATHS = ("/", "/health", "/favicon.ico")
+OPEN_FOLDERS = ("/page/",)
+
+
+class Guard:
+    """The rules of one gateway. Without keys and on loopback everybody on this machine may ask."""
+
+    def __init__(
+        self, keys: Keys, hosts: tuple[str, ...], origins: tuple[str, ...], token: str, is_local: bool
+    ) -> None:
+        self._keys = keys
+        self._hosts = hosts
+        self._origins = origins
+        self._token = token
+        self._is_local = is_local
+
+    def admit(self, request: Request) -> str:
+        """Whose request it is: a key's name, or "". Raises ApiError."""
+        if not self._is_our_host(request.headers.get("host", "")):
+            raise ApiError(403, "permission_error", "this gateway is not called so: use the address that it prints")
+        origin = request.headers.get("origin")
+        if origin is not None and not self._is_our_origin(origin, request):
+            raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
+        if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDERS) or request.method == "OPTIONS":
+            return ""
+        given = _key_of(request)
+        if given and hmac.compare_digest(given.encode(), self._token.encode()):
+            return ""
+        if given and (name := self._keys.whose(given)) is not None:
+            return name
+        if self._is_local and not self._keys.all():
+            return ""
+        what = "this key is not known" if given else "an API key is needed: Authorization: Bearer sk-swarmd-..."
+        raise ApiError(401, "authentication_error", what, None, "invalid_api_key")
+
+    def _is_our_host(self, host: str) -> bool:
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        if name in LOCAL_NAMES or name in self._hosts:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._is_local
+
+    def _is_our_origin(self, origin: str, request: Request) -> bool:
+        return origin in self._origins or origin == f"{request.url.scheme}://{request.headers.get('host', '')}"
+
+
+def _key_of(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def body_of(request: Request) -> bytes:
+    """The body, bounded as it is read. Raises ApiError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
+    except ClientDisconnect:
+        raise bad("the client has gone") from None
+    return bytes(body)

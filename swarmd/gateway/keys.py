@@ -1,0 +1,80 @@
+"""API keys: named, shown once, kept as hashes in a file that only its owner reads."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from swarmd.errors import ConfigError
+from swarmd.folders import write_file
+from swarmd.protocol.untrusted import read_json
+
+FILE = "gateway-keys.json"
+PREFIX = "sk-swarmd-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """One key: who it is for, the sha256 of it, and when it was made."""
+
+    name: str
+    sha256: str
+    made_at: int
+
+
+class Keys:
+    """The keys of one home. Read anew whenever the file has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._read_at: tuple[int, int] | None = None
+        self._keys: list[ApiKey] = []
+
+    def all(self) -> list[ApiKey]:
+        """Raises ConfigError for a file that is damaged."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return []
+        if (found.st_mtime_ns, found.st_size) != self._read_at:
+            self._keys = read_json(self._path, list[ApiKey], "remove it, and add the keys again")
+            self._read_at = found.st_mtime_ns, found.st_size
+        return self._keys
+
+    def add(self, name: str) -> str:
+        """Make a key; it is returned, and nowhere else. Raises ConfigError."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"a key's name has 1 to 64 letters, digits, dots and dashes, not {name[:80]!r}")
+        if any(key.name == name for key in self.all()):
+            raise ConfigError(f"there is a key {name!r} already: remove it first, or choose another name")
+        key = PREFIX + secrets.token_urlsafe(32)
+        self._write([*self.all(), ApiKey(name, _hash(key), int(time.time()))])
+        return key
+
+    def remove(self, name: str) -> None:
+        """Raises ConfigError for a name that is none."""
+        if all(key.name != name for key in self.all()):
+            names = ", ".join(key.name for key in self.all()) or "none"
+            raise ConfigError(f"there is no key {name!r}; there are: {names}")
+        self._write([key for key in self.all() if key.name != name])
+
+    def whose(self, given: str) -> str | None:
+        """The name of a key, compared in constant time; None for one that is not known."""
+        digest, found = _hash(given), None
+        for key in self.all():
+            if hmac.compare_digest(key.sha256, digest):
+                found = key.name
+        return found
+
+    def _write(self, keys: list[ApiKey]) -> None:
+        write_file(self._path, msgspec.json.encode(keys), secret=True)
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""The models of the swarm as the gateway has them: found by name, loaded when first asked for, and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import trio
+from tokenizers import Tokenizer
+
+from swarmd.client.ends import Ends
+from swarmd.client.links import Terms
+from swarmd.client.prompts import Prompts
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.client.tokenizer_trial import try_out
+from swarmd.config import DTYPES
+from swarmd.errors import ConfigError, NoRoute, SwarmError
+from swarmd.gateway import refusals
+from swarmd.gateway.engine import Engine
+from swarmd.gateway.head import Head
+from swarmd.gateway.turns import Turns
+from swarmd.values import ModelId, Span
+
+LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home's link
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model that the swarm's catalog names; ``missing`` is what nobody serves now."""
+
+    name: str
+    model: ModelId
+    n_blocks: int
+    missing: tuple[Span, ...]
+    max_tokens: int | None
+
+
+class Models:
+    """Finds and loads; engines run in the nursery that is given."""
+
+    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery) -> None:
+        self._swarm = swarm
+        self._turns = turns
+        self._nursery = nursery
+        self._engines: dict[tuple[ModelId, str], Engine] = {}
+        self._loading: dict[ModelId, trio.Lock] = {}
+
+    def listed(self) -> list[Listed]:
+        view = self._swarm.view()
+        limits = {model: engine.ends.max_tokens for (model, _), engine in self._engines.items()}
+        return [
+            Listed(name, ModelId(model), n, tuple(view.missing(ModelId(model), n)), limits.get(ModelId(model)))
+            for name, (model, n) in sorted(view.catalog.models.items())
+        ]
+
+    def engines(self) -> dict[str, Engine]:
+        """Those that are loaded, by name."""
+        names = {listed.model: listed.name for listed in self.listed()}
+        return {names.get(model, model): engine for (model, _), engine in self._engines.items()}
+
+    async def engine(self, name: str) -> Engine:
+        """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""
+        try:
+            model, n_blocks = await self._swarm.resolve(name)
+            dtype = self._served_dtype(model, n_blocks)
+        except ConfigError:
+            raise refusals.unknown_model(name, [listed.name for listed in self.listed()]) from None
+        except SwarmError as error:
+            raise refusals.of(error) from None
+        async with self._loading.setdefault(model, trio.Lock()):
+            if (model, dtype) not in self._engines:
+                try:
+                    with trio.fail_after(LOADED_WITHIN_S):
+                        self._engines[model, dtype] = await self._load(model, n_blocks, dtype)
+                except trio.TooSlowError:
+                    raise refusals.of(NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")) from None
+                except SwarmError as error:
+                    raise refusals.of(error) from error
+        return self._engines[model, dtype]
+
+    def _served_dtype(self, model: ModelId, n_blocks: int) -> str:
+        """The dtype in which all blocks are served; the first of several. Raises NoRoute with what is missing."""
+        view = self._swarm.view()
+        for dtype in DTYPES:
+            held = {b for s in view.serving(model) if s.dtype == dtype for b in range(s.start, s.end)}
+            if held >= set(range(n_blocks)):
+                return dtype
+        missing = view.missing(model, n_blocks)
+        listed = ", ".join(map(str, missing)) or "some, in any one dtype,"
+        raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}", tuple(missing))
+
+    async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> Engine:
+        folder = await self._swarm.folder(model, n_blocks)
+
+        def load() -> tuple[Ends, Tokenizer]:
+            try_out(folder)
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return Ends(folder, getattr(torch, dtype)), tokenizer
+
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
+        ends, tokenizer = await trio.to_thread.run_sync(load)
+        terms = Terms(model, n_blocks, 1, 1, dtype)
+        engine = Engine(self._swarm, terms, Head(ends), tokenizer, Prompts(folder), self._turns)
+        await self._nursery.start(engine.run)
+        return engine

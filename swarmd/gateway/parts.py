@@ -1,0 +1,123 @@
+"""What an answer consists of: text, thoughts, calls of tools, as the family marks them, while it grows.
+
+The marks and their parser are transformers' own (``utils.chat_parsing``). A model for which it has none gives text;
+where a request forces a call, a grammar makes it JSON, which needs no marks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from swarmd.gateway.grammar import Grammar, Grammars
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+MAX_CALLS = 8  # of tools, at once
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of "content" or "reasoning" as it comes, or a whole "call" with its name and arguments (JSON)."""
+
+    kind: str
+    text: str
+    name: str = ""
+
+
+class Plain:
+    """Text is text."""
+
+    keeps_special = False
+
+    def feed(self, text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
+class Marked:
+    """Parts as the family marks them."""
+
+    keeps_special = True
+
+    def __init__(self, template: dict[str, Any], tail: str, tools: list[dict[str, Any]] | None) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(template, prefix=tail, tools=tools)
+
+    def feed(self, text: str) -> list[Part]:
+        return self._parts(self._parser.feed(text)) if text else []
+
+    def end(self) -> list[Part]:
+        return self._parts(self._parser.finalize()[1])
+
+    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
+        parts = []
+        for event in events:
+            kind, field = event.get("type"), event.get("field", "content")
+            if kind == "region_chunk" and field in ("content", *THOUGHTS) and event.get("text"):
+                parts.append(Part("content" if field == "content" else "reasoning", event["text"]))
+            elif kind == "region_close" and field == "tool_calls":
+                values = event.get("value")
+                parts += [_call(v) for v in (values if isinstance(values, list) else [values]) if isinstance(v, dict)]
+        return parts
+
+
+class Called:
+    """JSON of calls, which a grammar has forced: [{"name": ..., "arguments": {...}}, ...] or one such object."""
+
+    keeps_special = False
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Part]:
+        self._text += text
+        return []
+
+    def end(self) -> list[Part]:
+        try:
+            written = json.loads(self._text)
+        except ValueError:  # cut off in the middle: what is there is all that there is
+            return [Part("content", self._text)] if self._text else []
+        return [_call({"function": call}) for call in (written if isinstance(written, list) else [written])]
+
+
+Parts = Plain | Marked | Called
+
+
+def _call(value: dict[str, Any]) -> Part:
+    function = value.get("function", value)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Part("call", text, str(function.get("name", "")))
+
+
+@cache
+def marks_of(family: str) -> dict[str, Any] | None:
+    """The marks of a family, as transformers' own server knows them. A model's own would be patterns of anybody's."""
+    from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as known
+
+    return next((dict(template) for families, template in known.items() if family in families), None)
+
+
+def forced_calls(grammars: Grammars, tools: list[dict[str, Any]], several: bool) -> Grammar:
+    """The grammar of calls of these tools. Raises BadSchema."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    listed = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS}
+    return grammars.of_schema(listed if several else one)

@@ -1,0 +1,74 @@
+"""Every way a request can be refused, in OpenAI's form: status, type and code, so that its clients retry rightly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from swarmd.errors import CacheExhausted, Code, ConfigError, NoRoute, Refused, SwarmError
+
+WAIT_S = 5  # for a swarm that lacks something: servers come within an exchange of records, and load what is missing
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A refusal: HTTP status, OpenAI's type and code, which parameter is at fault, when to try again."""
+
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request cannot be right, whoever asks and whenever."""
+    return ApiError(400, "invalid_request_error", message, param, code)
+
+
+def unknown_model(name: str, names: list[str]) -> ApiError:
+    listed = ", ".join(names) or "none yet"
+    message = f"the swarm has no model {name[:100]!r}; it has: {listed}"
+    return ApiError(404, "invalid_request_error", message, "model", "model_not_found")
+
+
+def too_long(n_prompt: int, n_more: int, limit: int) -> ApiError:
+    message = (
+        f"this model's context is {limit} tokens; the prompt has {n_prompt}, and {n_more} more are asked for: "
+        f"shorten it, or ask for at most {max(0, limit - n_prompt)}"
+    )
+    return bad(message, "messages", "context_length_exceeded")
+
+
+def queue_full(reason: Exception) -> ApiError:
+    message = f"too many requests: {reason}; try again in {WAIT_S} s"
+    return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", WAIT_S)
+
+
+def of(error: SwarmError) -> ApiError:
+    """What a client is told of an error of the swarm's."""
+    if isinstance(error, CacheExhausted):
+        return bad(str(error), "messages", "context_length_exceeded")
+    if isinstance(error, ConfigError):
+        return bad(str(error))
+    code = "model_incomplete" if isinstance(error, NoRoute) else "swarm_unavailable"
+    is_full = isinstance(error, Refused) and error.code is Code.NO_CAPACITY
+    wait_s = error.retry_after_s if isinstance(error, Refused) and error.retry_after_s else WAIT_S
+    return ApiError(503, "server_error", str(error), None, "no_capacity" if is_full else code, max(1, round(wait_s)))
+
+
+def of_decoding(error: msgspec.ValidationError) -> ApiError:
+    """What is wrong with a body, and where: msgspec names the place as a path."""
+    message, _, path = str(error).partition(" - at `$")
+    param = path.removesuffix("`").lstrip(".") or None
+    return bad(f"{param or 'the body'}: {message}", param)

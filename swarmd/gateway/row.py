@@ -1,0 +1,77 @@
+"""One request on its session: what is in the cache, what is sent next, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+
+from swarmd.client.session import ChainSession
+from swarmd.gateway.answer import Answer, Wanted
+from swarmd.protocol.messages import Edit
+
+
+@dataclass(slots=True)
+class Told:
+    """What became of a request, in numbers and words; times are seconds since it began."""
+
+    n_prompt: int
+    n_cached: int = 0
+    n_generated: int = 0
+    n_sent_ahead: int = 0
+    n_taken_ahead: int = 0
+    queued_s: float = 0.0
+    prefilled_s: float = 0.0
+    total_s: float = 0.0
+    chain: tuple[str, ...] = ()
+    repairs: list[str] = field(default_factory=list)
+    longest_stall_s: float = 0.0
+
+
+class Row:
+    """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted."""
+
+    def __init__(
+        self, session: ChainSession, max_tokens: int, wanted: Wanted, tokenizer: Tokenizer, tokens: tuple[int, ...] = ()
+    ) -> None:
+        self.session = session
+        self.max_tokens = max_tokens
+        self.tokens = list(tokens)
+        self.crop = 0
+        self.answer = Answer(wanted, tokenizer)
+        self._prompt = wanted.prompt
+        self._n_repairs = len(session.statistics.repairs)
+
+    @property
+    def start(self) -> int:
+        """The position of what is sent next."""
+        return len(self.tokens) - self.crop
+
+    def decide(self, logits: torch.Tensor | None) -> list[int]:
+        """What to send next: at first what the cache lacks of the prompt."""
+        if logits is None:
+            return list(self._prompt[self.start :])
+        ids = self.answer.decide(logits)
+        self.crop = self.answer.rejected
+        return ids
+
+    async def step(self, ids: list[int], embedded: torch.Tensor) -> torch.Tensor:
+        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [want, d]."""
+        start, want = self.start, self.answer.want
+        edits = (Edit(crop=self.crop),) if self.crop else ()
+        positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
+        out = await self.session.step(edits, embedded, positions, None, False, want)
+        assert out is not None
+        self.tokens[start:], self.crop = ids, 0
+        return out[0, -want:]
+
+    def tell(self, told: Told) -> None:
+        """Note what has happened so far."""
+        told.chain = self.session.chain
+        for repair in self.session.statistics.repairs[self._n_repairs :]:
+            told.repairs.append(repair.reason)
+            told.longest_stall_s = max(told.longest_stall_s, repair.stall_s)
+        self._n_repairs = len(self.session.statistics.repairs)
+        told.n_generated = self.answer.n_tokens
+        told.n_sent_ahead, told.n_taken_ahead = self.answer.n_sent_ahead, self.answer.n_taken_ahead

@@ -1,0 +1,114 @@
+"""One token out of logits, as a request wants it: penalties, bias, a grammar's mask, then temperature and cuts.
+
+The order is that of transformers' ``generate``, whose processors do what they can do; presence and frequency
+penalties are OpenAI's (API reference, "Create chat completion"). What is told of probabilities is the model's own,
+before any of it. Every request draws from a generator of its own: its seed and its logits decide, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. ``temperature`` 0 takes the best; ``n_top`` is how many alternatives are told of."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    tells: bool = False
+    n_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token, its log-probability (0 where nobody asked), and the most likely ones with theirs."""
+
+    token: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses one request's tokens, one after the other."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._counts: Counter[int] = Counter()
+        self._ids = list(prompt) if sampling.repetition_penalty != 1 else []
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+        self._warpers = _warpers(sampling) if sampling.temperature > 0 else []
+
+    def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> Choice:
+        """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``took`` says that it counts."""
+        scores = self._penalised(logits)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        if self._sampling.temperature <= 0:
+            token = int(scores.argmax())
+        else:
+            row = scores.unsqueeze(0)
+            for warper in self._warpers:
+                row = warper(None, row)
+            token = int(torch.multinomial(row[0].softmax(-1), 1, generator=self._generator))
+        return self._told(token, logits)
+
+    def took(self, token: int) -> None:
+        """Count a token that is part of the answer."""
+        self._counts[token] += 1
+        if self._ids:
+            self._ids.append(token)
+
+    def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
+        wanted, scores = self._sampling, logits
+        if wanted.repetition_penalty != 1 and self._ids:
+            processor = RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty)
+            scores = processor(torch.tensor([self._ids]), scores.unsqueeze(0).clone())[0]
+        if (wanted.presence_penalty or wanted.frequency_penalty) and self._counts:
+            ids = torch.tensor(list(self._counts))
+            times = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
+            scores = scores.index_add(0, ids, -wanted.presence_penalty - wanted.frequency_penalty * times)
+        if wanted.bias:
+            ids, values = torch.tensor(list(wanted.bias)), torch.tensor(list(wanted.bias.values()), dtype=scores.dtype)
+            scores = scores.index_add(0, ids, values)
+        return scores
+
+    def _told(self, token: int, logits: torch.Tensor) -> Choice:
+        if not self._sampling.tells:
+            return Choice(token)
+        logprobs = logits.log_softmax(-1)
+        values, ids = logprobs.topk(min(self._sampling.n_top, logits.shape[0]))
+        return Choice(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
+    warpers = [TemperatureLogitsWarper(float(sampling.temperature))] if sampling.temperature != 1 else []
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers

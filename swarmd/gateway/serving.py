@@ -1,0 +1,141 @@
+"""The gateway as a process: a guest of the member whose home it is, with torch, behind one TCP port.
+
+The listening socket is made here, for two options that hypercorn has none for: whoever does not read for three
+seconds is cut off by the kernel (a write to him cannot be cancelled), and a port that is taken is said plainly.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.config import Sockets
+from hypercorn.trio.run import worker_serve
+from hypercorn.utils import wrap_app
+
+from swarmd.client.entry import membership
+from swarmd.client.swarm import joined
+from swarmd.errors import ConfigError
+from swarmd.folders import write_file
+from swarmd.gateway.app import Gateway
+from swarmd.gateway.guard import Guard
+from swarmd.gateway.keys import Keys
+from swarmd.gateway.models import Models
+from swarmd.gateway.turns import Turns
+from swarmd.net.api import TaskStatus
+
+logger = logging.getLogger(__name__)
+
+UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing else ends a write to it
+BACKLOG = 256  # connections that the kernel holds until they are accepted
+REQUEST_WITHIN_S = 15.0  # from a connection to its whole request head: slow ones are let go
+TOKEN_FILE = "gateway.token"
+ADDRESS_FILE = "gateway.address"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``listen`` is HOST:PORT; ``n_running`` answers at a time, ``n_waiting`` requests that wait for a turn."""
+
+    listen: str = "127.0.0.1:4180"
+    n_running: int = 16
+    n_waiting: int = 64
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+
+def bound(listen: str, has_keys: bool) -> socket.socket:
+    """Listen. Raises ConfigError for an address that cannot be, and for one beyond this machine without keys."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"the gateway listens on HOST:PORT, for example 127.0.0.1:4180, not {listen!r}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"the gateway cannot listen on {listen}: {error.strerror}") from None
+    if not _is_loopback(str(address[0])) and not has_keys:
+        raise ConfigError(
+            f"{host} can be reached from other machines, and there is no API key: make one first (swarmd gateway key "
+            "add NAME), or listen on 127.0.0.1"
+        )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+    try:
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        taken = error.errno == errno.EADDRINUSE
+        why = "another program, perhaps another gateway, listens there" if taken else error.strerror
+        raise ConfigError(f"the gateway cannot listen on {listen}: {why}") from None
+    listening.setblocking(False)
+    return listening
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+async def serve(folder: Path, settings: Settings, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; ``ready`` gets the URL. Raises SwarmError."""
+    keys = Keys(folder)
+    listening = bound(settings.listen, bool(keys.all()))
+    is_local, token = _is_loopback(listening.getsockname()[0]), secrets.token_urlsafe(24)
+    url = url_of(listening)
+    guard = Guard(keys, settings.hosts, settings.origins, token, is_local)
+    n_of_key = max(1, settings.n_waiting // 2) if keys.all() else settings.n_waiting
+    turns = Turns(settings.n_running, settings.n_waiting, n_of_key)
+    async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
+        gateway = Gateway(Models(swarm, turns, nursery), guard, turns, settings.origins)
+        await nursery.start(_cancel_on_signal, nursery.cancel_scope)
+        write_file(folder / TOKEN_FILE, token, secret=True)
+        write_file(folder / ADDRESS_FILE, url)
+        nursery.start_soon(_serve_http, gateway, listening)
+        try:
+            ready(url)
+            await trio.sleep_forever()
+        finally:
+            for name in (TOKEN_FILE, ADDRESS_FILE):
+                (folder / name).unlink(missing_ok=True)
+
+
+async def _serve_http(gateway: Gateway, listening: socket.socket) -> None:
+    config = HypercornConfig()
+    config.accesslog = config.errorlog = None
+    config.graceful_timeout = 0.5
+    config.read_timeout = None
+    config.keep_alive_timeout = REQUEST_WITHIN_S
+    app = wrap_app(gateway.application(), config.wsgi_max_body_size, "asgi")
+    await worker_serve(app, config, sockets=Sockets([], [listening], []), shutdown_trigger=trio.sleep_forever)
+
+
+async def _cancel_on_signal(scope: trio.CancelScope, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
+            return
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def running(folder: Path) -> str | None:
+    """The URL of the gateway of this home that runs now, if one does."""
+    try:
+        return (folder / ADDRESS_FILE).read_text().strip() or None
+    except OSError:
+        return None
