@@ -52,6 +52,22 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The table ``[gateway]``: ``on`` has the daemon start one. ``listen`` is HOST:PORT.
+
+    ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
+    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn.
+    """
+
+    on: bool = False
+    listen: str = "127.0.0.1:4180"
+    hosts: str = ""
+    origins: str = ""
+    running: int = 16
+    waiting: int = 64
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a daemon can be told.
 
@@ -98,6 +114,7 @@ class Config:
     down_limit_mbit: float = 0.0
     hub: bool = True
     hosted: tuple[Serve, ...] = ()
+    gateway: GatewayConfig = GatewayConfig()
 
     def to_host(self) -> tuple[Serve, ...]:
         """What this daemon serves, one entry for each worker; none with ``serve`` false."""
@@ -113,6 +130,8 @@ class Config:
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
         _check_choice("training_runs", self.training_runs, TRAINING)
+        if self.gateway.running < 1 or self.gateway.waiting < 0:
+            raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
         if self.tuning_share > 1:
             raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")
         if self.direct_port > 65_535:
@@ -136,6 +155,7 @@ class Config:
         return self
 
 
+TABLES = ("hosted", "gateway")  # of config.toml: no flag and no variable says all of one
 # What settings were called before 0.2; they still count, with a warning.
 OLD_NAMES = {"training_mib": "tuning_mib", "training_share": "tuning_share", "training": "training_runs"}
 
@@ -163,8 +183,9 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
         written = read_toml(path)
         if isinstance(written.get("serve"), list):
             tables = written.pop("serve")
+        config = replace(config, gateway=_gateway(written.pop("gateway", {}), str(path)))
         config = _apply(config, written, str(path))
-    names = {f.name for f in fields(Config) if f.name != "hosted"} | set(OLD_NAMES)
+    names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
     from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
     config = _apply(config, from_environment, "the environment")
     given = {k: v for k, v in flags.items() if v is not None}
@@ -175,7 +196,7 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
-    types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name != "hosted"}
+    types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name not in TABLES}
     changes: dict[str, Any] = {}
     for given, value in values.items():
         name = OLD_NAMES.get(given, given)
@@ -197,6 +218,18 @@ def _table(config: Config, table: Any, source: str) -> Serve:
     given = {name: _convert(f"serve.{name}", value, types[name], source) for name, value in table.items()}
     defaults = {name: getattr(config, name) for name in types if name not in ("model", "blocks")}
     return Serve(**{**defaults, **given})
+
+
+def _gateway(table: Any, source: str) -> GatewayConfig:
+    """The table ``[gateway]``."""
+    types = {f.name: type(getattr(GatewayConfig(), f.name)) for f in fields(GatewayConfig)}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: gateway is a table [gateway], not {table!r}")
+    if unknown := sorted(set(table) - set(types)):
+        raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in [gateway]; there are: {', '.join(types)}")
+    return GatewayConfig(
+        **{name: _convert(f"gateway.{name}", value, types[name], source) for name, value in table.items()}
+    )
 
 
 def _check_serve(serve: Serve) -> None:

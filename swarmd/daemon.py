@@ -31,6 +31,7 @@ from swarmd.node.balancer import Turnover
 from swarmd.node.choosing import Around
 from swarmd.node.control import serve_control
 from swarmd.node.directory import Directory, value_sequence
+from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.store import Store
@@ -118,7 +119,8 @@ class Daemon:
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)
-        self.owner = Owner(around, self.hosts, self.runs, home, self.stop)
+        self.gateway = _gateway_of(home, config)
+        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, self.gateway)
         self._certificate = member.certificate
         self._understands = world.understands
         self._home = home
@@ -137,6 +139,8 @@ class Daemon:
             if self._home is not None:
                 await nursery.start(serve_control, self.owner, self._home.socket)
                 nursery.start_soon(give_back)
+            if self.gateway is not None:
+                nursery.start_soon(self.gateway.run)
             await nursery.start(self.hosts.run)
             task_status.started()
             await self._stopping.wait()
@@ -261,6 +265,13 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
             await nursery.start(_stop_on_signal, daemon)
             await nursery.start(live)
             ready(daemon)
+
+
+def _gateway_of(home: Home | None, config: Config) -> GatewayProcess | None:
+    """The gateway that the daemon keeps running, if it is to."""
+    if home is None or not config.gateway.on:
+        return None
+    return GatewayProcess(command(home.folder), config.gateway.listen, home.folder / "gateway.log")
 
 
 async def _stop_on_signal(daemon: Daemon, task_status: TaskStatus[None]) -> None:

@@ -16,6 +16,7 @@ import swarmd.status as answers
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.node.choosing import Around
+from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.hosts import Hosts
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
@@ -27,7 +28,15 @@ from swarmd.values import ModelId, Span
 class Owner:
     """See the module. ``stop`` ends the daemon."""
 
-    def __init__(self, around: Around, hosts: Hosts, runs: Runs, home: Home | None, stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        around: Around,
+        hosts: Hosts,
+        runs: Runs,
+        home: Home | None,
+        stop: Callable[[], None],
+        gateway: GatewayProcess | None = None,
+    ) -> None:
         self.runs = runs
         self.stop = stop
         self._around = around
@@ -35,6 +44,7 @@ class Owner:
         self._store = around.store
         self._hosts = hosts
         self._home = home
+        self._gateway = gateway
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -61,6 +71,7 @@ class Owner:
             models=self.models().models,
             balance=first.balance if first else None,
             memory_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
+            gateway=self._gateway.snapshot() if self._gateway else None,
         )
 
     def peers(self) -> answers.PeersAnswer:

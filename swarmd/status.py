@@ -196,6 +196,16 @@ class DirectoryStatus(Status, frozen=True, kw_only=True):
     reason: str
 
 
+class GatewayStatus(Status, frozen=True, kw_only=True):
+    """The gateway that the daemon keeps running: "starting", "running" or "ended", and why."""
+
+    state: str
+    why: str
+    listen: str
+    pid: int | None
+    restarts: int
+
+
 class DaemonStatus(Status, frozen=True, kw_only=True):
     """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``."""
 
@@ -216,6 +226,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     models: tuple[ModelRow, ...]
     balance: BalanceStatus | None
     memory_mib: float
+    gateway: GatewayStatus | None = None
 
 
 class ChainRow(Status, frozen=True, kw_only=True):

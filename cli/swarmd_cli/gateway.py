@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -23,7 +24,9 @@ app.add_typer(key, name="key")
 @app.callback()
 def gateway(
     context: typer.Context,
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen.")] = "127.0.0.1:4180",
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; without it as config.toml says.")
+    ] = "",
 ) -> None:
     """Serve the models of the swarm over HTTP, as OpenAI's and Anthropic's clients expect it, until Ctrl-C.
 
@@ -36,9 +39,11 @@ def gateway(
     import torch
     import trio
 
-    from swarmd.gateway.serving import Settings, serve
+    from swarmd import config
+    from swarmd.gateway.serving import serve
 
     home().swarm()
+    settings = config.load(home().folder).check().gateway
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for whoever serves here
@@ -46,7 +51,9 @@ def gateway(
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)
 
-    trio.run(serve, home().folder, Settings(listen), ready)
+    chosen = replace(settings, listen=listen or settings.listen)
+    while trio.run(serve, home().folder, chosen, ready):
+        logging.getLogger(__name__).info("joining again, with a new certificate")
 
 
 @key.command("add")
@@ -88,3 +95,23 @@ def rm(name: Annotated[str, typer.Argument(help="The key's name.")]) -> None:
 
     Keys(home().folder).remove(name)
     print(f"{name}: no longer let in")
+
+
+def open_page(
+    only_print: Annotated[bool, typer.Option("--print", help="Only print the address, with its token.")] = False,
+) -> None:
+    """Open the page of the gateway that runs here, as this machine's owner.
+
+    Example: swarmd open
+    """
+    import webbrowser
+
+    from swarmd.errors import ConfigError
+    from swarmd.gateway.address import running, token_of
+
+    url = running(home().folder)
+    if url is None:
+        raise ConfigError("no gateway runs here: start one with swarmd gateway, or say on = true under [gateway]")
+    address = f"{url}/#token={token_of(home().folder)}"
+    if only_print or not webbrowser.open(address):
+        print(address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +18,10 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     adapter: Annotated[str, typer.Option("--adapter", help="A LoRA adapter of the catalog.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Wait while blocks are missing, and say so.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, also with a model made for chat.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
 ) -> None:
-    """Continue a text with a hosted model.
+    """Have a hosted model answer (one made for chat), or continue a text (any other, or --raw).
 
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
@@ -40,7 +41,7 @@ def run(
                 if not wait:
                     raise
                 print(f"waiting: {error}", file=sys.stderr)
-        _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json)
+        _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json, raw)
 
 
 def _read_stdin() -> str:
@@ -57,17 +58,18 @@ def _read_stdin() -> str:
         ) from None
 
 
-def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json) -> None:  # type: ignore[no-untyped-def]
+def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
     import time
 
     import torch
     from transformers import TextStreamer
 
     tokenizer = swarm.tokenizer(name)
-    inputs = tokenizer(text, return_tensors="pt")
+    is_chat = bool(tokenizer.chat_template) and not raw
+    inputs = _turn(swarm, name, text) if is_chat else tokenizer(text, return_tensors="pt")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
     begun = time.perf_counter()
     ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **sampling)
     seconds = time.perf_counter() - begun
@@ -76,7 +78,7 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json) 
     if as_json:
         print_json(
             {
-                "text": tokenizer.decode(ids[0], skip_special_tokens=True),
+                "text": tokenizer.decode(ids[0, -n_new if is_chat else 0 :], skip_special_tokens=True),
                 "new_tokens": n_new,
                 "seconds": round(seconds, 3),
                 "tokens_per_s": round(n_new / seconds, 2),
@@ -88,6 +90,19 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json) 
     print(f"{n_new} tokens, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr)
     for repair in session.statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
+
+
+def _turn(swarm: Any, name: str, text: str) -> dict[str, Any]:
+    """What a user says, as the model's chat template writes it: run in a process with limits, as it is anybody's."""
+    import torch
+
+    from swarmd.client.prompts import one_turn
+
+    async def ask() -> Any:
+        return await one_turn(await swarm.within.folder(*await swarm.within.resolve(name)), text)
+
+    ids = torch.tensor([swarm.call(ask).ids])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def demo(

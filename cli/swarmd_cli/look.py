@@ -31,6 +31,8 @@ def status(as_json: Json = False) -> None:
         rows += _hosting_rows(hosting)
     if not now["hosting"]:
         rows.append(["serving", "nothing: started with --no-serve"])
+    if (gateway := now["gateway"]) is not None:
+        rows.append(["gateway", f"{gateway['state']}, {gateway['listen']}: {gateway['why']}"])
     for download in now["downloads"]:
         rows.append(["fetching", download_line(download)])
     for model in now["models"]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import gateway, generate, look, member, models, service, train, tune
+from swarmd_cli import chat, gateway, generate, look, member, models, service, train, tune
 from swarmd_cli.context import set_home
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -51,6 +51,8 @@ app.command()(look.ping)
 app.command()(look.why)
 app.command()(look.doctor)
 app.command()(generate.run)
+app.command()(chat.chat)
+app.command("open")(gateway.open_page)
 app.command()(tune.tune)
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(models.app, name="models")

@@ -139,6 +139,16 @@ class Prompts:
             self._child = None
 
 
+async def one_turn(folder: Path, text: str) -> Prompt:
+    """What a user says, alone, to a model whose files are in ``folder``. Raises ConfigError."""
+    prompts = Prompts(folder)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(prompts.run)
+        found = await prompts.chat([{"role": "user", "content": text}], None, {"add_generation_prompt": True})
+        nursery.cancel_scope.cancel()
+    return found
+
+
 # --- the child -----------------------------------------------------------------------------------------------------
 
 

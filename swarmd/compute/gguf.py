@@ -44,13 +44,15 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     """
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     with building(f"{path} cannot be read as GGUF"):
-        config = AutoConfig.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(**place)  # handed on: reading a vocabulary takes seconds each time
         _check_memory(path, config)
         say("reading the tokenizer ...")
-        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**place, config=config).save_pretrained(folder)
         say("unpacking the weights ...")
         unpacked = GgufConfig(dequantize=True)  # else transformers asks the hub for kernels, which are code
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, quantization_config=unpacked)
+        model = AutoModelForCausalLM.from_pretrained(
+            **place, config=config, dtype=torch.float32, quantization_config=unpacked
+        )
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
     chosen = dtype if dtype != "auto" else _smallest(state)
     loss = max(_lost(tensor, getattr(torch, chosen)) for tensor in state.values())

@@ -23,7 +23,7 @@ import torch
 from swarmd.compute.engine import Engine
 from swarmd.compute.span import LoadedSpan, device_description, pick_device
 from swarmd.compute.training import Training
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.training import Allowance
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
@@ -55,7 +55,7 @@ class Worker:
         self._engine: Engine | None = None
         self._training: Training
         self._allowance = Allowance(0.0)
-        self._n_loads = 0
+        self._n_own = 0
         self._ticked_at = 0.0
         self._is_prepared = False
         self._measure_at = 0.0
@@ -141,20 +141,25 @@ class Worker:
                 flags = socket.MSG_DONTWAIT
 
     def _take(self, frame: Frame) -> list[bytes]:
-        message = worker.decode(frame.header)
+        try:
+            message = worker.decode(frame.header)
+        except RemoteProtocolError as error:  # a mistake of the daemon's, for which no session here has to end
+            logger.error("skipped what the daemon sent: %s", error)
+            self._n_own += 1
+            return []
         if isinstance(message, LoadSpan):
-            self._n_loads += 1
+            self._n_own += 1
             return [messages.framed(self._load(message))]
         assert self._engine is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):
-            self._n_loads += 1
+            self._n_own += 1
             return [messages.framed(self._load_adapter(self._engine.span, message, bytes(frame.payload)))]
         if (trained := self._training.take(message, frame)) is not None:
             return list(trained)
         return list(self._engine.take(message, frame, self._training.tuned))
 
     def _send(self, answers: list[bytes]) -> None:
-        handled = self._n_loads + (self._engine.handled + self._training.handled if self._engine else 0)
+        handled = self._n_own + (self._engine.handled + self._training.handled if self._engine else 0)
         self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled)))))
         self._ticked_at = time.monotonic()
 

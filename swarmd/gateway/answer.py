@@ -40,11 +40,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of one pass. ``finish`` of the last is "stop" or "length"."""
+    """What came of one pass; of the last one, ``finish`` is "stop" or "length", ``stopped`` the stop string, if any."""
 
     text: str
     choices: tuple[Choice, ...]
     finish: str | None = None
+    stopped: str | None = None
 
 
 class Answer:
@@ -68,11 +69,6 @@ class Answer:
     @property
     def n_tokens(self) -> int:
         return len(self._tokens) - len(self._wanted.prompt)
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that ended it."""
-        return self._writer.stopped
 
     @property
     def want(self) -> int:
@@ -100,7 +96,7 @@ class Answer:
     def piece(self) -> Piece:
         """What is new since the last one."""
         text = self._text + (self._writer.finish() if self.finish else "")
-        piece = Piece(text, tuple(self._new), self.finish)
+        piece = Piece(text, tuple(self._new), self.finish, self._writer.stopped)
         self._new, self._text = [], ""
         return piece
 

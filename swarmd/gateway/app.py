@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swarmd.gateway import openai, refusals, schema
+from swarmd.gateway import anthropic, openai, refusals, responses, schema
 from swarmd.gateway.guard import Guard, body_of
 from swarmd.gateway.metrics import Metrics
 from swarmd.gateway.models import Listed, Models
+from swarmd.gateway.page import Page
 from swarmd.gateway.refusals import ApiError
 from swarmd.gateway.streams import Stream, Whole, json_response, refused
 from swarmd.gateway.talk import Asked, Talk, prepare
@@ -26,8 +27,9 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 class Gateway:
     """What the routes need, and what they do."""
 
-    def __init__(self, models: Models, guard: Guard, turns: Turns, origins: tuple[str, ...]) -> None:
+    def __init__(self, models: Models, guard: Guard, turns: Turns, origins: tuple[str, ...], page: Page) -> None:
         self.models = models
+        self.page = page
         self.guard = guard
         self.turns = turns
         self.metrics = Metrics()
@@ -43,6 +45,13 @@ class Gateway:
                 self._route("/v1/models/{name:path}", self._show_model),
                 self._route("/v1/chat/completions", self._chat, "POST"),
                 self._route("/v1/completions", self._complete, "POST"),
+                self._route("/v1/responses", self._respond, "POST"),
+                self._route("/v1/messages", self._message, "POST"),
+                self._route("/v1/messages/count_tokens", self._count, "POST"),
+                self._route("/", self.page.file),
+                self._route("/page/files/{name}", self.page.file),
+                self._route("/page/news", self.page.news),
+                Route("/page/{verb}", self._guarded(self.page.act, needs_token=True), methods=["POST"]),
                 Route("/{path:path}", self._guarded(self._nothing_here)),
             ],
             exception_handlers={Exception: _broken},
@@ -51,14 +60,15 @@ class Gateway:
     def _route(self, path: str, handler: Handler, method: str = "GET") -> Route:
         return Route(path, self._guarded(handler), methods=[method, "OPTIONS"])
 
-    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, handler: Handler, needs_token: bool = False) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                key = self.guard.admit(request)
+                key = self.guard.admit(request, needs_token)
                 response = Response(status_code=204) if request.method == "OPTIONS" else await handler(request, key)
             except ApiError as error:
                 self.metrics.refused.labels(str(error.status)).inc()
-                response = refused(error)
+                in_its_form = anthropic.refused if request.url.path.startswith("/v1/messages") else refused
+                response = in_its_form(error)
             if request.headers.get("origin") in self._origins:
                 allow_origin(response, request.headers["origin"])
             return response
@@ -112,6 +122,27 @@ class Gateway:
         if wanted.stream:
             return Stream(lambda emit: openai.stream_completion(talks, wanted, emit), openai.fail)
         return Whole(lambda: openai.completion(talks, wanted), refused)
+
+    async def _respond(self, request: Request, key: str) -> Response:
+        wanted = schema.read(await body_of(request), responses.ResponsesRequest)
+        talk = await self.talk(responses.of_responses(wanted, key))
+        if wanted.stream:
+            return Stream(lambda emit: responses.stream_response(talk, wanted, emit), openai.fail)
+        return Whole(lambda: responses.respond(talk, wanted), refused)
+
+    async def _message(self, request: Request, key: str) -> Response:
+        wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
+        if wanted.max_tokens is None:
+            raise refusals.bad("max_tokens is missing", "max_tokens")
+        talk = await self.talk(anthropic.of_messages(wanted, key))
+        if wanted.stream:
+            return Stream(lambda emit: anthropic.stream_message(talk, wanted, emit), anthropic.fail)
+        return Whole(lambda: anthropic.message(talk, wanted), anthropic.refused)
+
+    async def _count(self, request: Request, key: str) -> Response:
+        wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
+        talk = await self.talk(anthropic.of_messages(wanted, key))
+        return json_response({"input_tokens": len(talk.wanted.prompt)})
 
 
 async def _broken(request: Request, error: Exception) -> Response:

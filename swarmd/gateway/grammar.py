@@ -10,6 +10,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 MOST_SCHEMA_BYTES = 65_536  # of a schema as text; compiling one takes milliseconds
+FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""On one line: with white space as it likes, a small model writes nothing else for as long as it may."""
 ANY_JSON = '{"type": "object"}'
 
 
@@ -31,13 +33,9 @@ class Grammars:
         if len(text) > MOST_SCHEMA_BYTES:
             raise BadSchema(f"it has {len(text)} characters, at most {MOST_SCHEMA_BYTES} are taken")
         try:
-            return self._grammar(LLMatcher.grammar_from_json_schema(text))
+            return self._grammar(LLMatcher.grammar_from_json_schema(text, overrides=FORM))
         except ValueError as error:
             raise BadSchema(" ".join(str(error).split())[:300]) from None
-
-    def of_lark(self, text: str) -> Grammar:
-        """A grammar in llguidance's own form of Lark, which this program wrote. Raises BadSchema."""
-        return self._grammar(LLMatcher.grammar_from_lark(text))
 
     def _grammar(self, source: str) -> Grammar:
         matcher = LLMatcher(self._tokenizer, source)

@@ -16,8 +16,8 @@ from swarmd.gateway.refusals import ApiError, bad
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
 LOCAL_NAMES = ("localhost",)
-OPEN_PATHS = ("/", "/health", "/favicon.ico")
-OPEN_FOLDERS = ("/page/",)
+OPEN_PATHS = ("/", "/health")
+OPEN_FOLDER = "/page/files/"
 
 
 class Guard:
@@ -32,22 +32,27 @@ class Guard:
         self._token = token
         self._is_local = is_local
 
-    def admit(self, request: Request) -> str:
-        """Whose request it is: a key's name, or "". Raises ApiError."""
+    def admit(self, request: Request, needs_token: bool = False) -> str:
+        """Whose request it is: a key's name, or "". Raises ApiError.
+
+        ``needs_token``: only for the user of this machine, whose token no other user of it can read.
+        """
         if not self._is_our_host(request.headers.get("host", "")):
             raise ApiError(403, "permission_error", "this gateway is not called so: use the address that it prints")
         origin = request.headers.get("origin")
         if origin is not None and not self._is_our_origin(origin, request):
             raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
-        if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDERS) or request.method == "OPTIONS":
+        if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
             return ""
         given = _key_of(request)
         if given and hmac.compare_digest(given.encode(), self._token.encode()):
             return ""
-        if given and (name := self._keys.whose(given)) is not None:
+        if given and not needs_token and (name := self._keys.whose(given)) is not None:
             return name
-        if self._is_local and not self._keys.all():
+        if self._is_local and not self._keys.all() and not needs_token:
             return ""
+        if needs_token:
+            raise ApiError(401, "authentication_error", "only with this machine's own token", None, "invalid_token")
         what = "this key is not known" if given else "an API key is needed: Authorization: Bearer sk-swarmd-..."
         raise ApiError(401, "authentication_error", what, None, "invalid_api_key")
 

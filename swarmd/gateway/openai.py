@@ -5,6 +5,7 @@ Source: OpenAI's API reference; what its clients insist on is in ../shared/facts
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
 from swarmd.gateway.row import Told
 from swarmd.gateway.sampling import Choice
-from swarmd.gateway.schema import ChatRequest, CompletionRequest, Message
+from swarmd.gateway.schema import ChatRequest, CompletionRequest, Message, Tool
 from swarmd.gateway.streams import Emit
 from swarmd.gateway.talk import Asked, Event, Talk
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 DONE = b"[DONE]"
 MAX_PROMPTS = 64  # of one request for completions
 
@@ -42,10 +44,10 @@ def of_chat(request: ChatRequest, key: str) -> Asked:
         max_tokens=request.max_completion_tokens or request.max_tokens,
         tells=bool(request.logprobs),
         n_top=request.top_logprobs or 0,
-        schema=_schema(request.response_format),
+        schema=schema_of(request.response_format, "response_format"),
         tools=tools,
-        tool_choice=_tool_choice(request.tool_choice, bool(tools)),
-        several_calls=request.parallel_tool_calls is not False,
+        tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
+        several_calls=request.parallel_tool_calls is True,
         template=request.chat_template_kwargs or {},
         key=key,
     )
@@ -94,10 +96,12 @@ def message(written: Message, index: int) -> dict[str, Any]:
     return turn
 
 
-def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
+def text_of(content: Any, where: str) -> str:
     """The text of a message's content. Raises ApiError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad(f"{where}.content is text, or a list of parts", where)
     for part in content:
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise bad(f"{where}.content: only parts of text are taken, not {str(part.get('type'))[:32]!r}", where)
@@ -111,14 +115,24 @@ def _past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: Tool) -> dict[str, Any]:
     if tool.type != "function":
         raise bad(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
-    function = {"name": tool.function.name, "description": tool.function.description or ""}
-    return {"type": "function", "function": {**function, "parameters": tool.function.parameters or {"type": "object"}}}
+    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
+def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as chat templates take it. Raises ApiError."""
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise bad(f"tools: a function's name has 1 to 128 letters, digits and -_.:, not {str(name)[:140]!r}", "tools")
+    if not isinstance(parameters, dict | None) or not isinstance(description, str | None):
+        raise bad(f"tools: {name} needs a JSON schema, and a description that is text", "tools")
+    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": function}
+
+
+def tool_choice_of(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
+    """Raises ApiError."""
     if choice is None:
         return "auto" if has_tools else "none"
     if isinstance(choice, dict):
@@ -135,8 +149,8 @@ def _tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
     return choice
 
 
-def _schema(written: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The schema of ``response_format``; {} is any JSON object."""
+def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    """The schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
     kind = (written or {"type": "text"}).get("type")
     if written is None or kind == "text":
         return None
@@ -144,7 +158,7 @@ def _schema(written: dict[str, Any] | None) -> dict[str, Any] | None:
         return {}
     inner = written.get("json_schema")
     if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise bad("response_format is text, json_object, or json_schema with a schema", "response_format")
+        raise bad(f"{param} is text, json_object, or json_schema with a schema", param)
     return dict(inner["schema"])
 
 
@@ -160,6 +174,7 @@ class Heard:
     calls: list[Part] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     finish: str = "stop"
+    stopped: str | None = None
 
     async def hear(self, event: Event) -> None:
         for part in event.parts:
@@ -170,7 +185,7 @@ class Heard:
             else:
                 self.content += part.text
         self.choices += event.choices
-        self.finish = event.finish or self.finish
+        self.finish, self.stopped = event.finish or self.finish, event.stopped or self.stopped
 
 
 async def all_of(talks: Sequence[Talk], n: int) -> tuple[list[Heard], list[Told]]:

@@ -104,6 +104,12 @@ def marks_of(family: str) -> dict[str, Any] | None:
     return next((dict(template) for families, template in known.items() if family in families), None)
 
 
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a function names, and no others: a small model would go on making some up."""
+    is_open = bool(schema.get("properties")) and "additionalProperties" not in schema
+    return {**schema, "additionalProperties": False} if is_open else schema
+
+
 def forced_calls(grammars: Grammars, tools: list[dict[str, Any]], several: bool) -> Grammar:
     """The grammar of calls of these tools. Raises BadSchema."""
     calls = [
@@ -111,7 +117,7 @@ def forced_calls(grammars: Grammars, tools: list[dict[str, Any]], several: bool)
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": _closed(tool["function"].get("parameters") or {"type": "object"}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,

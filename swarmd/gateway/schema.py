@@ -26,7 +26,7 @@ Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("verbosity", "reasoning_effort", "cache_prompt"),
+    *("verbosity", "reasoning_effort", "cache_prompt", "context_management"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
 
@@ -64,7 +64,7 @@ class Message(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

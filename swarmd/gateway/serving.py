@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import trio
@@ -23,33 +24,27 @@ from hypercorn.utils import wrap_app
 
 from swarmd.client.entry import membership
 from swarmd.client.swarm import joined
+from swarmd.config import GatewayConfig, split
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
+from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
 from swarmd.gateway.app import Gateway
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.models import Models
+from swarmd.gateway.news import Machine
+from swarmd.gateway.page import Page
 from swarmd.gateway.turns import Turns
+from swarmd.home import CLIENT_LIFETIME_S
 from swarmd.net.api import TaskStatus
 
 logger = logging.getLogger(__name__)
 
 UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing else ends a write to it
 BACKLOG = 256  # connections that the kernel holds until they are accepted
+RENEWED_BEFORE_S = 86_400.0  # its certificate ends: for as long as half of it, a pause between answers is awaited
+SUPERVISED = "SWARMD_SUPERVISED"  # node.gateway_process sets it
 REQUEST_WITHIN_S = 15.0  # from a connection to its whole request head: slow ones are let go
-TOKEN_FILE = "gateway.token"
-ADDRESS_FILE = "gateway.address"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """``listen`` is HOST:PORT; ``n_running`` answers at a time, ``n_waiting`` requests that wait for a turn."""
-
-    listen: str = "127.0.0.1:4180"
-    n_running: int = 16
-    n_waiting: int = 64
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
 
 
 def bound(listen: str, has_keys: bool) -> socket.socket:
@@ -87,27 +82,41 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-async def serve(folder: Path, settings: Settings, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` gets the URL. Raises SwarmError."""
+async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], None]) -> bool:
+    """Serve until SIGTERM or SIGINT; ``ready`` gets the URL. Raises SwarmError.
+
+    Returns whether to serve again: its membership ends after some days, and a new one is a new beginning.
+    """
     keys = Keys(folder)
     listening = bound(settings.listen, bool(keys.all()))
     is_local, token = _is_loopback(listening.getsockname()[0]), secrets.token_urlsafe(24)
     url = url_of(listening)
-    guard = Guard(keys, settings.hosts, settings.origins, token, is_local)
-    n_of_key = max(1, settings.n_waiting // 2) if keys.all() else settings.n_waiting
-    turns = Turns(settings.n_running, settings.n_waiting, n_of_key)
+    origins = split(settings.origins)
+    guard = Guard(keys, split(settings.hosts), origins, token, is_local)
+    n_of_key = max(1, settings.waiting // 2) if keys.all() else settings.waiting
+    turns = Turns(settings.running, settings.waiting, n_of_key)
     async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
-        gateway = Gateway(Models(swarm, turns, nursery), guard, turns, settings.origins)
+        machine = Machine(folder)
+        nursery.start_soon(machine.run)
+        gateway = Gateway(Models(swarm, turns, nursery), guard, turns, origins, Page(swarm, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
+        if SUPERVISED in os.environ:
+            nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)
         write_file(folder / TOKEN_FILE, token, secret=True)
         write_file(folder / ADDRESS_FILE, url)
         nursery.start_soon(_serve_http, gateway, listening)
         try:
             ready(url)
-            await trio.sleep_forever()
+            await trio.sleep(CLIENT_LIFETIME_S - RENEWED_BEFORE_S)
+            with trio.move_on_after(RENEWED_BEFORE_S / 2):
+                while turns.n_running + turns.n_waiting:
+                    await trio.sleep(1)
         finally:
             for name in (TOKEN_FILE, ADDRESS_FILE):
                 (folder / name).unlink(missing_ok=True)
+        nursery.cancel_scope.cancel()
+        return True
+    return False
 
 
 async def _serve_http(gateway: Gateway, listening: socket.socket) -> None:
@@ -128,14 +137,14 @@ async def _cancel_on_signal(scope: trio.CancelScope, task_status: TaskStatus[Non
             return
 
 
+async def _cancel_with_daemon(scope: trio.CancelScope) -> None:
+    """A daemon that started this process holds the other end of standard input; its death closes it."""
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as pipe:
+        while await pipe.receive_some():
+            pass
+    scope.cancel()
+
+
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def running(folder: Path) -> str | None:
-    """The URL of the gateway of this home that runs now, if one does."""
-    try:
-        return (folder / ADDRESS_FILE).read_text().strip() or None
-    except OSError:
-        return None

@@ -45,7 +45,7 @@ class Asked:
     schema: dict[str, Any] | None = None  # {} is any JSON object
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str = "auto"  # "none", "required", or the name of one after "="
-    several_calls: bool = True
+    several_calls: bool = False  # where a call is forced: a small model would not stop
     template: dict[str, Any] = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
     key: str = ""
@@ -58,6 +58,7 @@ class Event:
     parts: tuple[Part, ...]
     choices: tuple[Choice, ...] = ()
     finish: str | None = None
+    stopped: str | None = None
 
 
 Hear = Callable[[Event], Awaitable[None]]
@@ -84,7 +85,7 @@ class Talk:
             calls += sum(part.kind == "call" for part in found)
             finish = "tool_calls" if piece.finish == "stop" and calls else piece.finish
             ended = finish or ended
-            await hear(Event(tuple(found), piece.choices, finish))
+            await hear(Event(tuple(found), piece.choices, finish, piece.stopped))
 
         try:
             await self.engine.write(self._numbered(number), give, told)

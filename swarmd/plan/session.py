@@ -52,6 +52,8 @@ def judge_op(state: HopState, op: Op, sender: PeerId) -> Decision[Judgement]:
         return refuse(Code.STRANGER, f"{sender} is neither the client nor the predecessor of this hop")
     if op.epoch != state.epoch:
         return refuse(Code.STALE_EPOCH, f"epoch {op.epoch}, this hop is at {state.epoch}")
+    if op.seq < 1:
+        return refuse(Code.MALFORMED, "ops are numbered from 1")
     if op.base is not None:
         return _judge_base(state, op)
     if op.seq == state.received + 1:

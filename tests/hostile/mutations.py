@@ -45,7 +45,7 @@ MOST_KEPT_MIB = 64  # after the longer run
 
 
 class Steps(trio.abc.Instrument):
-    """How long the event loop's longest step took, in real time."""
+    """How long the event loop's longest step computed: CPU time, so that a busy machine's other work is none of it."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -53,10 +53,10 @@ class Steps(trio.abc.Instrument):
         self._begun = 0.0
 
     def before_task_step(self, task: Any) -> None:
-        self._begun = time.perf_counter()
+        self._begun = time.thread_time()
 
     def after_task_step(self, task: Any) -> None:
-        took_s = time.perf_counter() - self._begun
+        took_s = time.thread_time() - self._begun
         if took_s > self.longest_s:
             self.longest_s, self.task = took_s, task.name
 
@@ -125,7 +125,7 @@ async def against_a_server(seed: int, n_cases: int) -> Counter[str]:
             swarm.world.crash(attacker.identity.peer_id)
             blamed = set(daemon.rpc.standing.shunned()) | set(client.rpc.standing.shunned())
             assert blamed <= attackers, "an honest peer was blamed"
-        assert not victim.statistics.repairs
+        assert not victim.statistics.repairs, [repair.reason for repair in victim.statistics.repairs]
         nursery.cancel_scope.cancel()
     return became
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import pytest
 import torch
 
 from swarmd.compute.span import LoadedSpan
-from swarmd.protocol import messages
-from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
+from swarmd.compute.worker import Worker
+from swarmd.protocol import frames, messages
+from swarmd.protocol import worker as worker_link
+from swarmd.protocol.frames import MAX_PAYLOAD_BYTES, FrameDecoder
 from swarmd.protocol.messages import Op, OpenSession, Refusal
+from swarmd.protocol.worker import Tick
 from swarmd.wire.history import Sent
 from swarmd.wire.ops import encode_op
 from tests import checkpoints
@@ -73,3 +77,15 @@ def test_an_op_without_an_answer_ends_its_session_and_nothing_else(
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
     assert bench.engine.handled == 4, "two openings and two ops"
     assert "an op has no answer" in nothing_breaks_behind_a_guard.pop().getMessage()
+
+
+def test_a_worker_skips_what_is_no_message_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker, decoder = Worker(theirs), FrameDecoder()
+        (junk,) = decoder.feed_untrusted(frames.encode(b"\x81\xa4type\xa6replay\xff", b""))
+        assert worker._take(junk) == []
+        worker._send([])
+        (said,) = FrameDecoder().feed_untrusted(ours.recv(4_096))
+        assert worker_link.decode(said.header) == Tick(handled=1), "else it would look stuck"
+    assert "skipped" in caplog.text

@@ -76,6 +76,12 @@ async def test_ops_without_session_or_by_strangers_are_refused(virtual_time: tri
         assert await s.attacker.codes_for(s.server, close) == [Code.STRANGER]
 
 
+async def test_an_op_before_the_first_ends_no_worker(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:  # what was resent of it was no message: the worker ended, and all sessions on it
+        await s.attacker.open(s.server, session=KEY)
+        assert await s.attacker.codes_for(s.server, *op(seq=0)) == [Code.MALFORMED]
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [

@@ -25,6 +25,7 @@ def state(received: int = 4, epoch: int = 2) -> HopState:
         (Op(epoch=2, seq=5), CLIENT, Verdict.EXECUTE, None),
         (Op(epoch=2, seq=4), BEFORE, Verdict.DUPLICATE, None),
         (Op(epoch=2, seq=6), BEFORE, Verdict.REFUSE, Code.OP_GAP),
+        (Op(epoch=2, seq=0), CLIENT, Verdict.REFUSE, Code.MALFORMED),
         (Op(epoch=1, seq=5), BEFORE, Verdict.REFUSE, Code.STALE_EPOCH),
         (Op(epoch=3, seq=5), BEFORE, Verdict.REFUSE, Code.STALE_EPOCH),
         (Op(epoch=2, seq=5), STRANGER, Verdict.REFUSE, Code.STRANGER),

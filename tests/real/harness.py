@@ -26,6 +26,7 @@ from swarmd.values import ModelId, PeerId, Span
 from tests.real import forks
 
 READY_TIMEOUT_S = 60.0
+INVITED_FOR_S = 86_400  # longer than any test or siege
 
 
 @dataclass
@@ -120,11 +121,11 @@ class LocalSwarm:
         founder = self.volunteers[0]
         from swarmd.protocol.identity import Identity
 
-        ticket = founder.home.invite(self.addresses(), 3_600)
+        ticket = founder.home.invite(self.addresses(), INVITED_FOR_S)
         home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
 
     def invite(self) -> str:
-        return invites.encode(self.volunteers[0].home.invite(self.addresses(), 3_600))
+        return invites.encode(self.volunteers[0].home.invite(self.addresses(), INVITED_FOR_S))
 
     def addresses(self) -> tuple[str, ...]:
         found = []

@@ -1,0 +1,239 @@
+"""``swarmd chat``: a conversation in the terminal, through the gateway that runs, or through one of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmd_cli.context import ask, home, number
+
+STARTED_WITHIN_S = 120  # torch is imported, on a slow disk
+HELP = """\
+/system TEXT   say how to answer; without TEXT, no longer
+/retry         ask the last question again
+/reset         begin a new conversation
+/model NAME    ask another model
+/save FILE     write the conversation as JSON
+/why           which machines answered, and why these
+/help, /quit   Ctrl-C stops an answer, Ctrl-D ends the chat"""
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="A name of the swarm's catalog; left out: the one that is whole.")] = "",
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 takes the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Of each answer, at most.")] = None,
+    system: Annotated[str, typer.Option("--system", help="Say how to answer.")] = "",
+) -> None:
+    """Talk with a hosted model.
+
+    Example: swarmd chat llama
+    """
+    home().swarm()
+    options = {name: value for name, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value}
+    if temperature == 0:
+        options["temperature"] = 0
+    with _gateway() as (url, token):
+        Talk(url, token, model, system, options).run()
+
+
+@contextmanager
+def _gateway() -> Iterator[tuple[str, str]]:
+    """The URL and token of a gateway: the one of this home that runs, else a child that ends with the chat."""
+    import httpx
+
+    from swarmd.errors import SwarmUnavailable
+    from swarmd.gateway.address import running, token_of
+
+    folder = home().folder
+    if (url := running(folder)) is not None:
+        with suppress(httpx.TransportError):
+            httpx.get(f"{url}/health", timeout=5)
+            yield url, token_of(folder)
+            return
+    command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(folder)]
+    command += ["gateway", "--listen", "127.0.0.1:0"]
+    log = folder / "chat.log"
+    with log.open("w") as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+    print("waking up ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
+        if " is at " not in line:
+            said = log.read_text().strip().splitlines()
+            raise SwarmUnavailable(
+                said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
+            )
+        yield line.split(" is at ")[1].split()[0], token_of(folder)
+    finally:
+        child.terminate()
+        child.wait()
+
+
+@dataclass
+class Talk:
+    """A conversation and where it goes."""
+
+    url: str
+    token: str
+    model: str
+    system: str
+    options: dict[str, Any]
+    turns: list[dict[str, str]] = field(default_factory=list)
+    chain: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.model = self.model or self._whole()
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 - arrow keys and a history for input()
+            print(f"{self.model}: ask away (/help for commands, Ctrl-D ends)")
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /quit ends the chat)")
+                continue
+            if line in ("/quit", "/exit"):
+                return
+            if line.startswith("/"):
+                self._command(*line[1:].partition(" ")[::2])
+            elif line:
+                self.turns.append({"role": "user", "content": line})
+                self._answer()
+
+    def _whole(self) -> str:
+        from swarmd.errors import ConfigError, NoRoute
+
+        listed = self._get("/v1/models")["data"]
+        whole = [entry["id"] for entry in listed if not entry["swarmd"]["missing"]]
+        if len(whole) == 1:
+            return str(whole[0])
+        if whole:
+            raise ConfigError(f"say which model: {', '.join(whole)}")
+        names = ", ".join(entry["id"] for entry in listed)
+        raise NoRoute(
+            f"no model is whole in the swarm now (it knows {names or 'none'}): swarmd models ls says what lacks"
+        )
+
+    def _get(self, path: str) -> dict[str, Any]:
+        import httpx
+
+        return dict(httpx.get(self.url + path, headers=self._headers, timeout=30).json())
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    # --- commands ----------------------------------------------------------------------------------------------
+
+    def _command(self, name: str, rest: str) -> None:
+        rest = rest.strip()
+        if name == "system":
+            self.system = rest
+            print("(said)" if rest else "(no longer)")
+        elif name == "reset":
+            self.turns.clear()
+            print("(a new conversation)")
+        elif name == "retry":
+            while self.turns and self.turns[-1]["role"] == "assistant":
+                self.turns.pop()
+            self._answer() if self.turns else print("(nothing was asked yet)")
+        elif name == "model" and rest:
+            self.model = rest
+            print(f"({rest} answers from now on)")
+        elif name == "save" and rest:
+            self._save(Path(rest).expanduser())
+        elif name == "why":
+            self._why()
+        elif name == "help":
+            print(HELP)
+        else:
+            print(f"/{name} is no command, or lacks its word\n{HELP}")
+
+    def _save(self, path: Path) -> None:
+        try:
+            path.write_text(json.dumps({"model": self.model, "messages": self._messages()}, indent=2) + "\n")
+            print(f"(written to {path})")
+        except OSError as error:
+            print(f"({path} cannot be written: {error.strerror})")
+
+    def _why(self) -> None:
+        from swarmd.errors import SwarmError
+
+        print("\n".join(self.chain) or "(nothing was answered yet)")
+        with suppress(SwarmError):
+            for chain in ask("why", model=self.model)["chains"].values():
+                print(chain["error"] or f"the cheapest chain now, {number(chain['cost_ms'], ' ms')} a token: "
+                      + ", ".join(chain["hops"]))  # fmt: skip
+
+    def _messages(self) -> list[dict[str, str]]:
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+
+    # --- answers -----------------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Stream one answer; Ctrl-C stops it, and what came so far is part of the conversation."""
+        import httpx
+
+        body = {"model": self.model, "messages": self._messages(), "stream": True, **self.options}
+        body["stream_options"] = {"include_usage": True}
+        text, begun, first, last = "", time.monotonic(), 0.0, dict[str, Any]()
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/chat/completions", json=body, headers=self._headers, timeout=httpx.Timeout(60)
+            ) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    print(f"({answer.json()['error']['message']}: /retry asks again)")
+                    return
+                for event in _events(answer):
+                    if "error" in event:
+                        print(f"\n({event['error']['message']}: /retry asks again)")
+                        return
+                    last = event if event.get("usage") else last
+                    for choice in event["choices"]:
+                        part = choice["delta"].get("content") or ""
+                        first = first or (time.monotonic() - begun if part else 0.0)
+                        text += part
+                        print(part, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" (stopped)", end="")
+        except httpx.TransportError as error:
+            print(f"\n(the gateway is gone: {error or type(error).__name__})")
+            return
+        print()
+        self.turns.append({"role": "assistant", "content": text})
+        self._tell(last, first, time.monotonic() - begun)
+
+    def _tell(self, last: dict[str, Any], first_s: float, seconds: float) -> None:
+        """The numbers under an answer, dim where the terminal can."""
+        if not last:
+            return
+        n, about = last["usage"]["completion_tokens"], last["swarmd"]
+        self.chain = about["chain"]
+        speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
+        told = f"{n} tokens{speed}, the first after {first_s:.2f} s, through {len(self.chain)} hops"
+        for reason in about["repairs"]:
+            told += f"\nrepaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}"
+        print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)
+
+
+def _events(answer: Any) -> Iterator[dict[str, Any]]:
+    for line in answer.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])

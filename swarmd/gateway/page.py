@@ -1,0 +1,73 @@
+"""The page at /: plain files, what is new as a stream, and what this machine's owner tells it to do.
+
+No script from elsewhere can run in it, and no other page can put it into a frame (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.errors import SwarmError
+from swarmd.gateway import news, openai
+from swarmd.gateway.news import Machine
+from swarmd.gateway.refusals import ApiError
+from swarmd.gateway.streams import Emit, Stream, json_response
+
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = {path.name: path for path in (files("swarmd.gateway") / "page").iterdir() if path.name[-3:] != ".py"}
+HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+VERBS = ("drain", "resume")
+
+Guarded = Callable[[Request], Awaitable[Response]]
+
+
+class Page:
+    """What the page needs of the swarm and of this machine."""
+
+    def __init__(self, swarm: AsyncSwarm, machine: Machine) -> None:
+        self._swarm = swarm
+        self._machine = machine
+
+    async def file(self, request: Request, key: str) -> Response:
+        """One of the files; the page itself where none is named."""
+        name = request.path_params.get("name", "index.html")
+        if name not in FILES:
+            raise ApiError(404, "invalid_request_error", f"the page has no {name[:64]!r}")
+        kind = KINDS[name[name.rindex(".") :]]
+        return Response(FILES[name].read_bytes(), headers={**HEADERS, "content-type": f"{kind}; charset=utf-8"})
+
+    async def news(self, request: Request, key: str) -> Response:
+        """Everything at first, then what changes."""
+
+        async def produce(emit: Emit) -> None:
+            async def say(name: str, raw: bytes) -> None:
+                await emit.event(raw, name)
+
+            await news.tell(self._swarm_now, self._machine, say)
+
+        return Stream(produce, openai.fail)
+
+    async def act(self, request: Request, key: str) -> Response:
+        """Have the daemon do something; only whoever brought the token gets here."""
+        verb = request.path_params["verb"]
+        if verb not in VERBS:
+            raise ApiError(404, "invalid_request_error", f"the page can tell it to {', '.join(VERBS)}")
+        try:
+            return json_response(await self._machine.ask(verb, "POST"))
+        except SwarmError as error:
+            raise ApiError(409, "invalid_request_error", str(error)) from None
+
+    def _swarm_now(self) -> dict[str, Any]:
+        return news.of_swarm(self._swarm.view(), self._machine.peer, time.time())

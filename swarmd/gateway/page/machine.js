@@ -1,0 +1,54 @@
+// What this machine gives, and to how many; what its owner can tell it to do.
+
+import { ask, hasToken } from "./api.js";
+import { curve, h, number } from "./dom.js";
+
+export function machine(news) {
+  const element = h("section", { "aria-label": "This machine" });
+  let said = "";
+  function update(kind) {
+    if (kind && kind !== "machine") return;
+    const data = news.machine;
+    if (!data) return element.replaceChildren(h("p", { class: "dim" }, "waiting for news"));
+    if (data.error) return element.replaceChildren(h("p", { class: "bad" }, data.error));
+    element.replaceChildren(...draw(data, act, said));
+  }
+  async function act(verb) {
+    try {
+      await ask(`/page/${verb}`, { method: "POST", body: "{}" });
+      said = `${verb}: told to`;
+    } catch (error) {
+      said = `✖ ${error.message}`;
+    }
+    update();
+  }
+  return { element, update };
+}
+
+function draw({ status, history }, act, said) {
+  const rows = [["This peer", status.peer], ["Swarm", `${status.swarm}, ${status.members} members known`],
+    ["Up for", `${number(status.uptime_s / 60)} min, version ${status.version}, ${number(status.memory_mib)} MiB`]];
+  for (const one of status.hosting) {
+    const serving = one.serving;
+    rows.push(["Serves", serving ? `${serving.name} blocks [${serving.blocks[0]},${serving.blocks[1]}): ${serving.why}` : `nothing now: ${one.why}`]);
+    rows.push(["State", `${one.state}: ${one.why}`]);
+    if (one.server) rows.push(["Sessions", `${one.server.sessions} open, ${one.server.tokens_served} tokens served, ${one.server.free_cache_tokens} of ${one.server.total_cache_tokens} cache tokens free`]);
+  }
+  const button = (verb, text) => h("button", { type: "button", disabled: !hasToken(), onclick: () => act(verb) }, text);
+  return [
+    h("h2", {}, "What it gives"),
+    h("dl", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("div", { class: "row", style: null }, button("drain", "Stop serving"), button("resume", "Serve again")),
+    h("p", { class: "dim", role: "status" }, said || (hasToken() ? "" : "To change something, open this page with: swarmd open")),
+    h("h2", {}, "The last hour"),
+    curve("Tokens/s served", rates(history), ""),
+    curve("Sessions open", history.map((row) => [row.at, row.sessions]), ""),
+  ];
+}
+
+function rates(history) {
+  return history.slice(1).map((row, i) => {
+    const before = history[i];
+    return [row.at, Math.max(0, row.tokens - before.tokens) / Math.max(1, row.at - before.at)];
+  });
+}

@@ -1,0 +1,71 @@
+// Which view is shown, and the one stream of news that all of them read.
+
+import { events } from "./api.js";
+import { chat } from "./chat.js";
+import { machine } from "./machine.js";
+import { swarm } from "./swarm.js";
+import { training } from "./training.js";
+
+const VIEWS = { chat, swarm, machine, training };
+const news = { swarm: null, machine: null, training: null };
+let shown = null, name = "";
+
+function show() {
+  const wanted = location.hash.replace(/^#\//, "") || "chat";
+  if (wanted === name && shown) return;
+  name = VIEWS[wanted] ? wanted : "chat";
+  shown = VIEWS[name](news);
+  const view = document.getElementById("view");
+  view.replaceChildren(shown.element);
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  shown.update?.();
+}
+
+function health(text, kind) {
+  const place = document.getElementById("health");
+  if (place.textContent !== text) place.textContent = text;
+  place.className = kind;
+}
+
+function told(kind, data) {
+  news[kind] = data;
+  if (kind === "swarm") {
+    const whole = data.models.filter((model) => !model.missing.length);
+    health(
+      whole.length ? `● ${data.n_peers} peers, whole: ${whole.map((m) => m.name).join(", ")}`
+        : `✖ ${data.n_peers} peers, no model is whole`,
+      whole.length ? "good" : "bad",
+    );
+  }
+  shown?.update?.(kind);
+}
+
+async function listen() {
+  for (let pause = 1000; ; pause = Math.min(30000, 2 * pause)) {
+    try {
+      for await (const { name, data } of events("/page/news")) {
+        told(name, JSON.parse(data));
+        pause = 1000;
+      }
+      health("✖ the gateway has gone; trying again", "bad");
+    } catch (error) {
+      health(`✖ ${error.message}`, "bad");
+    }
+    await new Promise((resolve) => setTimeout(resolve, pause));
+  }
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+  document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+  localStorage.setItem("swarmd-theme", document.documentElement.dataset.theme);
+});
+const theme = localStorage.getItem("swarmd-theme");
+if (theme) document.documentElement.dataset.theme = theme;
+addEventListener("hashchange", show);
+show();
+listen();

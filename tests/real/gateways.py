@@ -1,0 +1,66 @@
+"""A gateway as a real process, for tests; ended by whoever started it, by its id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+STARTED_WITHIN_S = 120.0  # torch and transformers are imported, on a busy machine
+
+
+@dataclass
+class RealGateway:
+    """One gateway process and where it listens."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def http(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+        return sum(float(value) for _, value in found)
+
+
+@contextmanager
+def real_gateway(home: Path, *options: str) -> Iterator[RealGateway]:
+    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home), "gateway"]
+    command += ["--listen", "127.0.0.1:0", *options]
+    log = home / "gateway.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # it says so once it listens; or it ends, and says why
+        assert " is at " in line, line + log.read_text()
+        yield RealGateway(process, line.split(" is at ")[1].split()[0], log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
