@@ -28,6 +28,7 @@ from swarmd.protocol.fields import (
     Text,
 )
 
+MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
 KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned"})
 
 
@@ -487,7 +488,7 @@ def decode_untrusted(header: bytes) -> AnyMessage:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         unknown = _read_unknown(header)
         if unknown is None:
-            raise RemoteProtocolError(f"a header does not parse: {error}") from None
+            raise RemoteProtocolError(f"a header does not parse: {str(error)[:MAX_TOLD]}") from None
         return unknown
 
 

@@ -296,3 +296,9 @@ def test_yamux_conversations_changed_a_little_end_or_go_on() -> None:
         depth["streams"] += len(theirs.streams)
     assert depth["goes on"] > 50, depth
     assert depth["streams"] > 50, depth
+
+
+def test_what_is_wrong_with_a_header_is_told_in_few_words() -> None:
+    with pytest.raises(RemoteProtocolError) as refused:
+        messages.decode_untrusted(msgspec.msgpack.encode({"t": "x" * 60_000, "id": "not a number"}))
+    assert len(str(refused.value)) < 300, "it goes into the log"
