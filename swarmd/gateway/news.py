@@ -28,8 +28,8 @@ MOST_LOSSES = 500  # of a run's curve; a screen has not many more columns
 Say = Callable[[str, Any], Awaitable[None]]
 
 
-def of_swarm(view: SwarmView, here: str, now: float) -> dict[str, Any]:
-    """Models with what nobody serves, peers with what they serve; the same view gives the same, but for ages."""
+def of_swarm(view: SwarmView, here: str) -> dict[str, Any]:
+    """Models with what nobody serves, peers with what they serve; the same view gives the same."""
     models = [
         {
             "name": name,
@@ -53,7 +53,7 @@ def of_swarm(view: SwarmView, here: str, now: float) -> dict[str, Any]:
             "up_mbit": _times(record.up_bytes_per_s, 8e-6),
             "down_mbit": _times(record.down_bytes_per_s, 8e-6),
             "version": record.version or "unknown",
-            "seen_s": max(0.0, now - record.issued_at),
+            "seen_at": record.issued_at,
             "spans": sorted(spans.get(peer, []), key=lambda s: (s["model"], s["start"])),
         }
         for peer, record in sorted(view.peers.items())

@@ -294,6 +294,9 @@ async def stream_chat(talk: Talk, request: ChatRequest, emit: Emit) -> None:
                 logprobs = None
             if logprobs is not None:
                 await chunk(index, {}, None, logprobs)
+            if event.repairs:  # as it happens, for whoever looks: other clients skip the field
+                news = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+                await emit.event({**head, "choices": [news], "usage": None, "swarmd": {"repairs": event.repairs}})
             if event.finish:
                 await chunk(index, {}, event.finish)
 

@@ -5,7 +5,6 @@ No script from elsewhere can run in it, and no other page can put it into a fram
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
@@ -70,4 +69,4 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        return news.of_swarm(self._swarm.view(), self._machine.peer, time.time())
+        return news.of_swarm(self._swarm.view(), self._machine.peer)

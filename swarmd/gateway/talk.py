@@ -59,6 +59,7 @@ class Event:
     choices: tuple[Choice, ...] = ()
     finish: str | None = None
     stopped: str | None = None
+    repairs: tuple[str, ...] = ()  # of the chain, since the event before
 
 
 Hear = Callable[[Event], Awaitable[None]]
@@ -77,15 +78,16 @@ class Talk:
 
     async def run(self, number: int, hear: Hear) -> Told:
         """Write answer ``number`` of those asked for. Raises ApiError."""
-        told, parts, calls, ended = Told(len(self.wanted.prompt)), self._parts(), 0, "abort"
+        told, parts, calls, ended, n_repairs = Told(len(self.wanted.prompt)), self._parts(), 0, "abort", 0
 
         async def give(piece: Piece) -> None:
-            nonlocal calls, ended
+            nonlocal calls, ended, n_repairs
             found = [*parts.feed(piece.text), *(parts.end() if piece.finish else [])]
             calls += sum(part.kind == "call" for part in found)
             finish = "tool_calls" if piece.finish == "stop" and calls else piece.finish
             ended = finish or ended
-            await hear(Event(tuple(found), piece.choices, finish, piece.stopped))
+            repairs, n_repairs = tuple(told.repairs[n_repairs:]), len(told.repairs)
+            await hear(Event(tuple(found), piece.choices, finish, piece.stopped, repairs))
 
         try:
             await self.engine.write(self._numbered(number), give, told)

@@ -118,8 +118,8 @@ async function answer() {
         later();
       }
       usage = chunk.usage ?? usage;
-      about = chunk.swarmd ?? about;
-      if (chunk.swarmd?.repairs.length) tell(turn, `repaired: ${chunk.swarmd.repairs.at(-1)}`);
+      if (chunk.swarmd?.chain) about = chunk.swarmd;
+      else if (chunk.swarmd?.repairs.length) tell(turn, `repaired, going on: ${chunk.swarmd.repairs.at(-1)}`);
     }
   } catch (error) {
     if (error.name === "AbortError") turn.text += turn.text ? " (stopped)" : "(stopped)";
@@ -134,7 +134,7 @@ async function answer() {
       `${n} tokens, ${number((n - 1) / seconds)} tokens/s, the first after ${number((first - begun) / 1000)} s`,
       cached ? `${cached} of ${usage.prompt_tokens} prompt tokens were there` : "",
       `through ${about.chain.join(" → ")}`,
-      about.repairs.length ? `repaired ${about.repairs.length} times, at most ${number(about.longest_stall_s)} s: ${about.repairs.at(-1)}` : "",
+      about.repairs.length ? `repaired ${about.repairs.length}×, within ${number(about.longest_stall_s)} s: ${about.repairs.at(-1)}` : "",
     ].filter(Boolean).join(" · "));
   }
   running = null;

@@ -31,7 +31,7 @@ export function curve(title, points, unit) {
     path.setAttribute("d", "M" + points.map(place).join("L"));
     svg.append(path);
   }
-  return h("figure", { style: null }, svg, h("figcaption", { class: "dim" }, said));
+  return h("figure", {}, svg, h("figcaption", { class: "dim" }, said));
 }
 
 export function number(value, digits = 3) {

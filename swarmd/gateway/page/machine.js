@@ -38,7 +38,7 @@ function draw({ status, history }, act, said) {
   return [
     h("h2", {}, "What it gives"),
     h("dl", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    h("div", { class: "row", style: null }, button("drain", "Stop serving"), button("resume", "Serve again")),
+    h("div", { class: "row" }, button("drain", "Stop serving"), button("resume", "Serve again")),
     h("p", { class: "dim", role: "status" }, said || (hasToken() ? "" : "To change something, open this page with: swarmd open")),
     h("h2", {}, "The last hour"),
     curve("Tokens/s served", rates(history), ""),

@@ -1,5 +1,5 @@
-// Markdown as far as models write it, built of elements: paragraphs, headings, lists, quotes, code, tables are left as
-// text. Nothing is ever parsed as HTML, so nothing has to be cleaned. Links go nowhere but to http and https.
+// Markdown as far as models write it, built of elements: paragraphs, headings, lists, quotes, code, tables. Nothing is
+// ever parsed as HTML, so nothing has to be cleaned. Links go nowhere but to http and https.
 
 import { h } from "./dom.js";
 
@@ -29,6 +29,13 @@ export function markdown(text) {
         items.push(h("li", {}, ...spans(words.join(" "))));
       }
       blocks.push(h(ordered ? "ol" : "ul", { start }, ...items));
+    } else if (/^\s*\|/.test(line) && /^\s*\|[\s|:-]+\|?\s*$/.test(lines[i + 1] ?? "")) {
+      const rows = [];
+      for (; i < lines.length && /^\s*\|/.test(lines[i]); i++) rows.push(lines[i].trim().replace(/^\||\|$/g, "").split("|"));
+      const cells = (name, row, more = {}) => h("tr", {}, ...row.map((cell) => h(name, more, ...spans(cell.trim()))));
+      const [head, , ...body] = rows;
+      blocks.push(h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", {},
+        h("thead", {}, cells("th", head, { scope: "col" })), h("tbody", {}, ...body.map((row) => cells("td", row))))));
     } else if (/^\s*>/.test(line)) {
       const quoted = [];
       for (; i < lines.length && /^\s*>/.test(lines[i]); i++) quoted.push(lines[i].replace(/^\s*>\s?/, ""));
@@ -37,7 +44,7 @@ export function markdown(text) {
       i++;
     } else {
       const words = [line];
-      for (i++; i < lines.length && lines[i].trim() && !/^\s*(```|~~~|#{1,6}\s|>|[-*+]\s|\d{1,9}[.)]\s)/.test(lines[i]); i++)
+      for (i++; i < lines.length && lines[i].trim() && !/^\s*(```|~~~|#{1,6}\s|>|\||[-*+]\s|\d{1,9}[.)]\s)/.test(lines[i]); i++)
         words.push(lines[i]);
       blocks.push(h("p", {}, ...spans(words.join("\n"))));
     }

@@ -61,7 +61,7 @@ function peers(data, update) {
     h("td", {}, peer.device), h("td", {}, `${number(peer.memory_gib)} GiB`),
     h("td", {}, peer.up_mbit == null ? "unknown" : `${number(peer.up_mbit)} / ${number(peer.down_mbit)}`),
     h("td", {}, peer.spans.map((s) => number(s.tokens_per_s)).join(", ") || "–"),
-    h("td", {}, String(peer.version)), h("td", {}, `${Math.round(peer.seen_s)} s ago`)));
+    h("td", {}, String(peer.version)), h("td", {}, ago(peer.seen_at))));
   const heads = ["peer", "device", "memory", "Mbit/s up / down", "tokens/s", "version", "last heard of"];
   return h("section", {}, h("h2", {}, `${found.length} of ${data.n_peers} peers`),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Peers" }, h("table", {},
@@ -72,4 +72,9 @@ function peers(data, update) {
 function more(n, update) {
   return n > wanted && h("p", {}, h("button", { type: "button", onclick: () => ((wanted *= 10), update()) },
     `Show more (${wanted} of ${n})`));
+}
+
+function ago(at) {
+  const seconds = Math.max(0, Date.now() / 1000 - at);
+  return seconds < 120 ? `${Math.round(seconds)} s ago` : `${Math.round(seconds / 60)} min ago`;
 }

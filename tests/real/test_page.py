@@ -1,0 +1,184 @@
+"""The page in a real Chromium: it chats, shows the swarm and a kill, and breaks no rule of its own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real.gateways import RealGateway, real_gateway
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+WAIT_MS = 60_000
+ON_FIRST_TEXT = """(act) => {
+  const watch = new MutationObserver(() => {
+    if (!document.querySelector(".turn.assistant .said")?.textContent) return;
+    watch.disconnect();
+    if (act === "strike") strike();
+    else [...document.querySelectorAll("button")].find((button) => button.textContent === "Stop").click();
+  });
+  watch.observe(document.querySelector("[role=log]"), { childList: true, subtree: true });
+}"""
+
+
+@dataclass
+class Browser:
+    """A page, and what it complained of."""
+
+    page: Any
+    gateway: RealGateway
+    swarm: LocalSwarm
+    volunteers: list[Volunteer]
+    complaints: list[str] = field(default_factory=list)
+
+    def open(self, token: str = "") -> None:
+        self.page.goto(f"{self.gateway.url}/" + (f"#token={token}" if token else ""))
+        self.page.locator("#health", has_text="whole: chatty").wait_for(timeout=WAIT_MS)
+
+    def see(self, selector: str, text: str) -> None:
+        self.page.locator(selector, has_text=text).first.wait_for(timeout=WAIT_MS)
+
+    def ask(self, question: str) -> None:
+        self.page.fill("#question", question)
+        self.page.press("#question", "Enter")
+
+    @property
+    def token(self) -> str:
+        return (self.volunteers[0].home.folder / "gateway.token").read_text()
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalSwarm, list[Volunteer], RealGateway]]:
+    """A model without a template would not chat: the bundled one gets a plain one."""
+    folder = chatty(tmp_path_factory.mktemp("chatty"))
+    with local_swarm(tmp_path_factory.mktemp("page")) as swarm:
+        volunteers = swarm.serving((0, 3), (3, 6), (0, 6), model="chatty", models={"chatty": folder})
+        with real_gateway(volunteers[0].home.folder) as gateway:
+            yield swarm, volunteers, gateway
+
+
+def chatty(folder: Path) -> Path:
+    from swarmd.home import bundled_folder
+
+    for path in bundled_folder().iterdir():
+        shutil.copy(path, folder / path.name)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    return folder
+
+
+@pytest.fixture(params=["light", "dark"])
+def browser(
+    stage: tuple[LocalSwarm, list[Volunteer], RealGateway], request: pytest.FixtureRequest
+) -> Iterator[Browser]:
+    swarm, volunteers, gateway = stage
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = chromium.new_context(color_scheme=request.param, viewport={"width": 320, "height": 700}).new_page()
+        found = Browser(page, gateway, swarm, volunteers)
+        page.on("console", lambda m: found.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        yield found
+        assert not found.complaints, "the console is silent"
+        too_wide = page.evaluate("() => document.documentElement.scrollWidth > innerWidth")
+        assert not too_wide, "everything fits 320 pixels"
+        chromium.close()
+
+
+def test_it_chats_streams_and_stops(browser: Browser) -> None:
+    browser.open()
+    page = browser.page
+    page.select_option("select", "chatty")
+    page.evaluate(ON_FIRST_TEXT, "stop")  # a model as small has ended before a hand is there
+    browser.ask("The function <b>returns</b>")
+    browser.see(".turn.user .said", "<b>returns</b>")
+    browser.see(".turn.assistant .said", "(stopped)")
+    page.click("text=Retry")
+    browser.see(".turn.assistant .dim", "tokens/s")
+    assert page.locator(".turn").count() == 2
+    page.click("text=Edit")
+    assert page.input_value("#question") == "The function <b>returns</b>"
+    assert page.locator(".turn").count() == 0
+
+
+def test_a_kill_is_shown_under_the_answer(browser: Browser) -> None:
+    browser.open()
+    page, killed = browser.page, list[Volunteer]()
+
+    def strike() -> None:
+        for volunteer in browser.volunteers[1:]:
+            if not killed and volunteer.ask("sessions")["sessions"]:
+                volunteer.signal(signal.SIGKILL, "both")
+                killed.append(volunteer)
+
+    page.expose_function("strike", strike)
+    page.select_option("select", "chatty")
+    page.evaluate(ON_FIRST_TEXT, "strike")
+    browser.ask("The function returns")
+    try:
+        browser.see(".turn.assistant .dim", "repaired 1×")
+    finally:
+        for volunteer in killed:
+            volunteer.stop()
+            volunteer.start()
+        browser.swarm.wait_online()
+    assert killed
+
+
+def test_the_map_is_right_and_follows(browser: Browser) -> None:
+    browser.open()
+    page, leaving = browser.page, browser.volunteers[1]
+    page.click("nav a[href='#/swarm']")
+    row = page.locator("table.map tr", has_text=leaving.peer[-8:])
+    row.wait_for(timeout=WAIT_MS)
+    assert row.locator("td.block").all_inner_texts() == ["", "", "", "●", "●", "●"]
+    counts = page.locator("table.map tfoot td.block")
+    assert counts.all_inner_texts() == ["2"] * 6
+    leaving.ask("drain", "POST")
+    row.locator("td.draining", has_text="◑").first.wait_for(timeout=WAIT_MS)
+    assert counts.all_inner_texts() == ["2", "2", "2", "1", "1", "1"]
+    leaving.ask("resume", "POST")
+    row.locator("td.online", has_text="●").first.wait_for(timeout=WAIT_MS)
+    browser.swarm.wait_online()
+
+
+def test_only_with_the_token_it_changes_this_machine(browser: Browser) -> None:
+    browser.open()
+    page = browser.page
+    page.click("nav a[href='#/machine']")
+    browser.see("dd", "chatty blocks [0,3)")
+    assert page.locator("button", has_text="Stop serving").is_disabled()
+    with browser.gateway.http() as http:
+        assert http.post("/page/drain", json={}).status_code == 401
+    page.goto("about:blank")
+    browser.open(browser.token)
+    assert "token" not in page.url, "it does not stay in the address"
+    page.click("nav a[href='#/machine']")
+    page.click("text=Stop serving")
+    browser.see("dd", "drain")
+    page.click("text=Serve again")
+    browser.swarm.wait_online()
+
+
+def test_no_other_page_can_frame_it_or_run_scripts_in_it(browser: Browser) -> None:
+    browser.open()
+    with browser.gateway.http() as http:
+        policy = http.get("/").headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert http.get("/page/files/../guard.py").status_code == 404
+        assert http.get("/page/files/%2e%2e%2fguard.py").status_code == 404
