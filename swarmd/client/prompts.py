@@ -41,8 +41,9 @@ class Prompt:
 class Prompts:
     """Makes prompts for one model; one at a time, in the order in which they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_s: float = MOST_S) -> None:
         self._folder = folder
+        self._most_s = most_s
         self._child: trio.Process | None = None
         self._buffer = bytearray()
         self._turn = trio.Lock()
@@ -72,13 +73,13 @@ class Prompts:
     async def _ask(self, question: dict[str, Any]) -> Prompt:
         async with self._turn:
             try:
-                with trio.fail_after(MOST_S if self._child is not None else STARTED_WITHIN_S):
+                with trio.fail_after(self._most_s if self._child is not None else STARTED_WITHIN_S):
                     if self._child is None:
                         await self._start()
                     answer = await self._exchange(question)
             except trio.TooSlowError:
                 await self._end()
-                raise ConfigError(f"making the prompt took more than {MOST_S:.0f} s, and was given up") from None
+                raise ConfigError(f"making the prompt took more than {self._most_s:g} s, and was given up") from None
             except (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError):
                 await self._end()
                 raise ConfigError(

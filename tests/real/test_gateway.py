@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import anthropic
 import openai
+import psutil
 import pytest
 import torch
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -25,6 +27,7 @@ from swarmd_cli.main import app
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from swarmd.gateway.address import running
 from tests.real.faults import revive
 from tests.real.gateways import RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -366,6 +369,58 @@ def test_killed_it_harms_nobody_and_told_to_end_it_ends(stage: Stage) -> None:
         gateway.process.kill()
         gateway.process.wait()
     assert all(v.ask("status")["worker"]["pid"] for v in stage.volunteers)
+
+
+def test_chat_in_a_terminal(stage: Stage, expected: dict[str, str], tmp_path: Path) -> None:
+    home, saved = stage.volunteers[0].home.folder, tmp_path / "talk.json"
+    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home), "chat", "smol"]
+    lines = [QUESTIONS[0], "/why", "/retry", "/nonsense", f"/save {saved}", "/model nope", "Hi", "/quit"]
+    options = ["--temperature", "0", "--max-tokens", str(N_TOKENS)]
+    done = subprocess.run(
+        [*command, *options], input="\n".join(lines).encode(), capture_output=True, timeout=120, check=True
+    )
+    said = done.stdout.decode()
+    assert said.count(expected[QUESTIONS[0]]) == 2, "asked, and asked again"
+    assert "[0," in said, "why: the chain"
+    assert "/nonsense is no command" in said
+    assert "the swarm has no model 'nope'" in said
+    assert "tokens/s" in done.stderr.decode()
+    turns = json.loads(saved.read_text())["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"]
+
+
+def test_run_answers_with_the_template_and_continues_without(stage: Stage, expected: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(stage.volunteers[0].home.folder), "run", "smol"]
+    asked = subprocess.run(
+        [*command, "--max-tokens", str(N_TOKENS)], input=QUESTIONS[0].encode(), capture_output=True, check=True
+    )
+    assert asked.stdout.decode().strip() == expected[QUESTIONS[0]].strip()
+    raw = subprocess.run([*command, "Once upon a", "--raw", "--max-tokens", "4"], capture_output=True, check=True)
+    assert raw.stdout.decode().startswith("Once upon a")
+
+
+def test_the_daemon_keeps_a_gateway_running(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        volunteer = swarm.prepare("--no-serve")
+        (volunteer.home.folder / "config.toml").write_text('[gateway]\non = true\nlisten = "127.0.0.1:0"\n')
+        volunteer.start()
+
+        def url() -> str | None:
+            return running(volunteer.home.folder)
+
+        swarm.wait(lambda: url() is not None, "the gateway listens")
+        first = volunteer.ask("status")["gateway"]
+        assert first["state"] == "running"
+        os.kill(first["pid"], signal.SIGKILL)
+        swarm.wait(lambda: volunteer.ask("status")["gateway"]["pid"] not in (None, first["pid"]), "another runs")
+        pid = volunteer.ask("status")["gateway"]["pid"]
+        volunteer.signal(signal.SIGKILL)
+        swarm.volunteers.clear()
+        volunteer.stop()
+        deadline = time.monotonic() + 30
+        while psutil.pid_exists(pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not psutil.pid_exists(pid), "it ends with its daemon"
 
 
 def test_a_port_that_is_taken_is_said_so(stage: Stage) -> None:
