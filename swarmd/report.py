@@ -20,7 +20,7 @@ from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.hosts import Hosts
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
-from swarmd.status import ChainRow, PeerRow, SpanRow, ms
+from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, Span
 
@@ -237,3 +237,8 @@ class Owner:
 
 def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
     return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), rejected=rejected)
+
+
+def ms(seconds: float | None) -> float | None:
+    """Milliseconds to two places, for people."""
+    return None if seconds is None else round(1000 * seconds, 2)

@@ -443,8 +443,3 @@ class Refused(Status, frozen=True, kw_only=True):
 
     error: str
     exit_code: int
-
-
-def ms(seconds: float | None) -> float | None:
-    """Milliseconds to two places, for people."""
-    return None if seconds is None else round(1000 * seconds, 2)

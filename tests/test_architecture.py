@@ -156,7 +156,6 @@ LONG_FUNCTIONS = {
     "swarmd/train/report.py:report": (58, "a row of a table, field by field"),
     "swarmd/client/model.py:_own_forward": (56, "the hook around transformers' own forward"),
     "cli/swarmd_cli/demo.py:_generate": (54, "a scene of the demo"),
-    "cli/swarmd_cli/models.py:add": (53, "one command, refusal after refusal"),
 }
 
 

@@ -20,8 +20,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_setting_is_documented() -> None:
     for field in dataclasses.fields(Config):
-        if field.name == "hosted":
-            assert "[[serve]]" in OPERATING
+        if field.name in ("hosted", "gateway"):
+            assert {"hosted": "[[serve]]", "gateway": "[gateway]"}[field.name] in OPERATING
             continue
         assert f"| {field.name} | SWARMD_{field.name.upper()} |" in OPERATING, field.name
 

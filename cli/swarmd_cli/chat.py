@@ -41,12 +41,12 @@ def chat(
     options = {name: value for name, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value}
     if temperature == 0:
         options["temperature"] = 0
-    with _gateway() as (url, token):
+    with gateway_of_this_home() as (url, token):
         Talk(url, token, model, system, options).run()
 
 
 @contextmanager
-def _gateway() -> Iterator[tuple[str, str]]:
+def gateway_of_this_home() -> Iterator[tuple[str, str]]:
     """The URL and token of a gateway: the one of this home that runs, else a child that ends with the chat."""
     import httpx
 
@@ -66,10 +66,13 @@ def _gateway() -> Iterator[tuple[str, str]]:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
-    print("waking up ...", end="\r", file=sys.stderr, flush=True)
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    if clear:
+        print("waking up ...", end="", file=sys.stderr, flush=True)
     try:
         assert child.stdout is not None
         line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
+        print(clear, end="", file=sys.stderr, flush=True)
         if " is at " not in line:
             said = log.read_text().strip().splitlines()
             raise SwarmUnavailable(

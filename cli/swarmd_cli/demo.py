@@ -1,4 +1,7 @@
-"""``swarmd demo``: three volunteers as separate processes, one killed in mid-sentence, and what came of it."""
+"""``swarmd demo``: three volunteers as separate processes, one killed in mid-sentence, and what came of it.
+
+With a model of one's own it is a chat with three volunteers instead.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,9 @@ READY_TIMEOUT_S = 90.0  # three workers load torch side by side on a small machi
 class Volunteers:
     """The demo's daemons; leaving the context ends them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str = "demo", spans: Sequence[tuple[int, int]] = SPANS) -> None:
         self.homes = [Home(folder / name.lower()) for name in NAMES]
+        self.model, self.spans = model, spans
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Volunteers:
@@ -43,9 +48,9 @@ class Volunteers:
             process.wait()
 
     def start(self, index: int) -> None:
-        home, (start, end) = self.homes[index], SPANS[index]
+        home, (start, end) = self.homes[index], self.spans[index]
         command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", "demo", "--blocks", f"{start}:{end}"]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", self.model, "--blocks", f"{start}:{end}"]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home.folder / "daemon.log").open("wb") as log:
             self.processes.append(
@@ -76,6 +81,7 @@ def play(max_tokens: int, seed: int) -> int:
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
     with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
         with console.status("starting three daemons and their workers ..."):
+            volunteers.homes[0].found("demo")
             _assemble(volunteers)
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
             console.print(f"  {name:8} process {process.pid:<7} serves {_bar(start, end)}  blocks [{start},{end})")
@@ -83,9 +89,33 @@ def play(max_tokens: int, seed: int) -> int:
     return _report(console, result)
 
 
+def talk(source: Path) -> int:
+    """A chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
+    from swarmd_cli import chat, models
+    from swarmd_cli.context import set_home
+
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
+        founder = Home(Path(folder) / NAMES[0].lower())
+        founder.found("chat")
+        set_home(founder.folder)
+        models.add(str(source), name="chat", base="", replace=False, dtype="auto")
+        n = founder.catalog().models["chat"][1]
+        spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
+        with Volunteers(Path(folder), "chat", spans) as volunteers:
+            with console.status("starting three daemons, which fetch their parts from each other ..."):
+                _assemble(volunteers)
+            for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
+                console.print(
+                    f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
+                )
+            with chat.gateway_of_this_home() as (url, token):
+                chat.Talk(url, token, "chat", "", {}).run()
+    return 0
+
+
 def _assemble(volunteers: Volunteers) -> None:
     founder = volunteers.homes[0]
-    founder.found("demo")
     volunteers.start(0)
     volunteers.wait_for(founder.socket.exists, "founder's control socket")
     invite = founder.invite(tuple(volunteers.ask(0, "status")["addresses"]), 3_600)

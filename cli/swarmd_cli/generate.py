@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,11 +109,14 @@ def _turn(swarm: Any, name: str, text: str) -> dict[str, Any]:
 def demo(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=8, help="How many tokens to generate.")] = 160,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 7,
+    chat: Annotated[
+        Path | None, typer.Option("--chat", metavar="MODEL", help="Chat with this GGUF file or checkpoint instead.")
+    ] = None,
 ) -> None:
     """Run a private swarm of three volunteers here, kill one in mid-sentence, and show what happened.
 
     Example: swarmd demo
     """
-    from swarmd_cli.demo import play
+    from swarmd_cli.demo import play, talk
 
-    raise typer.Exit(play(max_tokens, seed))
+    raise typer.Exit(play(max_tokens, seed) if chat is None else talk(chat))

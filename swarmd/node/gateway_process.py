@@ -21,7 +21,7 @@ from swarmd.status import GatewayStatus
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0  # before it is started again; twice as long each time, up to
-LONGEST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 60.0  # so often at least is tried again what may have been mended
 STEADY_S = 60.0  # it ran so long: what ended it was not how it starts
 END_WITHIN_S = 3.0  # once told to
 SUPERVISED = "SWARMD_SUPERVISED"  # in its environment: standard input is the daemon's pipe
