@@ -91,21 +91,22 @@ class Engine:
             await self._in_turn(wanted, give, told)
 
     async def _in_turn(self, wanted: Wanted, give: Give, told: Told) -> None:
+        begun = trio.current_time()
         row = self._take_kept(wanted)
         if row is not None:
             told.n_cached = row.start
             try:
-                await self._write(row, give, told)
+                await self._write(row, give, told, begun)
                 return
             except SwarmError as error:
                 if told.n_generated or told.prefilled_s:
                     raise
                 logger.info("a conversation begins anew: %s", error)
         told.n_cached = 0
-        await self._write(await self._open(wanted), give, told)
+        await self._write(await self._open(wanted), give, told, begun)
 
-    async def _write(self, row: Row, give: Give, told: Told) -> None:
-        begun, is_whole = trio.current_time(), False
+    async def _write(self, row: Row, give: Give, told: Told, begun: float) -> None:
+        is_whole = False
         try:
             work = await self.head(row)
             while work.embedded is not None:
@@ -155,10 +156,14 @@ class Engine:
         await self._give_back(keeping.outdated(self._kept, trio.current_time()))
 
     async def _give_back(self, those: list[Kept]) -> None:
-        for one in list(those):
-            self._kept.remove(one)
-            assert isinstance(one.session, ChainSession)
-            await self._close(one.session)
+        """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""
+        sessions = [one.session for one in those]
+        self._kept = [one for one in self._kept if one not in those]
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for session in sessions:
+                    assert isinstance(session, ChainSession)
+                    nursery.start_soon(self._close, session)
 
     async def _close(self, session: ChainSession) -> None:
         with trio.move_on_after(CLOSE_WITHIN_S) as scope:

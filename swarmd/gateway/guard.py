@@ -9,12 +9,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 
+import trio
 from starlette.requests import ClientDisconnect, Request
 
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.refusals import ApiError, bad
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
+BODY_WITHIN_S = 60.0  # for all of it: 8 MiB over 1 Mbit/s
 LOCAL_NAMES = ("localhost",)
 OPEN_PATHS = ("/", "/health")
 OPEN_FOLDER = "/page/files/"
@@ -83,10 +85,13 @@ async def body_of(request: Request) -> bytes:
         raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BODY_BYTES:
-                raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
+        with trio.fail_after(BODY_WITHIN_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BODY_BYTES:
+                    raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
+    except trio.TooSlowError:
+        raise ApiError(408, "invalid_request_error", f"the body did not come within {BODY_WITHIN_S:.0f} s") from None
     except ClientDisconnect:
         raise bad("the client has gone") from None
     return bytes(body)

@@ -121,7 +121,8 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
 
 async def _serve_http(gateway: Gateway, listening: socket.socket) -> None:
     config = HypercornConfig()
-    config.accesslog = config.errorlog = None
+    config.accesslog, config.errorlog = None, logging.getLogger("hypercorn.error")
+    config.loglevel = "ERROR"
     config.graceful_timeout = 0.5
     config.read_timeout = None
     config.keep_alive_timeout = REQUEST_WITHIN_S
