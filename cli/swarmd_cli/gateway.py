@@ -12,11 +12,7 @@ import typer
 from swarmd_cli.context import home, print_json, table
 from swarmd_cli.look import Json
 
-app = typer.Typer(
-    help="OpenAI's and Anthropic's API, and a page to chat, for this machine's programs.",
-    invoke_without_command=True,
-    rich_markup_mode=None,
-)
+app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 key = typer.Typer(help="API keys: whoever has one may ask.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(key, name="key")
 

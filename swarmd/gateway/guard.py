@@ -16,6 +16,7 @@ from swarmd.gateway.keys import Keys
 from swarmd.gateway.refusals import ApiError, bad
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
+MOST_DISCARDED_BYTES = 8 * MOST_BODY_BYTES  # are read of a larger one: who still sends does not hear why it is refused
 BODY_WITHIN_S = 60.0  # for all of it: 8 MiB over 1 Mbit/s
 LOCAL_NAMES = ("localhost",)
 OPEN_PATHS = ("/", "/health")
@@ -83,15 +84,19 @@ async def body_of(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
-    body = bytearray()
+    body, n_bytes = bytearray(), 0
     try:
         with trio.fail_after(BODY_WITHIN_S):
             async for part in request.stream():
-                body += part
-                if len(body) > MOST_BODY_BYTES:
-                    raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
+                n_bytes += len(part)
+                if n_bytes <= MOST_BODY_BYTES:
+                    body += part
+                elif n_bytes > MOST_DISCARDED_BYTES:
+                    break
     except trio.TooSlowError:
         raise ApiError(408, "invalid_request_error", f"the body did not come within {BODY_WITHIN_S:.0f} s") from None
     except ClientDisconnect:
         raise bad("the client has gone") from None
+    if n_bytes > MOST_BODY_BYTES:
+        raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
     return bytes(body)
