@@ -26,6 +26,7 @@ from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2
 
 N_STREAMS, N_TOKENS = 8, 48
+AHEAD = ("draft", "accepted")
 QUESTION = "Write a story about a fox and a bear, number {}."
 FILLER = "The lighthouse keeper wrote down the weather, the ships and the birds of every day. "
 
@@ -97,9 +98,11 @@ def main() -> None:
             model, tokenizer = client.model("smol"), client.tokenizer("smol")
             through_gateway(gateway), by_generate(model, tokenizer)  # nobody captures passes while it counts
             rates = [(through_gateway(gateway), by_generate(model, tokenizer)) for _ in range(rounds)]
+            tried, taken = (gateway.metric(f"swarmd_spec_decode_num_{what}_tokens_total") for what in AHEAD)
             talks = [turns(gateway, seed) for seed in range(rounds)]
     ours, threads = (statistics.median(column) for column in zip(*rates, strict=True))
     print(f"{N_STREAMS} streams: gateway {ours:.1f} tokens/s, generate in threads {threads:.1f}: {ours / threads:.2f}")
+    print(f"tried ahead: {tried:.0f} tokens, of which {taken:.0f} were right")
     first, second = (statistics.median(column) for column in zip(*talks, strict=True))
     print(f"first token: of a first turn {first:.2f} s, of the next {second:.2f} s: {second / first:.2f}")
 
