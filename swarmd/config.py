@@ -25,6 +25,7 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "nf4")
 TRAINING = ("asked", "off")
+SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -210,26 +211,27 @@ def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
 
 def _table(config: Config, table: Any, source: str) -> Serve:
     """One table ``[[serve]]``; what it leaves out is as the daemon's own setting, but for the model."""
-    types = {f.name: type(getattr(Serve(), f.name)) for f in fields(Serve)}
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: serve is true, false, or tables [[serve]], not a list that holds {table!r}")
-    if unknown := sorted(set(table) - set(types)):
-        raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in [[serve]]; there are: {', '.join(types)}")
-    given = {name: _convert(f"serve.{name}", value, types[name], source) for name, value in table.items()}
-    defaults = {name: getattr(config, name) for name in types if name not in ("model", "blocks")}
-    return Serve(**{**defaults, **given})
+    defaults = {f.name: getattr(config, f.name) for f in fields(Serve) if f.name not in ("model", "blocks")}
+    return Serve(**{**defaults, **_settings(table, Serve(), "serve", "[[serve]]", source)})
 
 
 def _gateway(table: Any, source: str) -> GatewayConfig:
     """The table ``[gateway]``."""
-    types = {f.name: type(getattr(GatewayConfig(), f.name)) for f in fields(GatewayConfig)}
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: gateway is a table [gateway], not {table!r}")
+    return GatewayConfig(**_settings(table, GatewayConfig(), "gateway", "[gateway]", source))
+
+
+def _settings(
+    table: dict[str, Any], like: Serve | GatewayConfig, prefix: str, shown: str, source: str
+) -> dict[str, Any]:
+    """What a table says, each setting of the type that it has in ``like``. Raises ConfigError."""
+    types = {f.name: type(getattr(like, f.name)) for f in fields(like)}
     if unknown := sorted(set(table) - set(types)):
-        raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in [gateway]; there are: {', '.join(types)}")
-    return GatewayConfig(
-        **{name: _convert(f"gateway.{name}", value, types[name], source) for name, value in table.items()}
-    )
+        raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in {shown}; there are: {', '.join(types)}")
+    return {name: _convert(f"{prefix}.{name}", value, types[name], source) for name, value in table.items()}
 
 
 def _check_serve(serve: Serve) -> None:

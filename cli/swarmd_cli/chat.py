@@ -16,7 +16,6 @@ import typer
 
 from swarmd_cli.context import ask, home, number
 
-STARTED_WITHIN_S = 120  # torch is imported, on a slow disk
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
 /retry         ask the last question again
@@ -38,9 +37,8 @@ def chat(
     Example: swarmd chat llama
     """
     home().swarm()
-    options = {name: value for name, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value}
-    if temperature == 0:
-        options["temperature"] = 0
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in given.items() if value is not None}
     with gateway_of_this_home() as (url, token):
         Talk(url, token, model, system, options).run()
 
@@ -48,23 +46,22 @@ def chat(
 @contextmanager
 def gateway_of_this_home() -> Iterator[tuple[str, str]]:
     """The URL and token of a gateway: the one of this home that runs, else a child that ends with the chat."""
-    import httpx
-
     from swarmd.errors import SwarmUnavailable
     from swarmd.gateway.address import running, token_of
+    from swarmd.node.gateway_process import command
 
     folder = home().folder
-    if (url := running(folder)) is not None:
-        with suppress(httpx.TransportError):
-            httpx.get(f"{url}/health", timeout=5)
-            yield url, token_of(folder)
-            return
-    command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(folder)]
-    command += ["gateway", "--listen", "127.0.0.1:0"]
+    if (url := running(folder)) is not None and _answers(url):
+        yield url, token_of(folder)
+        return
     log = folder / "chat.log"
     with log.open("w") as errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            [*command(folder), "--listen", "127.0.0.1:0"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
         )
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     if clear:
@@ -82,6 +79,17 @@ def gateway_of_this_home() -> Iterator[tuple[str, str]]:
     finally:
         child.terminate()
         child.wait()
+
+
+def _answers(url: str) -> bool:
+    """Is somebody there? A gateway that was killed leaves its address behind."""
+    import httpx
+
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 @dataclass

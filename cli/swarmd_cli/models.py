@@ -252,10 +252,10 @@ def _folder_of(source: str, dtype: str) -> Path:
     folder = Path(source)
     if is_gguf(folder):
         return converted(folder, dtype)
-    if folder.suffix.lower() == ".gguf" and not folder.exists():
-        raise ConfigError(f"there is no file {folder}")
-    if folder.exists() or not HUB_ID.fullmatch(source):
+    if folder.exists():
         return folder
+    if not HUB_ID.fullmatch(source):
+        raise ConfigError(f"there is no file or folder {folder}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from swarmd.compute import skeleton
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
-FALLBACK_MAX_TOKENS = 2_048  # for models that announce no longest context
 
 
 class _Embedded(Exception):
@@ -39,7 +38,7 @@ class Ends:
         settings = skeleton.text_config(self._model.config)
         self.family = str(self._model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
-        self.max_tokens = int(getattr(settings, "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
+        self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = _all_look_back(settings)
         self.eos = _ids(self.generation.get("eos_token_id", settings.eos_token_id))

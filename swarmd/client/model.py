@@ -26,8 +26,6 @@ from swarmd.compute import skeleton
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
 
-FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
-
 
 class Session(Protocol):
     """A session as the model uses it: blocking calls from any thread."""
@@ -175,7 +173,7 @@ def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: t
     layers: Any = skeleton.decoder_layers(model)
     model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, layers)
-    limit = int(getattr(skeleton.text_config(model.config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
+    limit = skeleton.longest_context(model.config)
     call = _Call()
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:

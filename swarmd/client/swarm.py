@@ -37,7 +37,7 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import trips_of
-from swarmd.plan.view import SwarmView
+from swarmd.plan.view import SwarmView, coverage
 from swarmd.protocol import records
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
@@ -152,8 +152,8 @@ class AsyncSwarm:
 
     def quantize(self, model: ModelId, n_blocks: int) -> str:
         """Which servers a session that does not care should use: its later tokens must not come from other weights."""
-        plain = {b for s in self.view().serving(model) if s.quantize == "none" for b in range(s.start, s.end)}
-        return "none" if plain >= set(range(n_blocks)) else "any"
+        plain = (s for s in self.view().spans if s.quantize == "none")
+        return "none" if all(coverage(plain, model, n_blocks)) else "any"
 
     async def folder(self, model: ModelId, n_blocks: int) -> Path:
         """Where the client's own part of a model lies: tokenizer, embedding, head; fetched if need be.

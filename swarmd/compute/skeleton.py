@@ -38,6 +38,7 @@ def quiet() -> None:
 
 GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
 
 quiet()
@@ -148,6 +149,11 @@ def building(trouble: str) -> Iterator[None]:
 
 def text_config(config: PretrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
+
+
+def longest_context(config: PretrainedConfig) -> int:
+    """How many tokens a session of a model may have."""
+    return int(getattr(text_config(config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -13,12 +13,13 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
+from swarmd.gateway import streams
 from swarmd.gateway.openai import Heard, function_tool, schema_of
 from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
 from swarmd.gateway.row import Told
 from swarmd.gateway.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, Sampled, Share, Stop
-from swarmd.gateway.streams import Emit, json_response
+from swarmd.gateway.streams import Emit
 from swarmd.gateway.talk import Asked, Event, Talk
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -220,8 +221,7 @@ def body_of_error(error: ApiError) -> dict[str, Any]:
 
 def refused(error: ApiError) -> Response:
     """An error in Anthropic's form."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return json_response(body_of_error(error), error.status, headers)
+    return streams.refused(error, body_of_error(error))
 
 
 async def fail(emit: Emit, error: ApiError) -> None:

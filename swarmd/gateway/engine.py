@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import trio
 from tokenizers import Tokenizer
@@ -148,9 +149,8 @@ class Engine:
         return Row(session, room, wanted, self.tokenizer)
 
     def _terms_of(self, max_tokens: int) -> Terms:
-        terms = self._terms
-        kind = self._swarm.quantize(terms.model, terms.n_blocks)
-        return Terms(terms.model, terms.n_blocks, 1, max_tokens, terms.dtype, quantize=kind)
+        kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)
+        return replace(self._terms, max_tokens=max_tokens, quantize=kind)
 
     async def _sweep(self) -> None:
         await self._give_back(keeping.outdated(self._kept, trio.current_time()))

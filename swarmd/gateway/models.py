@@ -19,6 +19,7 @@ from swarmd.gateway import refusals
 from swarmd.gateway.engine import Engine
 from swarmd.gateway.head import Head
 from swarmd.gateway.turns import Turns
+from swarmd.plan.view import coverage
 from swarmd.values import ModelId, Span
 
 LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home's link
@@ -82,8 +83,7 @@ class Models:
         """The dtype in which all blocks are served; the first of several. Raises NoRoute with what is missing."""
         view = self._swarm.view()
         for dtype in DTYPES:
-            held = {b for s in view.serving(model) if s.dtype == dtype for b in range(s.start, s.end)}
-            if held >= set(range(n_blocks)):
+            if all(coverage((s for s in view.spans if s.dtype == dtype), model, n_blocks)):
                 return dtype
         missing = view.missing(model, n_blocks)
         listed = ", ".join(map(str, missing)) or "some, in any one dtype,"

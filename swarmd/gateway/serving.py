@@ -24,7 +24,7 @@ from hypercorn.utils import wrap_app
 
 from swarmd.client.entry import membership
 from swarmd.client.swarm import joined
-from swarmd.config import GatewayConfig, split
+from swarmd.config import SUPERVISED, GatewayConfig, split
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing else ends a write to it
 BACKLOG = 256  # connections that the kernel holds until they are accepted
 RENEWED_BEFORE_S = 86_400.0  # its certificate ends: for as long as half of it, a pause between answers is awaited
-SUPERVISED = "SWARMD_SUPERVISED"  # node.gateway_process sets it
 REQUEST_WITHIN_S = 15.0  # from a connection to its whole request head: slow ones are let go
 
 

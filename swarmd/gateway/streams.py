@@ -92,10 +92,10 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def refused(error: ApiError) -> Response:
-    """An error in OpenAI's form."""
+def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
+    """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return json_response(error.body, error.status, headers)
+    return json_response(error.body if body is None else body, error.status, headers)
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

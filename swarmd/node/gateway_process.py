@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from swarmd.config import SUPERVISED
 from swarmd.status import GatewayStatus
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ FIRST_PAUSE_S = 1.0  # before it is started again; twice as long each time, up t
 LONGEST_PAUSE_S = 60.0  # so often at least is tried again what may have been mended
 STEADY_S = 60.0  # it ran so long: what ended it was not how it starts
 END_WITHIN_S = 3.0  # once told to
-SUPERVISED = "SWARMD_SUPERVISED"  # in its environment: standard input is the daemon's pipe
 
 
 def command(folder: Path) -> list[str]:
