@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -87,6 +88,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         volunteers = swarm.serving((0, 15), (15, 30), (0, 30), model="smol", models={"smol": folder})
         with real_gateway(volunteers[0].home.folder) as gateway:
             yield Stage(swarm, volunteers, gateway, folder)
+    gc.collect()  # clients' connections, which would else be found open when pytest itself ends
 
 
 @pytest.fixture(scope="module")
