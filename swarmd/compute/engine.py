@@ -17,6 +17,7 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
+from swarmd.plan.prefixes import Prefixes
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
@@ -59,6 +60,8 @@ class Engine:
         self._answered: list[Key] = []
         self._stepped_at: dict[Key, float] = {}
         self._idle_since: float | None = None
+        self._prefixes: Prefixes[Key] = Prefixes()
+        self.n_reused = 0
 
     @property
     def has_work(self) -> bool:
@@ -124,19 +127,22 @@ class Engine:
 
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
-        ready = [self._ready(key) for key in self._queues if self._sessions[key].is_computing]
+        yield from self._reuse()
+        ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
         shares = choose_pass(ready, self._served, self._speed).action
         begun, self._idle_since = self._clock(), None
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
         try:
-            self._compute(shares)
+            if shares:
+                self._compute(shares)
         except PASS_ERRORS as error:  # one session's state must not end the others'
             logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them
                 yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
             return
-        self._learn(ready, shares, n_tokens, begun)
-        self._answered = [share.key for share in shares if self._sessions[share.key].is_complete]
+        if shares:
+            self._learn(ready, shares, n_tokens, begun)
+        self._answered = [key for key in self._queues if self._sessions[key].is_complete]
         for key in self._answered:
             try:
                 answer = self._sessions[key].answer()
@@ -160,8 +166,25 @@ class Engine:
                 self.handled -= 1  # it was counted with its answer
                 yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op could not be kept: {error}"[:500]))
                 continue
+            self._prefixes.set(key, self._sessions[key].marks)
             self._next(key)
             yield from self._advance(key)
+
+    def _reuse(self) -> Iterator[bytes]:
+        """Whoever begins as another session of its client does takes over what that has computed."""
+        for key in list(self._queues):
+            session = self._sessions[key]
+            found = self._prefixes.longest(session.wanted_marks)
+            if found is None:
+                continue
+            n_left = session.tokens_left
+            try:
+                session.reuse(self._sessions[found[0]], found[1])
+            except PASS_ERRORS as error:
+                logger.exception("a beginning could not be taken over")
+                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                continue
+            self.n_reused += n_left - session.tokens_left
 
     def _compute(self, shares: tuple[Share, ...]) -> None:
         sessions = [self._sessions[share.key] for share in shares]
@@ -211,6 +234,7 @@ class Engine:
             yield from session.inherit(waiting.message, waiting.payload)
         else:
             session.begin(waiting.message, waiting.payload)
+            self._prefixes.set((session.session, session.hop.start), session.marks)
             if not session.is_computing:
                 yield session.answer()
                 session.keep()
@@ -234,6 +258,7 @@ class Engine:
         session = self._sessions.pop(key, None)
         if session is not None:
             session.close()
+            self._prefixes.set(key, ())
             if all(s.client != session.client for s in self._sessions.values()):
                 self._served.pop(session.client, None)
 

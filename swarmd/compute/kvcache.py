@@ -121,6 +121,16 @@ class SpanCache:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    @property
+    def is_plain(self) -> bool:
+        """Does it hold every token's keys and values, each in its place?"""
+        return all(type(layer) is SlabLayer for layer in self.owned)
+
+    def copy(self, other: SpanCache, start: int, end: int) -> None:
+        """Append what another plain cache of the same blocks holds of tokens [start, end)."""
+        for own, layer in zip(self.owned, other.owned, strict=True):
+            own.update(layer.keys[:, :, start:end], layer.values[:, :, start:end])
+
     def crop(self, n_tokens: int) -> None:
         for layer in self.owned:
             layer.crop(-n_tokens)

@@ -19,6 +19,7 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
+from swarmd.plan.prefixes import BLOCK_TOKENS, Ahead, Prefix
 from swarmd.protocol import messages
 from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
@@ -42,6 +43,7 @@ class _Begun:
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     n_done: int = 0
+    ahead: Ahead | None = None  # the session's beginning with these tokens
     outs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -70,6 +72,12 @@ class HopSession:
         self._parts: list[bytes] = []
         self._epoch = opened.epoch
         self._like: SpanCache | None = None
+        is_known = span.can_batch and self._cache.is_plain and opened.batch == 1
+        about = (opened.client, repr(self.hop).encode(), opened.adapter.encode())
+        if is_known and not (self.history.is_exact or opened.inherit or opened.tuned):
+            self._prefix: Prefix | None = Prefix(about)
+        else:
+            self._prefix = None
 
     @property
     def is_computing(self) -> bool:
@@ -95,6 +103,24 @@ class HopSession:
         """May other sessions be in the same pass? Not in the exact grade, and not with padding."""
         return not self.history.is_exact and self._mask is None
 
+    @property
+    def marks(self) -> tuple[bytes, ...]:
+        """What its cache begins with, for others that begin so too."""
+        return self._prefix.reached.marks if self._prefix else ()
+
+    @property
+    def wanted_marks(self) -> tuple[bytes, ...]:
+        """What its cache will begin with once the begun op is computed; none where it cannot come from another."""
+        is_fresh = self._begun is not None and self._begun.ahead is not None and not self._begun.n_done
+        return self._begun.ahead.marks if is_fresh and self._begun and self._begun.ahead else ()
+
+    def reuse(self, other: HopSession, n_tokens: int) -> None:
+        """Have another session's cache and answers for the first ``n_tokens``, which are the same in both."""
+        start = self._n_tokens
+        if n_tokens > start:
+            self._cache.copy(other._cache, start, n_tokens)
+            self.put(other.history.tokens(start, n_tokens).to(self._span.device))
+
     def begin(self, op: Op, payload: memoryview) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         entering = self._read_untrusted(op, payload)
@@ -106,6 +132,7 @@ class HopSession:
         if entering is not None:
             hidden, positions, mask = entering
             self._begun = _Begun(op, hidden, positions, mask)
+            self._look_ahead(self._begun)
             self._extend_mask(hidden.shape[1], mask)
 
     def piece(self, n_tokens: int) -> Piece:
@@ -155,6 +182,8 @@ class HopSession:
         self._begun = None
         self._reached = begun.op.seq
         self.history.add(self._sent(begun))
+        if begun.ahead is not None and self._prefix is not None:
+            self._prefix.reached = begun.ahead
         self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
 
     @staticmethod
@@ -256,7 +285,20 @@ class HopSession:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {self._max_tokens}")
         return hidden, positions, mask
 
+    def _look_ahead(self, begun: _Begun) -> None:
+        """Note what the cache will begin with: until something else than a part of a long prompt comes."""
+        prefix, hidden, positions = self._prefix, begun.hidden, begun.positions
+        if prefix is None or prefix.is_over or hidden is None or positions is None:
+            return
+        if begun.op.record_past or begun.mask is not None or hidden.shape[1] < BLOCK_TOKENS:
+            prefix.is_over = True
+            return
+        rows, places = hidden[0].contiguous().view(torch.uint8).numpy(), positions[0].contiguous().numpy()
+        begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, places, strict=True)])
+
     def _edit(self, edit: Edit) -> None:
+        if self._prefix is not None:
+            self._prefix.crop(self._n_tokens - (edit.crop or 0))
         if edit.crop is not None:
             try:
                 self._cache.crop(edit.crop)

@@ -160,7 +160,8 @@ class Worker:
 
     def _send(self, answers: list[bytes]) -> None:
         handled = self._n_own + (self._engine.handled + self._training.handled if self._engine else 0)
-        self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled)))))
+        reused = self._engine.n_reused if self._engine else 0
+        self._connection.sendall(b"".join((*answers, messages.framed(Tick(handled=handled, reused=reused)))))
         self._ticked_at = time.monotonic()
 
     @staticmethod

@@ -46,6 +46,13 @@ class MessagesRequest(msgspec.Struct):
     output_config: dict[str, Any] | None = None
 
 
+def of_answered(request: MessagesRequest, key: str) -> Asked:
+    """What is asked for an answer, not only counted: it needs ``max_tokens``. Raises ApiError."""
+    if request.max_tokens is None:
+        raise bad("max_tokens is missing", "max_tokens")
+    return of_messages(request, key)
+
+
 def of_messages(request: MessagesRequest, key: str) -> Asked:
     """Raises ApiError for what is not done here."""
     tools = tuple(_tool(tool) for tool in request.tools or ())

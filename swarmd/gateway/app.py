@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,14 +16,57 @@ from swarmd.gateway import anthropic, openai, refusals, responses, schema
 from swarmd.gateway.guard import Guard, body_of
 from swarmd.gateway.metrics import Metrics
 from swarmd.gateway.models import Listed, Models
+from swarmd.gateway.openapi import openapi
 from swarmd.gateway.page import Page
 from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.streams import Stream, Whole, json_response, refused
+from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused
 from swarmd.gateway.talk import Asked, Talk, prepare
 from swarmd.gateway.turns import Turns
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
+COUNT = "/v1/messages/count_tokens"
+
+
+class Form(NamedTuple):
+    """One API: how its requests are read, what they ask of the model, and how answers and errors are written."""
+
+    request: type[Any]
+    asked: Callable[[Any, str], Sequence[Asked]]
+    whole: Callable[[Sequence[Talk], Any], Awaitable[dict[str, Any]]]
+    stream: Callable[[Sequence[Talk], Any, Emit], Awaitable[None]]
+    fail: Callable[[Emit, ApiError], Awaitable[None]] = openai.fail
+    refused: Callable[[ApiError], Response] = refused
+
+
+def _single(request: type[Any], asked: Any, whole: Any, stream: Any, *errors: Any) -> Form:
+    """An API of one prompt a request."""
+    return Form(
+        request,
+        lambda wanted, key: [asked(wanted, key)],
+        lambda talks, wanted: whole(talks[0], wanted),
+        lambda talks, wanted, emit: stream(talks[0], wanted, emit),
+        *errors,
+    )
+
+
+FORMS = {
+    "/v1/chat/completions": _single(schema.ChatRequest, openai.of_chat, openai.chat, openai.stream_chat),
+    "/v1/completions": Form(
+        schema.CompletionRequest, openai.of_completion, openai.completion, openai.stream_completion
+    ),
+    "/v1/responses": _single(
+        responses.ResponsesRequest, responses.of_responses, responses.respond, responses.stream_response
+    ),
+    "/v1/messages": _single(
+        anthropic.MessagesRequest,
+        anthropic.of_answered,
+        anthropic.message,
+        anthropic.stream_message,
+        anthropic.fail,
+        anthropic.refused,
+    ),
+}
 
 
 class Gateway:
@@ -43,11 +88,9 @@ class Gateway:
                 self._route("/metrics", self._show_metrics),
                 self._route("/v1/models", self._list_models),
                 self._route("/v1/models/{name:path}", self._show_model),
-                self._route("/v1/chat/completions", self._chat, "POST"),
-                self._route("/v1/completions", self._complete, "POST"),
-                self._route("/v1/responses", self._respond, "POST"),
-                self._route("/v1/messages", self._message, "POST"),
-                self._route("/v1/messages/count_tokens", self._count, "POST"),
+                *(self._route(path, partial(self._answer, form=form), "POST") for path, form in FORMS.items()),
+                self._route(COUNT, self._count, "POST"),
+                self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
                 self._route("/page/files/{name}", self.page.file),
                 self._route("/page/news", self.page.news),
@@ -100,48 +143,28 @@ class Gateway:
                 return json_response(_entry(one))
         raise refusals.unknown_model(name, [one.name for one in listed])
 
+    async def _describe(self, request: Request, key: str) -> Response:
+        kinds = {path: form.request for path, form in FORMS.items()}
+        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest}))
+
     async def _nothing_here(self, request: Request, key: str) -> Response:
         raise ApiError(404, "invalid_request_error", f"there is nothing at {request.url.path[:100]}")
 
     # --- answers -----------------------------------------------------------------------------------------------
 
-    async def talk(self, asked: Asked) -> Talk:
-        """Raises ApiError."""
+    async def _answer(self, request: Request, key: str, form: Form) -> Response:
+        wanted = schema.read(await body_of(request), form.request)
+        talks = [await self._talk(asked) for asked in form.asked(wanted, key)]
+        if wanted.stream:
+            return Stream(lambda emit: form.stream(talks, wanted, emit), form.fail)
+        return Whole(lambda: form.whole(talks, wanted), form.refused)
+
+    async def _talk(self, asked: Asked) -> Talk:
         return await prepare(await self.models.engine(asked.model), asked, self.metrics)
-
-    async def _chat(self, request: Request, key: str) -> Response:
-        wanted = schema.read(await body_of(request), schema.ChatRequest)
-        talk = await self.talk(openai.of_chat(wanted, key))
-        if wanted.stream:
-            return Stream(lambda emit: openai.stream_chat(talk, wanted, emit), openai.fail)
-        return Whole(lambda: openai.chat(talk, wanted), refused)
-
-    async def _complete(self, request: Request, key: str) -> Response:
-        wanted = schema.read(await body_of(request), schema.CompletionRequest)
-        talks = [await self.talk(asked) for asked in openai.of_completion(wanted, key)]
-        if wanted.stream:
-            return Stream(lambda emit: openai.stream_completion(talks, wanted, emit), openai.fail)
-        return Whole(lambda: openai.completion(talks, wanted), refused)
-
-    async def _respond(self, request: Request, key: str) -> Response:
-        wanted = schema.read(await body_of(request), responses.ResponsesRequest)
-        talk = await self.talk(responses.of_responses(wanted, key))
-        if wanted.stream:
-            return Stream(lambda emit: responses.stream_response(talk, wanted, emit), openai.fail)
-        return Whole(lambda: responses.respond(talk, wanted), refused)
-
-    async def _message(self, request: Request, key: str) -> Response:
-        wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
-        if wanted.max_tokens is None:
-            raise refusals.bad("max_tokens is missing", "max_tokens")
-        talk = await self.talk(anthropic.of_messages(wanted, key))
-        if wanted.stream:
-            return Stream(lambda emit: anthropic.stream_message(talk, wanted, emit), anthropic.fail)
-        return Whole(lambda: anthropic.message(talk, wanted), anthropic.refused)
 
     async def _count(self, request: Request, key: str) -> Response:
         wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
-        talk = await self.talk(anthropic.of_messages(wanted, key))
+        talk = await self._talk(anthropic.of_messages(wanted, key))
         return json_response({"input_tokens": len(talk.wanted.prompt)})
 
 

@@ -106,7 +106,7 @@ def marks_of(family: str) -> dict[str, Any] | None:
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments that a function names, and no others: a small model would go on making some up."""
-    is_open = bool(schema.get("properties")) and "additionalProperties" not in schema
+    is_open = "properties" in schema and "additionalProperties" not in schema
     return {**schema, "additionalProperties": False} if is_open else schema
 
 

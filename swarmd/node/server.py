@@ -110,6 +110,7 @@ class Server:
             free_cache_tokens=self.ledger.room_tokens,
             total_cache_tokens=self.ledger.total_tokens,
             tokens_served=self._tokens_served,
+            tokens_reused=self._worker.n_reused,
             refused=dict(self._refused),
         )
 

@@ -198,6 +198,7 @@ class WorkerLink:
         self._drained = trio.Event()
         self._n_sent = 0
         self._n_handled = 0
+        self.n_reused = 0
         self._heard_at = 0.0
         self._restarts = -1
         self._state = "down"
@@ -309,7 +310,7 @@ class WorkerLink:
                 await self._take(message, frame, n < len(answers))
             for tick, _ in taken:
                 if isinstance(tick, Tick):
-                    self._n_handled = tick.handled
+                    self._n_handled, self.n_reused = tick.handled, tick.reused
 
     async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmd.plan.prefixes import BLOCK_TOKENS
 from swarmd.values import Decision
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
@@ -103,13 +104,14 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
     """How many tokens of each row a client puts in one op, so that the hops of a chain work at the same time.
 
     An op should take the slowest hop about ``CHUNK_S``: long enough to be worth its way, short enough to fill a
-    pipeline. One hop alone is given everything at once.
+    pipeline. One hop alone is given everything at once. Ops end where shared beginnings do.
     """
     if len(prefill_tokens_per_s) < 2:
         return t
     n_tokens = min(MAX_OP_TOKENS, max(MIN_OP_TOKENS, int(min(prefill_tokens_per_s) * CHUNK_S)))
     n_ops = max(1, round(b * t / n_tokens))
-    return -(-t // min(n_ops, t))
+    n_even = -(-t // min(n_ops, t))
+    return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
 def _longest(ready: Ready) -> int:

@@ -82,9 +82,13 @@ class Done(Message, tag="done", frozen=True):
 
 
 class Tick(Message, tag="tick", frozen=True):
-    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass."""
+    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass.
+
+    ``reused`` tokens were copied from other sessions that begin alike, and not computed.
+    """
 
     handled: Count = 0
+    reused: Count = 0
 
 
 class WorkerFailed(Message, tag="worker_failed", frozen=True):

@@ -103,6 +103,12 @@ class History:
             hidden, positions = self._hidden[:, window], self._positions[:, window]
             yield part, n_parts, Sent(self.base_seq, (), hidden, positions, mask, self.record_past)
 
+    def tokens(self, start: int, end: int) -> torch.Tensor:
+        """Hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
+        merged = [] if self._hidden is None else [self._hidden[:, : self.n_tokens]]
+        every = torch.cat([*merged, *(s.hidden for s in self._recent if s.hidden is not None)], 1)
+        return every[:, start:end].clone()
+
     def close(self) -> None:
         self._budget.release(self._charged)
         self._hidden = self._positions = self._mask = None

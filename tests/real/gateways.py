@@ -13,6 +13,9 @@ from pathlib import Path
 
 import httpx
 
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.smollm2 import smollm2
+
 STARTED_WITHIN_S = 120.0  # torch and transformers are imported, on a busy machine
 
 
@@ -64,3 +67,15 @@ def real_gateway(home: Path, *options: str) -> Iterator[RealGateway]:
                 process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+@contextmanager
+def smol_gateway(folder: Path, running: int = 20) -> Iterator[tuple[LocalSwarm, list[Volunteer], RealGateway]]:
+    """Three servers of SmolLM2, of which any one can go, and a gateway for ``running`` requests at a time."""
+    with local_swarm(folder) as swarm:
+        models = {"smol": smollm2(folder)}
+        volunteers = swarm.serving((0, 15), (15, 30), (0, 30), model="smol", models=models)
+        home = volunteers[0].home.folder
+        (home / "config.toml").write_text(f"[gateway]\nrunning = {running}\n")
+        with real_gateway(home) as gateway:
+            yield swarm, volunteers, gateway

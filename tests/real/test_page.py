@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright import sync_api as playwright
 
 from tests.real.gateways import RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.training import start_run, wait_update
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
@@ -177,6 +179,25 @@ def test_only_with_the_token_it_changes_this_machine(browser: Browser) -> None:
     browser.see("dd", "drain")
     page.click("text=Serve again")
     browser.swarm.wait_online()
+
+
+def test_a_run_shows_its_losses(browser: Browser) -> None:
+    swarm, first = browser.swarm, browser.volunteers[0]
+    if not any(run["name"] == "caesar" for run in first.ask("train")["runs"]):
+        start_run(first, "caesar", target=8, steps=4)
+    wait_update(swarm, [first], 4, "caesar")
+    browser.open()
+    browser.page.click("nav a[href='#/training']")
+    browser.see("h2", "caesar")
+    browser.page.locator("svg[aria-label^='Loss'], figure:has-text('Loss') svg").first.wait_for(timeout=WAIT_MS)
+
+
+def test_whoever_cannot_see_it_can_use_it(browser: Browser) -> None:
+    browser.open()
+    for view in ("", "swarm", "machine", "training"):
+        browser.page.click(f"nav a[href='#/{view}']")
+        found = Axe().run(browser.page)
+        assert not found.violations_count, found.generate_report()
 
 
 def test_no_other_page_can_frame_it_or_run_scripts_in_it(browser: Browser) -> None:

@@ -32,7 +32,7 @@ function draw({ status, history }, act, said) {
     const serving = one.serving;
     rows.push(["Serves", serving ? `${serving.name} blocks [${serving.blocks[0]},${serving.blocks[1]}): ${serving.why}` : `nothing now: ${one.why}`]);
     rows.push(["State", `${one.state}: ${one.why}`]);
-    if (one.server) rows.push(["Sessions", `${one.server.sessions} open, ${one.server.tokens_served} tokens served, ${one.server.free_cache_tokens} of ${one.server.total_cache_tokens} cache tokens free`]);
+    if (one.server) rows.push(["Sessions", `${one.server.sessions} open, ${one.server.tokens_served} tokens served (${one.server.tokens_reused} of them copied), ${one.server.free_cache_tokens} of ${one.server.total_cache_tokens} cache tokens free`]);
   }
   const button = (verb, text) => h("button", { type: "button", disabled: !hasToken(), onclick: () => act(verb) }, text);
   return [

@@ -1,0 +1,43 @@
+"""What the gateway takes, as OpenAPI 3.1: made of the very types that read the requests, and served at its own path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+ERRORS = {
+    "400": "what is wrong with the request, and with which field of it",
+    "401": "an API key is needed, or the one given is not known",
+    "403": "another host's name, or a page of another origin",
+    "404": "no such model",
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "415": "the body is not application/json",
+    "429": "too many wait already: come again after retry-after seconds",
+    "500": "the gateway's own mistake, which is in its log",
+    "503": "blocks of the model are missing: come again after retry-after seconds",
+}
+JSON = "application/json"
+
+
+def openapi(requests: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    """Describe paths that take a request in JSON, each by its struct."""
+    structs = [*dict.fromkeys(requests.values())]
+    schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    by_struct = dict(zip(structs, schemas, strict=True))
+    error = {JSON: {"schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}}}
+    refusals = {status: {"description": what, "content": error} for status, what in ERRORS.items()}
+    answer = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}, "text/event-stream": {}}}
+    paths = {
+        path: {
+            "post": {
+                "requestBody": {"required": True, "content": {JSON: {"schema": by_struct[struct]}}},
+                "responses": {"200": answer, **refusals},
+            }
+        }
+        for path, struct in requests.items()
+    }
+    info = {"title": "swarmd gateway", "version": "1"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -1,0 +1,84 @@
+"""Which session already holds the tokens that another one begins with: a long prompt shared is computed once.
+
+A session's beginning is known by digests of all that entered it, one for every ``BLOCK_TOKENS`` tokens, each over
+everything before it (as in vLLM's prefix caching), until an edit ends that. Pure: sessions are keys here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+BLOCK_TOKENS = 16  # tokens between two digests; shorter beginnings are computed as fast as they are copied
+Key = TypeVar("Key", bound=Hashable)
+DIGEST_BYTES = 16  # sessions of one client only are compared: nobody gains by a collision
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A prefix with the tokens of one more op: its digests so far, and what the next ones go on from."""
+
+    marks: tuple[bytes, ...]
+    n_tokens: int
+    hasher: hashlib.blake2b
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The beginning of one session. ``about`` is what else its cache depends on: client, blocks, adapter."""
+
+    about: tuple[bytes, ...]
+    reached: Ahead = field(init=False)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for part in self.about:
+            hasher.update(len(part).to_bytes(4, "big") + part)
+        self.reached = Ahead((), 0, hasher)
+
+    def ahead(self, tokens: Sequence[bytes | memoryview]) -> Ahead:
+        """How it would go on with these tokens, each as the bytes that enter the session."""
+        hasher, marks = self.reached.hasher.copy(), list(self.reached.marks)
+        for n_tokens, token in enumerate(tokens, self.reached.n_tokens + 1):
+            hasher.update(token)
+            if n_tokens % BLOCK_TOKENS == 0:
+                marks.append(hasher.digest())
+        return Ahead(tuple(marks), self.reached.n_tokens + len(tokens), hasher)
+
+    def crop(self, n_tokens: int) -> None:
+        """Only the first ``n_tokens`` are still as they were; nothing that follows is known."""
+        self.is_over = True
+        self.reached = Ahead(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
+
+
+class Prefixes(Generic[Key]):
+    """All sessions whose beginnings are held."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, dict[Key, None]] = {}
+        self._marks: dict[Key, tuple[bytes, ...]] = {}
+
+    def set(self, session: Key, marks: tuple[bytes, ...]) -> None:
+        """Say what a session holds now; nothing: it is gone."""
+        old = self._marks.get(session, ())
+        if old is marks:
+            return  # as after every step of decoding
+        self._marks.pop(session, None)
+        for mark in old:
+            self._holders[mark].pop(session)
+            if not self._holders[mark]:
+                del self._holders[mark]
+        for mark in marks:
+            self._holders.setdefault(mark, {})[session] = None
+        if marks:
+            self._marks[session] = marks
+
+    def longest(self, marks: tuple[bytes, ...]) -> tuple[Key, int] | None:
+        """Who holds most of what these digests stand for, and how many tokens of it."""
+        for n_marks in range(len(marks), 0, -1):
+            for session in self._holders.get(marks[n_marks - 1], ()):
+                return session, n_marks * BLOCK_TOKENS
+        return None

@@ -1,0 +1,42 @@
+"""Whatever fits the gateway's own description, and what does not: no request makes it fail (schemathesis).
+
+``SWARMD_GATEWAY`` is its address. Every other request names a model that is there, and asks for little.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+
+URL = os.environ["SWARMD_GATEWAY"]
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MOST = {**dict.fromkeys(LIMITS, 4), "n": 2, "best_of": 2}
+N_EXAMPLES = int(os.environ.get("SWARMD_EXAMPLES", "60"))  # for each path
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
+
+schema = schemathesis.openapi.from_url(f"{URL}/openapi.json")
+
+
+def within_reach(body: Any, number: int) -> Any:
+    """The same request, of a model that is there, and with an answer that ends soon."""
+    if not isinstance(body, dict):
+        return body
+    for name in LIMITS:
+        if name in body or (number % 2 and name == LIMITS[0]):
+            body = {**body, name: MOST[name]}
+    for name in ("n", "best_of"):
+        if isinstance(body.get(name), int):
+            body = {**body, name: min(body[name], MOST[name])}
+    return {**body, "model": "smol"} if number % 2 else body
+
+
+@schema.parametrize()
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_no_request_makes_it_fail(case: Any) -> None:
+    case.body = within_reach(case.body, len(repr(case.body)))
+    case.call_and_validate(checks=CHECKS, timeout=60)

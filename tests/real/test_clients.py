@@ -1,0 +1,43 @@
+"""The suites of others against a gateway over three real servers of a real model; they live in tests/clients.
+
+``make clients`` gives them an environment of their own. What a suite expects to fail is there with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.real.gateways import RealGateway, smol_gateway
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
+PYTEST = ROOT / ".venv" / "clients" / "bin" / "pytest"
+AT_MOST_S = 400
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    with smol_gateway(tmp_path_factory.mktemp("clients")) as (_, _, started):
+        yield started
+
+
+@pytest.mark.parametrize("suite", ["litellm", "openapi", "langchain"])
+def test_it_holds(gateway: RealGateway, suite: str) -> None:
+    assert PYTEST.exists(), "make clients installs them"
+    done = subprocess.run(
+        [PYTEST, f"{suite}_suite.py"],
+        cwd=ROOT / "tests" / "clients",
+        env={**os.environ, "SWARMD_GATEWAY": gateway.url},
+        capture_output=True,
+        text=True,
+        timeout=AT_MOST_S,
+        check=False,
+    )
+    print(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-8_000:]
+    assert "Traceback" not in gateway.log.read_text(), "it made no mistake of its own"
