@@ -56,6 +56,7 @@ class WorkerStatus(Status, frozen=True, kw_only=True):
     restarts: int
     why: str
     batching: str | None
+    kernels: str | None
 
 
 class ServingStatus(Status, frozen=True, kw_only=True):
@@ -74,10 +75,7 @@ class BalanceStatus(Status, frozen=True, kw_only=True):
 
 
 class HostingStatus(Status, frozen=True, kw_only=True):
-    """One thing that this daemon serves, or is to serve.
-
-    ``state`` is choosing, fetching, loading, online, draining, paused or failed; ``why`` says the reason.
-    """
+    """What this daemon serves or is to; ``state``: choosing, fetching, loading, online, draining, paused or failed."""
 
     slot: int
     wanted: str

@@ -142,7 +142,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 50
 # Longer for a reason, and never longer than this: the numbers may only shrink, and an entry that is not needed goes.
 LONG_FILES = {
     "swarmd/protocol/messages.py": (540, "every header of the wire, in one place to look it up"),
-    "swarmd/status.py": (445, "every answer of the control API, structs only"),
+    "swarmd/status.py": (443, "every answer of the control API, structs only"),
     "swarmd/node/hosting.py": (457, "one thing that is served, from choosing to pausing"),
     "swarmd/node/server.py": (468, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
@@ -150,7 +150,6 @@ LONG_FILES = {
     "swarmd/train/joining.py": (456, "one peer's part in rounds, whoever leads"),
     "swarmd/train/trainer.py": (414, "one peer's part in a run"),
     "swarmd/train/leader.py": (406, "one round"),
-    "swarmd/compute/span.py": (417, "loading and running a span of any family"),
 }
 LONG_FUNCTIONS = {
     "swarmd/train/report.py:report": (58, "a row of a table, field by field"),

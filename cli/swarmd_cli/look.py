@@ -51,7 +51,7 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
         ["worker", f"{worker['state']}: {worker['why']} (restarts: {worker['restarts']})"],
     ]
     if worker["batching"]:
-        rows.append(["batching", worker["batching"]])
+        rows += [["batching", worker["batching"]], ["kernels", worker["kernels"]]]
     free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
     served = f"{server['tokens_served']} tokens served, {server['tokens_reused']} of them copied"
     rows.append(["sessions", f"{server['sessions']} open, {served}, {free}"])

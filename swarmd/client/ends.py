@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from swarmd.compute import skeleton
+from swarmd.compute.kernels import choose
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
 
@@ -31,6 +32,7 @@ class Ends:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model: Any = skeleton.load(folder, None, dtype)
+        self.kernels = choose(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = layers
         layers[0].call = self._at_block_0

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute import skeleton
-from swarmd.compute.span import device_description, pick_device
+from swarmd.compute.device import device_description, pick_device
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages, shards, worker
 from swarmd.protocol.frames import Frame, FrameDecoder

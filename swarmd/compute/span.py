@@ -22,6 +22,7 @@ import transformers
 from swarmd.compute import skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
+from swarmd.compute.kernels import choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
@@ -67,6 +68,7 @@ class LoadedSpan:
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self._hop = span
+        self.kernels = choose(self.model)
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
@@ -204,6 +206,7 @@ class LoadedSpan:
             model,
             str(self.dtype),
             self.quantize,
+            self.kernels.action,
             torch.__version__,
             transformers.__version__,
             device,
@@ -393,25 +396,3 @@ def _rate(step: Callable[[int], int], budget_s: float) -> float:
         done += step(n)
         n += 1
     return done / max(elapsed, 1e-9)
-
-
-def pick_device(wanted: str = "") -> str:
-    """The device that was asked for, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
-    if wanted:
-        try:
-            torch.empty(0, device=wanted)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"the device {wanted!r} cannot be used here: {reason}") from None
-        return wanted
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def device_description(device: str) -> tuple[str, int | None]:
-    """Name a device for people, and its memory in bytes where it has its own."""
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(device)
-        return properties.name, int(properties.total_memory)
-    return device, None

@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from swarmd.compute.device import device_description, pick_device
 from swarmd.compute.engine import Engine
-from swarmd.compute.span import LoadedSpan, device_description, pick_device
+from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.training import Allowance
@@ -201,6 +202,7 @@ class Worker:
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),
             batching=span.batching[:500],
+            kernels=f"{span.kernels.action}: {span.kernels.reason}"[:500],
             speed=self._speed,
         )
 

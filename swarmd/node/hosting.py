@@ -447,4 +447,5 @@ def _worker_status(worker: WorkerStatus) -> status.WorkerStatus:
         restarts=worker.restarts,
         why=worker.reason,
         batching=worker.loaded.batching if worker.loaded else None,
+        kernels=worker.loaded.kernels if worker.loaded else None,
     )

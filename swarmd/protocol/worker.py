@@ -70,6 +70,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
     batching: Text = ""
+    kernels: Text = ""
     speed: Measured = Measured()
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmd.compute.device import pick_device
 from swarmd.compute.ragged import Piece
-from swarmd.compute.span import LoadedSpan, pick_device
+from swarmd.compute.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 from tests import checkpoints

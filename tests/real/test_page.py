@@ -194,7 +194,7 @@ def test_a_run_shows_its_losses(browser: Browser) -> None:
 
 def test_whoever_cannot_see_it_can_use_it(browser: Browser) -> None:
     browser.open()
-    for view in ("", "swarm", "machine", "training"):
+    for view in ("chat", "swarm", "machine", "training"):
         browser.page.click(f"nav a[href='#/{view}']")
         found = Axe().run(browser.page)
         assert not found.violations_count, found.generate_report()

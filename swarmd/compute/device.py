@@ -1,0 +1,29 @@
+"""What is computed on, and what it is called."""
+
+from __future__ import annotations
+
+import torch
+
+from swarmd.errors import ConfigError
+
+
+def pick_device(wanted: str = "") -> str:
+    """The device that was asked for, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
+    if wanted:
+        try:
+            torch.empty(0, device=wanted)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the device {wanted!r} cannot be used here: {reason}") from None
+        return wanted
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def device_description(device: str) -> tuple[str, int | None]:
+    """Name a device for people, and its memory in bytes where it has its own."""
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, int(properties.total_memory)
+    return device, None
