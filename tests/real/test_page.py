@@ -84,14 +84,19 @@ def chatty(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["light", "dark"])
+both = pytest.mark.parametrize("browser", ["light", "dark"], indirect=True)
+
+
+@pytest.fixture
 def browser(
     stage: tuple[LocalSwarm, list[Volunteer], RealGateway], request: pytest.FixtureRequest
 ) -> Iterator[Browser]:
     swarm, volunteers, gateway = stage
     with playwright.sync_playwright() as api:
         chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = chromium.new_context(color_scheme=request.param, viewport={"width": 320, "height": 700}).new_page()
+        page = chromium.new_context(
+            color_scheme=getattr(request, "param", "light"), viewport={"width": 320, "height": 700}
+        ).new_page()
         found = Browser(page, gateway, swarm, volunteers)
         page.on("console", lambda m: found.complaints.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
@@ -102,6 +107,7 @@ def browser(
         chromium.close()
 
 
+@both
 def test_it_chats_streams_and_stops(browser: Browser) -> None:
     browser.open()
     page = browser.page
@@ -192,6 +198,7 @@ def test_a_run_shows_its_losses(browser: Browser) -> None:
     browser.page.locator("svg[aria-label^='Loss'], figure:has-text('Loss') svg").first.wait_for(timeout=WAIT_MS)
 
 
+@both
 def test_whoever_cannot_see_it_can_use_it(browser: Browser) -> None:
     browser.open()
     for view in ("chat", "swarm", "machine", "training"):
