@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from swarmd.errors import ConfigError
@@ -27,3 +28,10 @@ def device_description(device: str) -> tuple[str, int | None]:
         properties = torch.cuda.get_device_properties(device)
         return properties.name, int(properties.total_memory)
     return device, None
+
+
+def free_memory_bytes(device: str) -> int:
+    """What may still be allocated on a device."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -9,86 +9,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.skeleton import free_memory_bytes
+from swarmd.compute.linear import Int8Linear, PackedLinear, replace
 from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
-PACKED_FOR = 64  # rows: packed for fewer, a weight is twice as large
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
 TOLERANCE = 1e-5  # of the largest result: the order of sums
-ROOM = 2.0  # free memory, times a weight, for keeping what was unpacked
-
-
-class PackedLinear(nn.Module):
-    """A frozen linear layer, float32 on a CPU, whose weight [out, in] lies as oneMKL's sgemm wants it.
-
-    What packing was for another number of rows gives the same result, which ``works`` has seen on this machine.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
-        self._shape = torch.zeros(1).expand(self.out_features, self.in_features)  # asked for, and never read
-        self._weight: torch.Tensor | None = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            out: torch.Tensor = _Differentiated.apply(hidden, self)  # type: ignore[no-untyped-call]
-            return out
-        return self.compute(hidden)
-
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., in] to [..., out]."""
-        n_rows = hidden.numel() // self.in_features
-        return torch.ops.mkl._mkl_linear(hidden, self._packed, self._shape, self.bias, n_rows)  # type: ignore[no-any-return]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it was, to the bit: for gradients. Kept from then on, where there is room."""
-        if self._weight is not None:
-            return self._weight
-        with torch.no_grad():
-            columns = torch.ops.mkl._mkl_linear(
-                torch.eye(self.in_features), self._packed, self._shape, None, self.in_features
-            )
-        weight: torch.Tensor = columns.t()
-        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
-            self._weight = weight
-        return weight
-
-
-class _Differentiated(torch.autograd.Function):
-    """The layer, and the gradient of what enters it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
-        ctx.layer = layer
-        return layer.compute(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] @ ctx.layer.weight, None
 
 
 def choose(model: nn.Module) -> Decision[str]:
-    """Have the model's linear layers computed by the fastest kernel that is right here: "packed" or "plain"."""
-    found = [(name, m) for name, m in model.named_modules() if _can_pack(m)]
-    if not found:
-        return Decision("plain", "no float32 layers on a CPU")
-    sample = _sample([m for _, m in found])
+    """Have the model's linear layers computed by the fastest kernel that is right here: "packed", "plain" or "int8"."""
+    if any(isinstance(m, Int8Linear) for m in model.modules()):
+        return Decision("int8", "8 bits a weight, by torch's own kernel")
+    found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel()]
+    if not found or any(m.weight.dtype != torch.float32 or m.weight.device.type != "cpu" for m in found):
+        return Decision("plain", "not float32 on a CPU")
+    sample = _sample(found)
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return Decision("plain", "torch has no oneMKL here")
     if sum(layer.weight.nbytes for layer in sample) < TIMED_BYTES:
@@ -98,16 +44,8 @@ def choose(model: nn.Module) -> Decision[str]:
     except RuntimeError as error:
         return Decision("plain", f"oneMKL's packed layers fail here: {str(error)[:200]}")
     if decision.action == "packed":
-        for name, linear in found:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, PackedLinear(linear))
+        replace(model, PackedLinear)
     return decision
-
-
-def _can_pack(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
-        return False
-    return module.weight.dtype == torch.float32 and module.weight.device.type == "cpu" and module.weight.numel() > 0
 
 
 def _sample(layers: Sequence[nn.Linear]) -> list[nn.Linear]:

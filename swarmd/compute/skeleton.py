@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -23,6 +22,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from swarmd.compute.device import free_memory_bytes
+from swarmd.compute.linear import Int8Linear, replace
 from swarmd.compute.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.plan.memory import WORKSPACE_BYTES, tensor_bytes
@@ -199,6 +200,8 @@ def load(
     Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
     into the device's memory.
     """
+    if span is not None and quantize == "int8" and device == "cpu":
+        return _load_int8(folder, span, dtype)
     config = read_config(folder)
     cls = hollow_class(config, span)
     where = weight_map(folder)
@@ -222,6 +225,20 @@ def load(
     return (model if bits else model.to(device)).eval().requires_grad_(False)
 
 
+def _load_int8(folder: Path, span: Span, dtype: torch.dtype) -> PreTrainedModel:
+    """Block by block, so that only one of them takes more than its 8 bits. Raises ConfigError."""
+    whole: PreTrainedModel | None = None
+    for block in span.blocks():
+        part = load(folder, Span(block, block + 1), dtype)
+        replace(part, Int8Linear)
+        if whole is None:
+            whole = part
+        else:
+            decoder_layers(whole)[block] = decoder_layers(part)[block]
+    assert whole is not None
+    return whole
+
+
 def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
     needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
     free = free_memory_bytes(device)
@@ -230,13 +247,6 @@ def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize:
             f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
             f"{free / 2**30:.2f} GiB that are free on {device}: serve fewer blocks, or use bfloat16 or quantize"
         )
-
-
-def free_memory_bytes(device: str) -> int:
-    """What may still be allocated on a device."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:

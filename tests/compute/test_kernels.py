@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from swarmd.compute import kernels
-from swarmd.compute.kernels import PackedLinear, choose, fastest, works
+from swarmd.compute.kernels import choose, fastest, works
+from swarmd.compute.linear import Int8Linear, PackedLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no oneMKL here")
 
@@ -74,4 +75,32 @@ def test_only_large_float32_layers_on_a_cpu_are_replaced(monkeypatch: pytest.Mon
     assert choose(model).action == "packed"
     assert [type(m) for m in (model[0], model[1][0])] == [PackedLinear] * 2
     torch.testing.assert_close(model(hidden), expected, rtol=1e-4, atol=1e-5)
-    assert choose(nn.Sequential(linear(64, 64).bfloat16())).reason == "no float32 layers on a CPU"
+    assert choose(nn.Sequential(linear(64, 64).bfloat16())).reason == "not float32 on a CPU"
+
+
+class TestInt8:
+    """Eight bits a weight: small, near, and differentiable by what enters."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("n_rows", [1, 5, 200])
+    def test_it_is_near(self, dtype: torch.dtype, n_rows: int) -> None:
+        plain = linear(256, 512).to(dtype)
+        layer, hidden = Int8Linear(plain), torch.randn(2, n_rows, 256, dtype=dtype)
+        got, expected = layer(hidden), plain(hidden)
+        assert got.shape == expected.shape
+        assert got.dtype == dtype
+        assert (got - expected).float().norm() < 0.012 * expected.float().norm()
+        assert layer.levels.nbytes + layer.scales.nbytes < 0.27 * 4 * 256 * 512
+
+    def test_rows_of_zeros_and_one_large_value_stay_what_they_are(self) -> None:
+        plain = linear(64, 3, bias=False)
+        plain.weight[0] = 0.0
+        plain.weight[1] = torch.eye(64)[7] * 1e30
+        layer = Int8Linear(plain)
+        assert torch.equal(layer.weight[0], plain.weight[0])
+        torch.testing.assert_close(layer.weight[1], plain.weight[1])
+
+    def test_gradients_flow(self) -> None:
+        layer, hidden = Int8Linear(linear(64, 32)), torch.randn(3, 64, requires_grad=True)
+        layer(hidden).sum().backward()
+        torch.testing.assert_close(hidden.grad, layer.weight.sum(0).expand(3, -1), rtol=1e-4, atol=1e-5)

@@ -322,7 +322,7 @@ def test_a_crowd_of_slow_connections_and_one_that_never_reads(stage: Stage) -> N
     host, port = stage.gateway.url.removeprefix("http://").split(":")
     slow = []
     try:
-        for _ in range(200):
+        for _ in range(500):
             connection = socket.create_connection((host, int(port)), timeout=10)
             connection.sendall(b"P")
             slow.append(connection)
