@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import Int8Linear, PackedLinear
+from swarmd.compute.linear import Int4Linear, Int8Linear, PackedLinear
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49_152), (2048, 5632), (4096, 4096))  # in x out
 ROWS = (1, 2, 4, 8, 16)
 RESIDENT_BYTES = 200 * 2**20
-GROUP = 64  # of int4's scales
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -49,20 +48,8 @@ def int8(weight: torch.Tensor) -> Kernel:
     return Int8Linear(_layer(weight)).compute
 
 
-def int8_bfloat16(weight: torch.Tensor) -> Kernel:
-    layer = Int8Linear(_layer(weight.bfloat16()))
-    return lambda hidden: layer.compute(hidden.bfloat16())
-
-
 def int4(weight: torch.Tensor) -> Kernel:
-    n_out, n_in = weight.shape
-    groups = weight.view(n_out, n_in // GROUP, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = (high - low).clamp(min=1e-9) / 15
-    levels = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.int32).view(n_out, n_in)
-    packed_levels = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
-    meta = torch.stack([scales, low + 8 * scales], -1).transpose(0, 1).contiguous().bfloat16()
-    return lambda hidden: torch._weight_int4pack_mm_for_cpu(hidden.bfloat16(), packed_levels, GROUP, meta)
+    return Int4Linear(_layer(weight)).compute
 
 
 KERNELS: dict[str, Callable[[torch.Tensor], Kernel]] = {
@@ -70,7 +57,6 @@ KERNELS: dict[str, Callable[[torch.Tensor], Kernel]] = {
     "float32 packed": packed,
     "bfloat16": bfloat16,
     "int8": int8,
-    "int8 bfloat16": int8_bfloat16,
     "int4": int4,
 }
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZE = ("none", "int8", "nf4")
+QUANTIZE = ("none", "int8", "int4", "nf4")
 TRAINING = ("asked", "off")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each

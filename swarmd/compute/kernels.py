@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import Int8Linear, PackedLinear, replace
+from swarmd.compute.linear import Int4Linear, Int8Linear, PackedLinear, replace
 from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ TOLERANCE = 1e-5  # of the largest result: the order of sums
 
 
 def choose(model: nn.Module) -> Decision[str]:
-    """Have the model's linear layers computed by the fastest kernel that is right here: "packed", "plain" or "int8"."""
-    if any(isinstance(m, Int8Linear) for m in model.modules()):
-        return Decision("int8", "8 bits a weight, by torch's own kernel")
+    """Have the model's linear layers computed by the fastest kernel that is right here: "packed" or "plain"."""
+    if any(isinstance(m, Int8Linear | Int4Linear) for m in model.modules()):
+        return Decision("quantised", "weights in few bits, by torch's own kernels")
     found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel()]
     if not found or any(m.weight.dtype != torch.float32 or m.weight.device.type != "cpu" for m in found):
         return Decision("plain", "not float32 on a CPU")

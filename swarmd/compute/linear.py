@@ -18,6 +18,7 @@ from swarmd.compute.device import free_memory_bytes
 PACKED_FOR = 64  # rows: packed for fewer, a weight is twice as large
 ROOM = 2.0  # free memory, times a weight, for keeping what was unpacked
 LEVELS = 127  # of int8, of each sign
+GROUP = 32  # of a row's weights, as in GGUF's own formats of 4 bits
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
 
 
@@ -55,7 +56,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] @ ctx.layer.weight, None
+        return gradients[0] @ ctx.layer.weight.to(gradients[0].dtype), None
 
 
 class PackedLinear(FrozenLinear):
@@ -91,30 +92,71 @@ class PackedLinear(FrozenLinear):
 
 
 class Int8Linear(FrozenLinear):
-    """8 bits a weight on a CPU, one scale for each of ``out``; what enters stays as it is.
+    """8 bits a weight on a CPU, one scale for each of ``out``; computed in bfloat16, whatever enters.
 
-    Decoding reads a quarter of what float32 takes. bitsandbytes' LLM.int8() is slower on a CPU than float32 is.
+    Decoding reads a quarter of what float32 takes, by torch's own kernel, which is a plain loop for other types than
+    bfloat16 (docs/performance.md, "Kernels"). bitsandbytes' LLM.int8() is slower on a CPU than float32 is.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         weight = linear.weight.detach()
-        scales = (weight.float().abs().amax(1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).to(weight.dtype)
+        scales = (weight.float().abs().amax(1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
         levels = (weight.float() / scales.float()[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
         self.levels = nn.Parameter(levels, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as plain numbers, made anew."""
-        return self.levels.to(self.scales.dtype) * self.scales[:, None]
+        """The weight as plain numbers, bfloat16, made anew."""
+        return self.levels * self.scales[:, None]
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, self.in_features)
+        rows = hidden.reshape(-1, self.in_features).bfloat16()
         if len(rows) > FEW_ROWS:
-            return functional.linear(hidden, self.weight, self.bias)
-        out = torch._weight_int8pack_mm(rows, self.levels, self.scales).view(*hidden.shape[:-1], self.out_features)
+            out = functional.linear(rows, self.levels.bfloat16()) * self.scales
+        else:
+            out = torch._weight_int8pack_mm(rows, self.levels, self.scales)
+        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
+
+
+class Int4Linear(FrozenLinear):
+    """4 bits a weight on a CPU, each 32 of a row with a scale and a zero of their own; computed in bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        groups = linear.weight.detach().float().view(self.out_features, self.in_features // GROUP, GROUP)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+        zeros = (low + 8 * scales).bfloat16()  # what level 8 stands for
+        levels = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round().clamp(0, 15)
+        packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32).flatten(1), 1)
+        self.levels = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous(), requires_grad=False)
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Can torch's kernel take a weight of this shape?"""
+        return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, bfloat16, made anew."""
+        return self._multiplied(torch.eye(self.in_features, dtype=torch.bfloat16)).t()
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self._multiplied(hidden.reshape(-1, self.in_features).bfloat16())
+        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
+
+
+def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:
+    """The layer in the bits of ``kind``; int8 where 4 bits do not fit its shape."""
+    return Int4Linear(linear) if kind == "int4" and Int4Linear.fits(linear) else Int8Linear(linear)
 
 
 def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:

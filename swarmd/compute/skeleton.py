@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarmd.compute.device import free_memory_bytes
-from swarmd.compute.linear import Int8Linear, replace
+from swarmd.compute.linear import quantised, replace
 from swarmd.compute.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.plan.memory import WORKSPACE_BYTES, tensor_bytes
@@ -200,8 +201,8 @@ def load(
     Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
     into the device's memory.
     """
-    if span is not None and quantize == "int8" and device == "cpu":
-        return _load_int8(folder, span, dtype)
+    if span is not None and quantize in ("int8", "int4") and device == "cpu":
+        return _load_quantised(folder, span, dtype, quantize)
     config = read_config(folder)
     cls = hollow_class(config, span)
     where = weight_map(folder)
@@ -225,12 +226,12 @@ def load(
     return (model if bits else model.to(device)).eval().requires_grad_(False)
 
 
-def _load_int8(folder: Path, span: Span, dtype: torch.dtype) -> PreTrainedModel:
-    """Block by block, so that only one of them takes more than its 8 bits. Raises ConfigError."""
+def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str) -> PreTrainedModel:
+    """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
     whole: PreTrainedModel | None = None
     for block in span.blocks():
         part = load(folder, Span(block, block + 1), dtype)
-        replace(part, Int8Linear)
+        replace(part, partial(quantised, kind=kind))
         if whole is None:
             whole = part
         else:

@@ -10,7 +10,7 @@ from swarmd.protocol.tensors import ITEM_BYTES
 
 WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
 SHARE_OF_FREE = 0.5  # for weights, where a server chooses by itself: the rest is for caches, history and others
-QUANTIZED_BITS = {"int8": 8.25, "nf4": 4.5}  # a weight with its share of the scales
+QUANTIZED_BITS = {"int8": 8.25, "int4": 5.0, "nf4": 4.5}  # a weight with its share of the scales
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> int:

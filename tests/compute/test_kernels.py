@@ -8,7 +8,7 @@ from torch import nn
 
 from swarmd.compute import kernels
 from swarmd.compute.kernels import choose, fastest, works
-from swarmd.compute.linear import Int8Linear, PackedLinear
+from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear, PackedLinear, quantised
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no oneMKL here")
 
@@ -78,29 +78,43 @@ def test_only_large_float32_layers_on_a_cpu_are_replaced(monkeypatch: pytest.Mon
     assert choose(nn.Sequential(linear(64, 64).bfloat16())).reason == "not float32 on a CPU"
 
 
-class TestInt8:
-    """Eight bits a weight: small, near, and differentiable by what enters."""
+@pytest.mark.parametrize(("kind", "error", "share"), [(Int8Linear, 0.012, 0.27), (Int4Linear, 0.1, 0.17)])
+class TestFewBits:
+    """Eight or four bits a weight: small, near, and differentiable by what enters."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("n_rows", [1, 5, 200])
-    def test_it_is_near(self, dtype: torch.dtype, n_rows: int) -> None:
+    def test_it_is_near(
+        self, kind: type[FrozenLinear], error: float, share: float, dtype: torch.dtype, n_rows: int
+    ) -> None:
         plain = linear(256, 512).to(dtype)
-        layer, hidden = Int8Linear(plain), torch.randn(2, n_rows, 256, dtype=dtype)
+        layer, hidden = kind(plain), torch.randn(2, n_rows, 256, dtype=dtype)
         got, expected = layer(hidden), plain(hidden)
         assert got.shape == expected.shape
         assert got.dtype == dtype
-        assert (got - expected).float().norm() < 0.012 * expected.float().norm()
-        assert layer.levels.nbytes + layer.scales.nbytes < 0.27 * 4 * 256 * 512
+        assert (got - expected).float().norm() < error * expected.float().norm()
+        assert layer.levels.nbytes + layer.scales.nbytes < share * 4 * 256 * 512
 
-    def test_rows_of_zeros_and_one_large_value_stay_what_they_are(self) -> None:
-        plain = linear(64, 3, bias=False)
+    def test_rows_of_zeros_and_one_large_value_stay_what_they_are(
+        self, kind: type[FrozenLinear], error: float, share: float
+    ) -> None:
+        plain = linear(64, 16, bias=False)
         plain.weight[0] = 0.0
         plain.weight[1] = torch.eye(64)[7] * 1e30
-        layer = Int8Linear(plain)
-        assert torch.equal(layer.weight[0], plain.weight[0])
-        torch.testing.assert_close(layer.weight[1], plain.weight[1])
+        layer = kind(plain)
+        assert torch.equal(layer.weight[0].float(), plain.weight[0])
+        torch.testing.assert_close(layer.weight[1].float(), plain.weight[1], rtol=0.01, atol=1e27)
 
-    def test_gradients_flow(self) -> None:
-        layer, hidden = Int8Linear(linear(64, 32)), torch.randn(3, 64, requires_grad=True)
+    def test_gradients_flow(self, kind: type[FrozenLinear], error: float, share: float) -> None:
+        layer, hidden = kind(linear(64, 32)), torch.randn(3, 64, requires_grad=True)
         layer(hidden).sum().backward()
-        torch.testing.assert_close(hidden.grad, layer.weight.sum(0).expand(3, -1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(hidden.grad, layer.weight.float().sum(0).expand(3, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_that_four_bits_do_not_fit_take_eight() -> None:
+    assert [type(quantised(linear(*shape), "int4")) for shape in ((64, 32), (64, 33), (65, 32))] == [
+        Int4Linear,
+        Int8Linear,
+        Int8Linear,
+    ]
+    assert type(quantised(linear(64, 32), "int8")) is Int8Linear

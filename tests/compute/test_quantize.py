@@ -27,7 +27,7 @@ def weights_bytes(span: LoadedSpan) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own advice
-@pytest.mark.parametrize(("kind", "share", "error"), [("int8", 0.3, 0.1), ("nf4", 0.2, 0.7)])
+@pytest.mark.parametrize(("kind", "share", "error"), [("int8", 0.3, 0.1), ("int4", 0.2, 0.7), ("nf4", 0.2, 0.7)])
 def test_quantised_blocks_are_small_and_their_error_is_measured(
     folder: Path, kind: str, share: float, error: float
 ) -> None:

@@ -1,0 +1,88 @@
+"""SmolLM2-135M-Instruct with its blocks in each precision: perplexity on a text, speed, memory, in one run.
+
+python -m benchmarks.perplexity
+
+The text is what Python's own help says (pydoc_data.topics), in windows of 512 tokens; embedding, norm and head are
+float32 for all. Speeds are those of one span of all 30 blocks, one thread: tokens/s of decoding one and four
+sessions, and of prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch.nn import functional
+from transformers import AutoTokenizer
+
+from swarmd.client.ends import Ends
+from swarmd.compute.linear import PackedLinear
+from swarmd.compute.span import LoadedSpan
+from swarmd.values import Span
+from tests.real.smollm2 import smollm2
+
+KINDS = (
+    ("float32", "none"),
+    ("bfloat16", "none"),
+    ("float32", "int8"),
+    ("bfloat16", "int8"),
+    ("float32", "int4"),
+    ("float32", "nf4"),
+)
+WINDOW = 512  # tokens
+MEASURE_S = 2.0  # for each speed
+
+
+def perplexity(span: LoadedSpan, ends: Ends, ids: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of each token after the first of its window [n, WINDOW]."""
+    total, positions = 0.0, torch.arange(WINDOW).unsqueeze(0)
+    for row in ids:
+        embedded = ends.embed([row.tolist()], [0])[0].to(span.dtype)
+        hidden = span.forward(embedded, positions)[0].float()
+        logits = torch.cat([ends.logits(part, span.layer_arity) for part in hidden[:-1].split(64)])
+        total += float(functional.cross_entropy(logits, row[1:], reduction="sum"))
+    return math.exp(total / (len(ids) * (WINDOW - 1)))
+
+
+def _weight_bytes(module: torch.nn.Module) -> int:
+    n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    is_packed = isinstance(module, PackedLinear)  # what oneMKL holds is no parameter
+    return n_bytes + (4 * module.in_features * module.out_features if is_packed else 0)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=16)
+    n_windows = parser.parse_args().windows
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = smollm2(Path(temporary))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = "\n".join(topics.values())
+        ids = torch.tensor(tokenizer(text)["input_ids"][: n_windows * WINDOW]).view(-1, WINDOW)
+        ends = Ends(folder, torch.float32)
+        print(f"{len(ids)} windows of {WINDOW} tokens\n")
+        print("| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |")
+        print("|---|---|---|---|---|---|---|---|")
+        first = 0.0
+        for dtype, quantize in KINDS:
+            span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize)
+            span.self_test()
+            found = perplexity(span, ends, ids)
+            first = first or found
+            n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
+            speeds = [span.measure_decode(n, MEASURE_S) for n in (1, 4)] + [span.measure_prefill(MEASURE_S)]
+            told = " | ".join(f"{speed:.1f}" for speed in speeds)
+            kind = dtype if quantize == "none" else quantize
+            print(
+                f"| {dtype} | {kind} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
