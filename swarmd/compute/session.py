@@ -72,12 +72,10 @@ class HopSession:
         self._parts: list[bytes] = []
         self._epoch = opened.epoch
         self._like: SpanCache | None = None
-        is_known = span.can_batch and self._cache.is_plain and opened.batch == 1
         about = (opened.client, repr(self.hop).encode(), opened.adapter.encode())
-        if is_known and not (self.history.is_exact or opened.inherit or opened.tuned):
-            self._prefix: Prefix | None = Prefix(about)
-        else:
-            self._prefix = None
+        can_reuse = span.can_batch and self._cache.is_plain and opened.batch == 1
+        is_alone = self.history.is_exact or opened.inherit or opened.tuned
+        self._prefix = Prefix(about) if can_reuse and not is_alone else None
 
     @property
     def is_computing(self) -> bool:
@@ -111,8 +109,8 @@ class HopSession:
     @property
     def wanted_marks(self) -> tuple[bytes, ...]:
         """What its cache will begin with once the begun op is computed; none where it cannot come from another."""
-        is_fresh = self._begun is not None and self._begun.ahead is not None and not self._begun.n_done
-        return self._begun.ahead.marks if is_fresh and self._begun and self._begun.ahead else ()
+        begun = self._begun
+        return begun.ahead.marks if begun is not None and begun.ahead is not None and not begun.n_done else ()
 
     def reuse(self, other: HopSession, n_tokens: int) -> None:
         """Have another session's cache and answers for the first ``n_tokens``, which are the same in both."""

@@ -105,9 +105,13 @@ class History:
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
         """Hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
-        merged = [] if self._hidden is None else [self._hidden[:, : self.n_tokens]]
-        every = torch.cat([*merged, *(s.hidden for s in self._recent if s.hidden is not None)], 1)
-        return every[:, start:end].clone()
+        parts = [] if self._hidden is None else [self._hidden[:, : self.n_tokens]]
+        parts += [sent.hidden for sent in self._recent if sent.hidden is not None]
+        wanted, at = [], 0
+        for part in parts:
+            wanted.append(part[:, max(0, start - at) : max(0, end - at)])
+            at += part.shape[1]
+        return torch.cat(wanted, 1)
 
     def close(self) -> None:
         self._budget.release(self._charged)

@@ -90,3 +90,15 @@ def test_history_beyond_its_budget_lives_on_disk_and_stays_right(tmp_path: Path)
     assert torch.equal(torch.cat(parts, 1), torch.cat([p for p in plain if p is not None], 1))
     history.close()
     assert budget.used_bytes == 0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_tokens_are_given_wherever_they_lie(sizes: list[int], data: st.DataObject) -> None:
+    history, ops = History(False, Budget()), [sent(seq, n) for seq, n in enumerate(sizes, 1)]
+    for op in ops:
+        history.add(op)
+    history.settle(data.draw(st.integers(0, len(ops))))
+    every = torch.cat([op.hidden for op in ops if op.hidden is not None], 1)
+    start = data.draw(st.integers(0, every.shape[1] - 1))
+    end = data.draw(st.integers(start + 1, every.shape[1]))
+    assert torch.equal(history.tokens(start, end), every[:, start:end])
