@@ -6,11 +6,14 @@ import logging
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import trio._core._run as trio_run
 import trio.testing
 
 os.environ.setdefault("SWARMD_TEST_FORKS", "1")  # before tests.real.forks looks
+hypothesis.settings.register_profile("swarmd", deadline=None)  # how fast a machine is, no test asserts
+hypothesis.settings.load_profile("swarmd")
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def sealed(commit: Commit) -> commits.Sealed:
 # --- ballots -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_at_most_one_commit_is_chosen(seed: int) -> None:
     """Proposers and acceptors, messages lost at random: no two bodies ever get majorities."""
@@ -200,7 +200,6 @@ def test_equal_links_mean_equal_parts() -> None:
     assert partition.divide(members, 1_000_000).action.shares == pytest.approx((0.2,) * 5)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e5, 1e9), min_size=1, max_size=8), st.integers(1, 5_000))
 def test_no_plan_is_worse_than_equal_parts_and_ranges_cover_all(rates: list[float], n: int) -> None:
     members = [Member(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=2 * r) for i, r in enumerate(rates)]

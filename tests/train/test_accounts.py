@@ -54,7 +54,7 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     np.testing.assert_allclose(account.given.sums, given.sums, atol=TOLERANCE * size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     at=st.integers(0, N - 1),
     other=st.integers(0, N - 1),
