@@ -123,6 +123,7 @@ class Chain:
         is_exact = self.terms.grade == "exact"
         numerics = self._numerics if is_exact else ""
         request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
+        self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
         try:
             if self.terms.own is not None:
                 await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
@@ -131,7 +132,6 @@ class Chain:
             failures[index] = error
             return
         if isinstance(reply, Opened):
-            self._opened.add((link.hop.peer, link.hop.span.start))
             self.layer_arity = reply.layer_arity
             link.received = 0 if self.position.seq == 0 else None
             if is_exact and not self._numerics:
@@ -227,15 +227,22 @@ class Chain:
 
     async def give_back(self, kept: set[tuple[PeerId, int]]) -> None:
         """Close every hop that was opened, but those in ``kept``."""
-        for peer, start in self._opened - kept:
-            channel = self.swarm.rpc.existing(peer)
-            if channel is not None:
-                with trio.move_on_after(GIVE_BACK_S):
-                    try:
-                        await channel.send(CloseSession(session=self.key, start=start))
-                    except PeerError:
-                        continue
-        self._opened &= kept
+        over, self._opened = self._opened - kept, self._opened & kept
+        async with trio.open_nursery() as nursery:
+            for peer, start in over:
+                nursery.start_soon(self._give_back_one, peer, start)
+
+    async def _give_back_one(self, peer: PeerId, start: int) -> None:
+        with trio.move_on_after(GIVE_BACK_S) as scope:
+            await self._tell_closed(peer, start)
+        if scope.cancelled_caught:  # the machine is busy: nobody waits for it, but the server's room does
+            self.swarm.start_soon(partial(self._tell_closed, peer, start))
+
+    async def _tell_closed(self, peer: PeerId, start: int) -> None:
+        channel = self.swarm.rpc.existing(peer)
+        if channel is not None:
+            with suppress(PeerError):
+                await channel.send(CloseSession(session=self.key, start=start))
 
     async def look_again(self) -> None:
         """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""

@@ -22,12 +22,15 @@ import openai
 import psutil
 import pytest
 import torch
+import trio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response as OpenAIResponse
 from swarmd_cli.main import app
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from swarmd.config import GatewayConfig
+from swarmd.gateway import serving
 from swarmd.gateway.address import running
 from tests.real.faults import revive
 from tests.real.gateways import RealGateway, real_gateway, smol_gateway
@@ -424,6 +427,17 @@ def test_the_daemon_keeps_a_gateway_running(tmp_path: Path) -> None:
         while psutil.pid_exists(pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not psutil.pid_exists(pid), "it ends with its daemon"
+
+
+def test_it_begins_anew_before_its_membership_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "CLIENT_LIFETIME_S", serving.RENEWED_BEFORE_S + 1.0)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        settings = GatewayConfig(listen=f"127.0.0.1:{found.getsockname()[1]}")
+    urls: list[str] = []
+    for _ in range(2):
+        assert trio.run(serving.serve, stage.volunteers[1].home.folder, settings, urls.append), "and serves again"
+    assert urls == [f"http://{settings.listen}"] * 2
 
 
 def test_a_port_that_is_taken_is_said_so(stage: Stage) -> None:
