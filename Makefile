@@ -10,7 +10,8 @@ SEEDS  ?= 20
 TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py tuning.py tune_command.py) \
     tests/cli/test_train_commands.py
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
-PARTS    := slow-rest quick slow-training slow-serving
+GATEWAY  := $(addprefix tests/real/test_,gateway.py clients.py page.py)
+PARTS    := slow-gateway slow-rest quick slow-training slow-serving
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 
@@ -69,8 +70,10 @@ slow-training: setup
 	$(SLOW) $(TRAINING)
 slow-serving: setup
 	$(SLOW) $(SERVING)
-slow-rest: setup clients
-	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(SERVING))
+slow-gateway: setup clients
+	$(SLOW) $(GATEWAY)
+slow-rest: setup
+	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(SERVING) $(GATEWAY))
 
 prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py
