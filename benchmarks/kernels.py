@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from swarmd.compute.linear import Int4Linear, Int8Linear, PackedLinear
+from swarmd.compute.quantize import relative_error
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49_152), (2048, 5632), (4096, 4096))  # in x out
 ROWS = (1, 2, 4, 8, 16)
@@ -87,7 +88,7 @@ def main() -> None:
         for name, make in KERNELS.items():
             kernels = [make(weight) for weight in weights]
             times = [microseconds(kernels, torch.randn(n, n_in), rounds) for n in ROWS]
-            error = float((kernels[0](probe).float() - expected).norm() / expected.norm())
+            error = relative_error(kernels[0](probe), expected)
             shown = " | ".join(f"{t:.0f}" for t in times)
             print(f"| {n_in} x {n_out} | {name} | {shown} | {error:.1e} |", flush=True)
 

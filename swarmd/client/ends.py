@@ -32,7 +32,7 @@ class Ends:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model: Any = skeleton.load(folder, None, dtype)
-        self.kernels = choose(self._model)
+        choose(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = layers
         layers[0].call = self._at_block_0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import Int4Linear, Int8Linear, PackedLinear, replace
+from swarmd.compute.linear import FewBitsLinear, PackedLinear, replace
 from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # of the largest result: the order of sums
 
 def choose(model: nn.Module) -> Decision[str]:
     """Have the model's linear layers computed by the fastest kernel that is right here: "packed" or "plain"."""
-    if any(isinstance(m, Int8Linear | Int4Linear) for m in model.modules()):
+    if any(isinstance(m, FewBitsLinear) for m in model.modules()):
         return Decision("quantised", "weights in few bits, by torch's own kernels")
     found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel()]
     if not found or any(m.weight.dtype != torch.float32 or m.weight.device.type != "cpu" for m in found):
@@ -92,8 +92,8 @@ def fastest(seconds: dict[str, list[float]]) -> Decision[str]:
     return Decision(best if is_worth_it else first, why)
 
 
-def _time(layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], n_rows: int) -> float:
-    inputs = [torch.randn(n_rows, layer.in_features) for layer in layers]  # type: ignore[attr-defined]
+def _time(layers: Sequence[nn.Linear | PackedLinear], n_rows: int) -> float:
+    inputs = [torch.randn(n_rows, layer.in_features) for layer in layers]
     taken = []
     for _ in range(TIMED_PASSES):
         begun = time.perf_counter()

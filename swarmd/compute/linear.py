@@ -91,7 +91,20 @@ class PackedLinear(FrozenLinear):
         return out
 
 
-class Int8Linear(FrozenLinear):
+class FewBitsLinear(FrozenLinear):
+    """A weight in few bits on a CPU, computed in bfloat16, whatever enters."""
+
+    @abstractmethod
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, in] to [n, out], both bfloat16, without the bias."""
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self._multiplied(hidden.reshape(-1, self.in_features).bfloat16())
+        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class Int8Linear(FewBitsLinear):
     """8 bits a weight on a CPU, one scale for each of ``out``; computed in bfloat16, whatever enters.
 
     Decoding reads a quarter of what float32 takes, by torch's own kernel, which is a plain loop for other types than
@@ -111,17 +124,13 @@ class Int8Linear(FrozenLinear):
         """The weight as plain numbers, bfloat16, made anew."""
         return self.levels * self.scales[:, None]
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, self.in_features).bfloat16()
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) > FEW_ROWS:
-            out = functional.linear(rows, self.levels.bfloat16()) * self.scales
-        else:
-            out = torch._weight_int8pack_mm(rows, self.levels, self.scales)
-        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+            return functional.linear(rows, self.levels.bfloat16()) * self.scales
+        return torch._weight_int8pack_mm(rows, self.levels, self.scales)
 
 
-class Int4Linear(FrozenLinear):
+class Int4Linear(FewBitsLinear):
     """4 bits a weight on a CPU, each 32 of a row with a scale and a zero of their own; computed in bfloat16."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -144,11 +153,6 @@ class Int4Linear(FrozenLinear):
     def weight(self) -> torch.Tensor:
         """The weight as plain numbers, bfloat16, made anew."""
         return self._multiplied(torch.eye(self.in_features, dtype=torch.bfloat16)).t()
-
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self._multiplied(hidden.reshape(-1, self.in_features).bfloat16())
-        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
