@@ -3,7 +3,7 @@
 python -m benchmarks.kernels
 
 Weights are read from memory: so many layers take turns that no cache holds them. Microseconds a layer, one thread,
-the median of several rounds; beside int8 and int4 the error of one layer's output, relative.
+the median of several rounds; the error is that of one layer's output, relative.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import Int4Linear, Int8Linear, PackedLinear
+from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from swarmd.compute.quantize import relative_error
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49_152), (2048, 5632), (4096, 4096))  # in x out
@@ -40,13 +40,26 @@ def packed(weight: torch.Tensor) -> Kernel:
     return PackedLinear(_layer(weight)).compute
 
 
+def half(weight: torch.Tensor) -> Kernel:
+    return HalfLinear(_layer(weight)).compute
+
+
 def bfloat16(weight: torch.Tensor) -> Kernel:
-    half = weight.bfloat16()
-    return lambda hidden: functional.linear(hidden.bfloat16(), half)
+    kept = weight.bfloat16()
+    return lambda hidden: functional.linear(hidden.bfloat16(), kept)
+
+
+def bfloat16_packed(weight: torch.Tensor) -> Kernel:
+    compute = PackedLinear(_layer(weight.bfloat16())).compute
+    return lambda hidden: compute(hidden.bfloat16())
 
 
 def int8(weight: torch.Tensor) -> Kernel:
     return Int8Linear(_layer(weight)).compute
+
+
+def dynamic_int8(weight: torch.Tensor) -> Kernel:
+    return DynamicInt8Linear(Int8Linear(_layer(weight))).compute
 
 
 def int4(weight: torch.Tensor) -> Kernel:
@@ -56,8 +69,11 @@ def int4(weight: torch.Tensor) -> Kernel:
 KERNELS: dict[str, Callable[[torch.Tensor], Kernel]] = {
     "float32": plain,
     "float32 packed": packed,
+    "float32, weights float16": half,
     "bfloat16": bfloat16,
+    "bfloat16 packed": bfloat16_packed,
     "int8": int8,
+    "int8, both": dynamic_int8,
     "int4": int4,
 }
 

@@ -14,13 +14,14 @@ import math
 import tempfile
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
 from swarmd.client.ends import Ends
-from swarmd.compute.linear import PackedLinear
+from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
@@ -48,10 +49,13 @@ def perplexity(span: LoadedSpan, ends: Ends, ids: torch.Tensor) -> float:
     return math.exp(total / (len(ids) * (WINDOW - 1)))
 
 
-def _weight_bytes(module: torch.nn.Module) -> int:
+PACKED = {PackedLinear: 4, HalfLinear: 2, DynamicInt8Linear: 1}  # bytes a weight (float32): no parameters
+
+
+def _weight_bytes(module: Any) -> int:
     n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    is_packed = isinstance(module, PackedLinear)  # what oneMKL holds is no parameter
-    return n_bytes + (4 * module.in_features * module.out_features if is_packed else 0)
+    each = PACKED.get(type(module), 0)
+    return n_bytes + (each * module.in_features * module.out_features if each else 0)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -23,6 +24,7 @@ from swarmd.client import own
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.compute import skeleton
+from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
 
@@ -173,6 +175,8 @@ def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: t
     layers: Any = skeleton.decoder_layers(model)
     model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, layers)
+    if type(head := model.get_output_embeddings()) is nn.Linear:
+        quicken(head)
     limit = skeleton.longest_context(model.config)
     call = _Call()
 

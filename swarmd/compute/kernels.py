@@ -1,82 +1,146 @@
 """Which kernel computes a model's linear layers here: the fastest of what this machine offers, by measurement.
 
-A decode step reads every weight and multiplies it with a few rows. For 4 to 16 rows torch's own float32 layer on a CPU
-takes nearly twice as long as oneMKL does with a weight that was packed beforehand (docs/performance.md, "Kernels").
+A decode step reads every weight and multiplies it with a few rows. torch's own layer takes twice as long for that as
+kernels that had a weight packed beforehand, or read fewer bits (docs/performance.md, "Kernels").
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import FewBitsLinear, PackedLinear, replace
+from swarmd.compute.linear import (
+    DynamicInt8Linear,
+    FrozenLinear,
+    HalfLinear,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    layers,
+    replace,
+)
 from swarmd.values import Decision
-
-logger = logging.getLogger(__name__)
 
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
-TOLERANCE = 1e-5  # of the largest result: the order of sums
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Another way to compute a kind of layers; ``tolerance`` of its results is relative to the largest."""
+
+    make: Callable[[Any], FrozenLinear]
+    fits: Callable[[Any], bool]
+    tolerance: float
+
+
+KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights are
+    torch.float32: {
+        "packed": Kernel(PackedLinear, lambda layer: True, 1e-4),
+        "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
+    },
+    torch.bfloat16: {"packed": Kernel(PackedLinear, lambda layer: True, 0.03)},
+    torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
+}
 
 
 def choose(model: nn.Module) -> Decision[str]:
-    """Have the model's linear layers computed by the fastest kernel that is right here: "packed" or "plain"."""
-    if any(isinstance(m, FewBitsLinear) for m in model.modules()):
-        return Decision("quantised", "weights in few bits, by torch's own kernels")
-    found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel()]
-    if not found or any(m.weight.dtype != torch.float32 or m.weight.device.type != "cpu" for m in found):
-        return Decision("plain", "not float32 on a CPU")
-    sample = _sample(found)
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return Decision("plain", "torch has no oneMKL here")
-    if sum(layer.weight.nbytes for layer in sample) < TIMED_BYTES:
-        return Decision("plain", "so small that caches hold it")
-    try:
-        decision = _measure(sample)
-    except RuntimeError as error:
-        return Decision("plain", f"oneMKL's packed layers fail here: {str(error)[:200]}")
-    if decision.action == "packed":
-        replace(model, PackedLinear)
+    """Have the model's linear layers computed by the fastest kernel that is right here; says which and why."""
+    if layers(model, Int4Linear):
+        return Decision("plain", "4 bits by torch's only kernel for them")
+    found = list(layers(model, nn.Linear, Int8Linear).values())
+    decision, kernel = _decide(found)
+    if kernel is not None:
+        replace(model, type(found[0]), lambda layer: kernel.make(layer) if kernel.fits(layer) else layer)
     return decision
 
 
-def _sample(layers: Sequence[nn.Linear]) -> list[nn.Linear]:
+def quicken(layer: nn.Linear) -> Decision[str]:
+    """The same for a layer that stays what it is, which others may train: while nobody asks for gradients."""
+    decision, kernel = _decide([layer])
+    if kernel is not None:
+        other, known = kernel.make(layer), _identity(layer.weight)
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled() and _identity(layer.weight) == (*known[:2], hidden.dtype, hidden.device):
+                return other.compute(hidden)
+            return functional.linear(hidden, layer.weight, layer.bias)
+
+        layer.__dict__["forward"] = forward  # before the class's own
+    return decision
+
+
+def _identity(weight: torch.Tensor) -> tuple[int, int, torch.dtype, torch.device]:
+    """Equal as long as nobody has changed it."""
+    return weight.data_ptr(), weight._version, weight.dtype, weight.device
+
+
+def _decide(found: Sequence[Any]) -> tuple[Decision[str], Kernel | None]:
+    kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
+    offers = [KERNELS[dtype] for dtype, device in kinds if dtype in KERNELS and device == "cpu"]
+    if len(kinds) != 1 or not offers:
+        return Decision("plain", "not float32, bfloat16 or int8 on a CPU"), None
+    sample = _sample(found)
+    if sum(_kept(layer).nbytes for layer in sample) < TIMED_BYTES:
+        return Decision("plain", "so small that caches hold it"), None
+    times, missing = {"plain": _times(sample)}, ""
+    for name, kernel in offers[0].items():
+        try:
+            times[name] = _times(_made(sample, kernel))
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            missing += f"; not {name}: {str(error)[:200]}"
+    decision = fastest(times)
+    return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
+
+
+def _kept(layer: nn.Linear | Int8Linear) -> torch.Tensor:
+    """The weight as it lies in memory."""
+    return layer.levels if isinstance(layer, Int8Linear) else layer.weight
+
+
+def _sample(found: Sequence[Any]) -> list[Any]:
     """The first layers, so many that no cache holds them."""
     chosen, n_bytes = [], 0
-    for layer in layers:
+    for layer in found:
         chosen.append(layer)
-        n_bytes += layer.weight.nbytes
+        n_bytes += _kept(layer).nbytes
         if n_bytes >= TIMED_BYTES:
             break
     return chosen
 
 
 @torch.inference_mode()
-def _measure(layers: Sequence[nn.Linear]) -> Decision[str]:
-    packed = [PackedLinear(layer) for layer in layers]
-    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(layers, packed, strict=True)}
-    if not all(works(plain, other) for plain, other in one_each.values()):
-        return Decision("plain", "oneMKL's packed layers give other results here")
-    times = {kind: [_time(those, n) for n in ROWS] for kind, those in (("plain", layers), ("packed", packed))}
-    return fastest(times)
+def _made(sample: Sequence[Any], kernel: Kernel) -> list[Any]:
+    """The layers by another kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
+    made = [kernel.make(layer) if kernel.fits(layer) else layer for layer in sample]
+    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(sample, made, strict=True) if p is not q}
+    if not one_each:
+        raise RuntimeError("the weights would lose bits")
+    if not all(works(plain, other, kernel.tolerance) for plain, other in one_each.values()):
+        raise RuntimeError("it gives other results here")
+    return made
 
 
-def works(plain: nn.Linear, packed: PackedLinear) -> bool:
+@torch.inference_mode()
+def works(plain: nn.Linear | FrozenLinear, other: FrozenLinear, tolerance: float) -> bool:
     """Do both give the same, whatever the number of rows?"""
     rng = torch.Generator().manual_seed(0)
+    weight = plain.weight
     for n_rows in CHECKED_ROWS:
         hidden = torch.randn(n_rows, plain.in_features, generator=rng)
-        expected = functional.linear(hidden, plain.weight, plain.bias)
-        error = (packed.compute(hidden) - expected).abs().max()
-        if not error <= TOLERANCE * expected.abs().max().clamp(min=1.0) * plain.in_features**0.5:
+        hidden[0] = weight[0] > 0  # all of it adds up: a kernel that sums in 16 bits shows
+        expected = plain(hidden.to(weight.dtype))
+        error = (other.compute(hidden.to(weight.dtype)) - expected).abs().max()
+        if not error <= tolerance * expected.abs().max():
             return False
     return True
 
@@ -84,6 +148,8 @@ def works(plain: nn.Linear, packed: PackedLinear) -> bool:
 def fastest(seconds: dict[str, list[float]]) -> Decision[str]:
     """Choose by the sum over the numbers of rows in ``ROWS``; the first is taken unless another is surely faster."""
     first, *others = seconds
+    if not others:
+        return Decision(first, "no other kernel works here")
     best = min(others, key=lambda kind: sum(seconds[kind]))
     ratios = [a / b for a, b in zip(seconds[best], seconds[first], strict=True)]
     told = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(ROWS, ratios, strict=True))
@@ -92,12 +158,18 @@ def fastest(seconds: dict[str, list[float]]) -> Decision[str]:
     return Decision(best if is_worth_it else first, why)
 
 
-def _time(layers: Sequence[nn.Linear | PackedLinear], n_rows: int) -> float:
-    inputs = [torch.randn(n_rows, layer.in_features) for layer in layers]
+@torch.inference_mode()
+def _times(those: Sequence[Any]) -> list[float]:
+    """Seconds of a pass through all, for each number of rows in ``ROWS``."""
+    return [_time(those, n) for n in ROWS]
+
+
+def _time(those: Sequence[Any], n_rows: int) -> float:
+    inputs = [torch.randn(n_rows, layer.in_features).to(layer.weight.dtype) for layer in those]
     taken = []
     for _ in range(TIMED_PASSES):
         begun = time.perf_counter()
-        for layer, hidden in zip(layers, inputs, strict=True):
+        for layer, hidden in zip(those, inputs, strict=True):
             layer(hidden)
         taken.append(time.perf_counter() - begun)
     return min(taken)

@@ -231,13 +231,22 @@ def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str) -> 
     whole: PreTrainedModel | None = None
     for block in span.blocks():
         part = load(folder, Span(block, block + 1), dtype)
-        replace(part, partial(quantised, kind=kind))
+        replace(part, nn.Linear, partial(quantised, kind=kind))
         if whole is None:
             whole = part
         else:
             decoder_layers(whole)[block] = decoder_layers(part)[block]
+            _share_config(decoder_layers(part)[block], text_config(part.config), text_config(whole.config))
     assert whole is not None
     return whole
+
+
+def _share_config(module: nn.Module, old: Any, new: Any) -> None:
+    """Have a block look where its new neighbours do, so that what is set there counts for all."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if value is old:
+                setattr(part, name, new)
 
 
 def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:

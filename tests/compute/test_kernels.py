@@ -7,10 +7,21 @@ import torch
 from torch import nn
 
 from swarmd.compute import kernels
-from swarmd.compute.kernels import choose, fastest, works
-from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear, PackedLinear, quantised
+from swarmd.compute.kernels import choose, fastest, quicken, works
+from swarmd.compute.linear import (
+    DynamicInt8Linear,
+    FrozenLinear,
+    HalfLinear,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    quantised,
+)
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no oneMKL here")
+TOLERANCE = 1e-4
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch has no FBGEMM here"
+)
 
 
 def linear(n_in: int, n_out: int, bias: bool = True) -> nn.Linear:
@@ -18,41 +29,74 @@ def linear(n_in: int, n_out: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(n_in, n_out, bias=bias).requires_grad_(False)
 
 
+def sixteen_bits(n_in: int, n_out: int, bias: bool = True) -> nn.Linear:
+    """float32, but written in 16 bits once."""
+    layer = linear(n_in, n_out, bias)
+    layer.weight.copy_(layer.weight.bfloat16())
+    return layer
+
+
+MADE = [
+    (PackedLinear, torch.float32, TOLERANCE),
+    (PackedLinear, torch.bfloat16, 0.03),
+    (HalfLinear, torch.float32, TOLERANCE),
+]
+
+
+@pytest.mark.parametrize(("make", "dtype", "tolerance"), MADE)
 @pytest.mark.parametrize(("n_in", "n_out", "bias"), [(64, 192, True), (576, 1536, False), (33, 7, True)])
-def test_a_packed_layer_gives_the_same_for_any_number_of_rows(n_in: int, n_out: int, bias: bool) -> None:
-    plain = linear(n_in, n_out, bias)
-    packed = PackedLinear(plain)
-    assert works(plain, packed)
-    hidden = torch.randn(2, 3, n_in)
-    torch.testing.assert_close(packed(hidden), plain(hidden), rtol=1e-4, atol=1e-5)
-    every_second = torch.randn(5, 2 * n_in)[:, ::2]
-    torch.testing.assert_close(packed(every_second), plain(every_second), rtol=1e-4, atol=1e-5)
-    assert packed(torch.empty(0, n_in)).shape == (0, n_out)
+def test_another_kernel_gives_the_same_for_any_number_of_rows(
+    make: type[FrozenLinear], dtype: torch.dtype, tolerance: float, n_in: int, n_out: int, bias: bool
+) -> None:
+    plain = sixteen_bits(n_in, n_out, bias).to(dtype)
+    other = make(plain)
+    assert works(plain, other, tolerance)
+    hidden = torch.randn(2, 3, n_in, dtype=dtype)
+    torch.testing.assert_close(other(hidden), plain(hidden), rtol=tolerance, atol=tolerance)
+    every_second = torch.randn(5, 2 * n_in, dtype=dtype)[:, ::2]
+    torch.testing.assert_close(other(every_second), plain(every_second), rtol=tolerance, atol=tolerance)
 
 
-def test_the_weight_comes_back_to_the_bit() -> None:
-    plain = linear(48, 80)
-    assert torch.equal(PackedLinear(plain).weight, plain.weight)
+@pytest.mark.parametrize(("make", "dtype", "tolerance"), MADE)
+def test_the_weight_comes_back_to_the_bit(make: type[FrozenLinear], dtype: torch.dtype, tolerance: float) -> None:
+    plain = linear(48, 80).half().to(dtype)
+    layer = make(plain)
+    assert torch.equal(layer.weight, plain.weight)
+    assert torch.equal(layer.weight, plain.weight), "again, when it is kept"
 
 
-def test_gradients_flow_to_what_enters_and_to_nothing_else() -> None:
-    plain, hidden = linear(48, 80), torch.randn(2, 5, 48)
-    packed, gradients = PackedLinear(plain), []
-    for layer in (plain, packed):
+@pytest.mark.parametrize(("make", "dtype", "tolerance"), MADE)
+def test_gradients_flow_to_what_enters_and_to_nothing_else(
+    make: type[FrozenLinear], dtype: torch.dtype, tolerance: float
+) -> None:
+    plain, hidden = sixteen_bits(48, 80).to(dtype), torch.randn(2, 5, 48, dtype=dtype)
+    gradients = []
+    for layer in (plain, make(plain)):
         entering = hidden.clone().requires_grad_()
         layer(entering).square().sum().backward()
         gradients.append(entering.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=tolerance, atol=10 * tolerance)
+
+
+def test_sixteen_bits_are_only_for_weights_that_lose_nothing() -> None:
+    assert HalfLinear.fits(sixteen_bits(64, 64))
+    assert HalfLinear.fits(linear(64, 64).half().float())
+    assert not HalfLinear.fits(linear(64, 64))
+    large = sixteen_bits(64, 64)
+    large.weight[3, 3] = 1e6
+    assert not HalfLinear.fits(large), "infinite in float16"
 
 
 def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = linear(64, 64)
     other = PackedLinear(linear(64, 64, bias=False))
-    assert not works(plain, other)
+    assert not works(plain, other, TOLERANCE)
     monkeypatch.setattr(kernels, "TIMED_BYTES", 1)
-    monkeypatch.setattr(kernels, "works", lambda plain, packed: False)
+    monkeypatch.setattr(kernels, "works", lambda plain, other, tolerance: False)
     model = nn.Sequential(plain)
-    assert choose(model).action == "plain"
+    decision = choose(model)
+    assert decision.action == "plain"
+    assert "not packed: it gives other results here; not half: the weights would lose bits" in decision.reason
     assert type(model[0]) is nn.Linear
 
 
@@ -62,20 +106,82 @@ def test_what_is_faster_is_taken_and_told() -> None:
     assert decision.action == "packed"
     assert "1.00 for 1, 0.50 for 4" in decision.reason
     assert fastest({**seconds, "packed": [0.99, 1.99, 2.99]}).action == "plain", "by chance"
+    assert fastest({"plain": [1.0, 2.0, 3.0]}).action == "plain"
 
 
-def test_only_large_float32_layers_on_a_cpu_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = nn.Sequential(linear(64, 64))
-    assert choose(small).action == "plain"
+@pytest.fixture
+def other_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TIMED_BYTES", 1)
-    monkeypatch.setattr(kernels, "fastest", lambda seconds: fastest({"plain": [3.0] * 3, "packed": [1.0] * 3}))
-    model = nn.Sequential(linear(64, 64), nn.Sequential(linear(64, 32)), nn.LayerNorm(32))
-    hidden = torch.randn(3, 64)
-    expected = model(hidden)
-    assert choose(model).action == "packed"
-    assert [type(m) for m in (model[0], model[1][0])] == [PackedLinear] * 2
-    torch.testing.assert_close(model(hidden), expected, rtol=1e-4, atol=1e-5)
-    assert choose(nn.Sequential(linear(64, 64).bfloat16())).reason == "not float32 on a CPU"
+    monkeypatch.setattr(kernels, "fastest", lambda seconds: fastest({k: [3.0 - i] * 3 for i, k in enumerate(seconds)}))
+
+
+def test_small_layers_stay_what_they_are() -> None:
+    assert choose(nn.Sequential(linear(64, 64))).reason == "so small that caches hold it"
+    assert choose(nn.Sequential(linear(64, 64).double())).reason == "not float32, bfloat16 or int8 on a CPU"
+    assert choose(nn.Sequential(linear(64, 64), linear(64, 64).bfloat16())).action == "plain"
+
+
+@pytest.mark.usefixtures("other_is_faster")
+class TestChosen:
+    def test_all_layers_are_replaced(self) -> None:
+        model = nn.Sequential(linear(64, 64), nn.Sequential(linear(64, 32)), nn.LayerNorm(32))
+        hidden = torch.randn(3, 64)
+        expected = model(hidden)
+        assert choose(model).action == "packed"
+        assert [type(m) for m in (model[0], model[1][0])] == [PackedLinear] * 2
+        torch.testing.assert_close(model(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+    def test_those_that_lose_nothing_are_kept_in_sixteen_bits(self) -> None:
+        model = nn.Sequential(sixteen_bits(64, 64), linear(64, 64))
+        hidden = torch.randn(3, 64)
+        expected = model(hidden)
+        assert choose(model).action == "half"
+        assert [type(m) for m in model] == [HalfLinear, nn.Linear]
+        torch.testing.assert_close(model(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+    def test_eight_bits_are_computed_in_eight_bits_where_a_layer_does_not_narrow(self) -> None:
+        model = nn.Sequential(Int8Linear(linear(64, 128)), Int8Linear(linear(128, 64)))
+        assert choose(model).action == "dynamic"
+        assert [type(m) for m in model] == [DynamicInt8Linear, Int8Linear]
+
+    def test_a_head_is_quick_until_somebody_trains_it(self) -> None:
+        head = sixteen_bits(64, 192)
+        hidden = torch.randn(2, 3, 64)
+        expected = head(hidden)
+        assert quicken(head).action == "half"
+        assert type(head) is nn.Linear
+        with torch.no_grad():
+            torch.testing.assert_close(head(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
+        head.requires_grad_()
+        head(hidden).sum().backward()
+        assert head.weight.grad is not None
+        with torch.no_grad():
+            head.weight += 1.0
+            torch.testing.assert_close(head(hidden), expected + hidden.sum(-1, keepdim=True), rtol=1e-3, atol=1e-3)
+        head.bfloat16()
+        assert head(hidden.bfloat16()).dtype == torch.bfloat16
+
+
+class TestDynamicInt8:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("n_rows", [1, 5, 200])
+    def test_it_is_near(self, dtype: torch.dtype, n_rows: int) -> None:
+        plain = linear(256, 512).to(dtype)
+        layer, hidden = DynamicInt8Linear(Int8Linear(plain)), torch.randn(2, n_rows, 256).to(dtype)
+        got, expected = layer(hidden), plain(hidden).float()
+        assert got.shape == expected.shape
+        assert got.dtype == dtype
+        assert (got.float() - expected).norm() < 0.02 * expected.norm()
+
+    def test_a_row_gives_the_same_whatever_the_others_are(self) -> None:
+        layer = DynamicInt8Linear(Int8Linear(linear(64, 128, bias=False)))
+        rows = torch.randn(4, 64) * torch.tensor([[1.0], [1e4], [1e-4], [0.0]])
+        alone = torch.cat([layer(row[None]) for row in rows])
+        torch.testing.assert_close(layer(rows), alone, rtol=1e-3, atol=1e-9)
+
+    def test_its_weight_is_that_of_the_layer_that_it_was_made_of(self) -> None:
+        source = Int8Linear(linear(64, 128))
+        torch.testing.assert_close(DynamicInt8Linear(source).weight, source.weight.float(), rtol=0.01, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "error", "share"), [(Int8Linear, 0.012, 0.27), (Int4Linear, 0.1, 0.17)])

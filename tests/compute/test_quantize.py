@@ -40,10 +40,10 @@ def test_quantised_blocks_are_small_and_their_error_is_measured(
     hidden = torch.randn(2, 1, 1, 256)
     positions = torch.zeros(1, 1, dtype=torch.long)
     alone = [span.forward(h, positions, None, span.new_cache(), 0) for h in hidden]
-    if span.can_batch:
-        pieces = [Piece(h, positions, span.new_cache(), 0) for h in hidden]
-        for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
-            assert relative_error(got, expected) < error
+    assert span.can_batch, span.batching
+    pieces = [Piece(h, positions, span.new_cache(), 0) for h in hidden]
+    for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
+        assert relative_error(got, expected) < error
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
