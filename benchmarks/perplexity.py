@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from swarmd.client.ends import Ends
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.span import LoadedSpan, last
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -49,13 +49,12 @@ def perplexity(span: LoadedSpan, ends: Ends, ids: torch.Tensor) -> float:
     return math.exp(total / (len(ids) * (WINDOW - 1)))
 
 
-PACKED = {PackedLinear: 4, HalfLinear: 2, DynamicInt8Linear: 1}  # bytes a weight (float32): no parameters
+SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of plain numbers; they are no parameters
 
 
 def _weight_bytes(module: Any) -> int:
     n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    each = PACKED.get(type(module), 0)
-    return n_bytes + (each * module.in_features * module.out_features if each else 0)
+    return n_bytes + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)
 
 
 @torch.inference_mode()
@@ -80,7 +79,8 @@ def main() -> None:
             found = perplexity(span, ends, ids)
             first = first or found
             n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
-            speeds = [span.measure_decode(n, MEASURE_S) for n in (1, 4)] + [span.measure_prefill(MEASURE_S)]
+            span.capture()
+            speeds = [last(span.decode_rates(n, MEASURE_S)) for n in (1, 4)] + [last(span.prefill_rates(MEASURE_S))]
             told = " | ".join(f"{speed:.1f}" for speed in speeds)
             kind = dtype if quantize == "none" else quantize
             print(

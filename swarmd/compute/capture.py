@@ -1,19 +1,22 @@
-"""A pass written down as a straight line of tensor calls, without the modules around them.
+"""A pass written down as a straight line of tensor calls, without the modules around them, for any number of tokens.
 
 A decode step of a small span spends a third of its time between kernels, in Python that decides the same thing every
-time. ``capture`` records one pass with torch's own tracer, folds what depends on weights only, and gives back a plain
-function. What the tracer cannot follow (control flow that depends on values, as in mixtures of experts) it refuses,
-and the span goes on as before; the caller compares results before it relies on a captured pass.
+time. ``trace`` records one pass with torch's own tracer; of two passes over different numbers of tokens ``capture``
+learns where the number enters, folds what depends on weights only, and gives back a plain function. What the tracer
+cannot follow (control flow that depends on values, as in mixtures of experts) it refuses, and the span goes on as
+before; the caller compares results before it relies on a captured pass.
 """
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+
+from swarmd.compute.simplify import simplify
 
 Pass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -50,25 +53,79 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: i
     return torch.ops.swarmd.attend(query, key, value, layer)  # type: ignore[no-any-return]
 
 
-def capture(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: Attend) -> Pass:
-    """Write down what ``run`` does with tensors of these shapes; ``attend`` becomes a call of ``attention``.
+def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: Attend) -> fx.GraphModule:
+    """Write down what ``run`` does with tensors of these shapes; ``attention`` computes what ``attend`` stands for.
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # late: the first token need not wait for the tracer
+    from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
 
     _attend_now.append(attention)
     try:
         with torch.no_grad():
-            module = make_fx(run)(hidden, positions)
+            module: fx.GraphModule = make_fx(run)(hidden, positions)
     finally:
         _attend_now.pop()
-    constants = _fold(module)
-    for node in module.graph.nodes:
+    simplify(module)
+    return module
+
+
+def capture(two: fx.GraphModule, three: fx.GraphModule, attention: Attend) -> Pass:
+    """Of a pass over 2 tokens and one over 3, hidden [1, n, d] each, make one for any n.
+
+    ``attend`` becomes a call of ``attention``. Raises RuntimeError when they differ by more than numbers that are
+    multiples of n.
+    """
+    _let_n_enter(two, three)
+    constants = _fold(two)
+    for node in two.graph.nodes:
         if node.op == "call_function":
             node.target = attention if node.target is torch.ops.swarmd.attend.default else _plain(node)
-    straight = type(fx.GraphModule(torch.nn.Module(), module.graph)).forward
-    return functools.partial(straight, None, *constants)
+    straight = type(fx.GraphModule(torch.nn.Module(), two.graph)).forward
+
+    def run(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = straight(None, *constants, hidden.shape[1], hidden, positions)
+        return out
+
+    return run
+
+
+def _let_n_enter(two: fx.GraphModule, three: fx.GraphModule) -> None:
+    """Make the number of tokens a leading argument of the first graph, wherever the second says that it counts."""
+    pairs = list(zip(two.graph.nodes, three.graph.nodes, strict=False))
+    if len(two.graph.nodes) != len(three.graph.nodes) or any(p.target != q.target for p, q in pairs):
+        raise RuntimeError("a pass over 3 tokens does other things than one over 2")
+    with two.graph.inserting_before(pairs[0][0]):
+        n = two.graph.placeholder("n_tokens")
+
+    def merged(first: Any, second: Any, at: fx.Node) -> Any:
+        if isinstance(first, (list, tuple)) and len(first) == len(second):
+            return type(first)(merged(a, b, at) for a, b in zip(first, second, strict=True))
+        if isinstance(first, fx.Node) and isinstance(second, fx.Node):
+            return first  # pairs are compared in their order
+        if type(first) is type(second) and first == second:
+            return first
+        if not (isinstance(first, int) and isinstance(second, int) and 3 * first == 2 * second):
+            raise RuntimeError(f"{at.target} takes {first} for 2 tokens and {second} for 3")
+        if first == 2:
+            return n
+        with two.graph.inserting_before(at):
+            return two.graph.call_function(operator.mul, (n, first // 2))
+
+    for node, other in pairs:
+        if node.op == "get_attr":
+            if not _same(getattr(two, node.target), getattr(three, node.target)):
+                raise RuntimeError("a pass uses constants that depend on the number of tokens")
+        else:
+            node.args = merged(node.args, other.args, node)
+            node.kwargs = {k: merged(v, other.kwargs[k], node) for k, v in node.kwargs.items()}
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    both = torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape
+    return bool(both and first.dtype == second.dtype and torch.equal(first, second))
 
 
 def _plain(node: fx.Node) -> Any:

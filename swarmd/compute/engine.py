@@ -118,13 +118,6 @@ class Engine:
         n_active = sum(at > recent for at in self._stepped_at.values())
         return patience_s(len(ready), n_active, now - self._idle_since, self._speed)
 
-    def prepare(self) -> bool:
-        """Do a little of what makes later passes faster; False when nothing is left to prepare."""
-        n_tokens = self.span.next_to_capture if self.span.can_batch else None
-        if n_tokens is not None:
-            self.span.capture(n_tokens)
-        return n_tokens is not None
-
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         yield from self._reuse()

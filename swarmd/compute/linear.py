@@ -191,17 +191,17 @@ class DynamicInt8Linear(FrozenLinear):
 
     def _alone(self, row: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.quantized.linear_dynamic(row * LIFT, self._packed, False)
-        return out.mul_(1 / LIFT)
+        return out * (1 / LIFT)
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         """The kernel has one scale and zero for all rows, so each is brought to levels of 0 to 255 before."""
         low, high = torch.aminmax(rows, dim=-1, keepdim=True)
         low = low.clamp(max=0.0)
-        scales = (high.clamp(min=0.0) - low).div_(255).clamp_(min=torch.finfo(torch.float32).tiny)
-        zeros = (low / scales).round_()
-        levels = (rows / scales).sub_(zeros)
+        scales = ((high.clamp(min=0.0) - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+        zeros = (low / scales).round()
+        levels = rows / scales - zeros
         out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(levels, 1.0, 0, self._packed)
-        return torch.addcmul(out, zeros, self._sums).mul_(scales)
+        return torch.addcmul(out, zeros, self._sums) * scales
 
 
 class Int4Linear(FewBitsLinear):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -47,7 +47,7 @@ class RaggedAttention:
         self._cuts: list[tuple[Piece, slice]] = []
         self._on_layer = on_layer
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
-        self._sites: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
         self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
@@ -64,7 +64,7 @@ class RaggedAttention:
         return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
 
     def run_captured(self, pieces: list[Piece], captured: Pass) -> list[torch.Tensor]:
-        """The same by a captured pass for this number of tokens."""
+        """The same by a captured pass."""
         hidden, positions = self._lay_out(pieces)
         try:
             out = captured(hidden, positions)
@@ -72,13 +72,16 @@ class RaggedAttention:
             cuts, self._cuts, self._masks = self._cuts, [], {}
         return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
 
-    def capture(self, pieces: list[Piece], forward: Pass) -> Pass:
-        """Write down a pass over ``pieces``. Raises RuntimeError and others when it cannot be followed."""
+    def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
+        """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
+        return capture.capture(self._trace(two, forward), self._trace(three, forward), self._attend_at)
+
+    def _trace(self, pieces: list[Piece], forward: Pass) -> fx.GraphModule:
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
         self._is_capturing = True
         try:
-            return capture.capture(forward, hidden, positions, self._attend_at)
+            return capture.trace(forward, hidden, positions, self._attend_at)
         finally:
             self._is_capturing = False
             self._config._attn_implementation = self._original
@@ -102,7 +105,7 @@ class RaggedAttention:
         kwargs.pop("position_ids", None)  # of the row, not of a session
         if args:
             raise RuntimeError("this family calls its attention with positional arguments")
-        self._sites[layer] = module, kwargs
+        self._sites[layer] = module, self._function(module), kwargs
         if not self._is_capturing:
             return self._attend_at(query, key, value, layer), None
         if any(torch.is_tensor(v) and not isinstance(v, nn.Parameter) for v in kwargs.values()):
@@ -111,15 +114,14 @@ class RaggedAttention:
 
     def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
-        module, kwargs = self._sites[layer]
-        function = self._function(module)
+        module, function, kwargs = self._sites[layer]
         outs = []
         for piece, cut in self._cuts:
             own = piece.cache.cache.layers[layer]
             keys, values = own.update(_rows(key, piece, cut), _rows(value, piece, cut))
             mask = self._mask(piece, keys.shape[2], getattr(own, "sliding_window", None))
             out, _ = function(module, _rows(query, piece, cut), keys, values, mask, **kwargs)
-            outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]))
+            outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]) if len(out) > 1 else out)
         self._on_layer()
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -169,6 +171,6 @@ def can_batch(cache: SpanCache, config: Any) -> bool:
 
 def _rows(states: torch.Tensor, piece: Piece, cut: slice) -> torch.Tensor:
     """Cut one session's part out of [1, h, n, d]: [b, h, t, d]."""
-    part = states[:, :, cut]
+    part = states if cut == slice(0, states.shape[2]) else states[:, :, cut]
     b, t, _ = piece.hidden.shape
     return part if b == 1 else part[0].view(part.shape[1], b, t, part.shape[3]).transpose(0, 1)

@@ -11,8 +11,8 @@ import hashlib
 import inspect
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURED = 8  # tokens of a pass that is worth a CUDA graph: longer ones are bound by arithmetic
-COMMON = 50  # passes
+MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
+CHECKED_CAPTURED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
@@ -72,9 +72,7 @@ class LoadedSpan:
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
-        self._captured: dict[int, Pass] = {}
-        self._capture = False
-        self._n_passes: Counter[int] = Counter()
+        self._captured: Pass | None = None
 
     def new_cache(self, hop: Span | None = None, max_tokens: int = UNBOUNDED) -> SpanCache:
         return SpanCache(self.config, hop or self.span, max_tokens)
@@ -115,61 +113,51 @@ class LoadedSpan:
         ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
         sessions = [(p.hidden.shape[0] * p.hidden.shape[1], p.lora) for p in pieces]
-        captured = self._captured.get(sum(n for n, _ in sessions)) if hop == self.span else None
-        if captured is not None and all(p.lora is None for p in pieces):
-            return ragged.run_captured(pieces, captured)
+        if self.is_captured(sum(n for n, _ in sessions), hop) and all(p.lora is None for p in pieces):
+            assert self._captured is not None
+            return ragged.run_captured(pieces, self._captured)
         with self.adapters.using(sessions):
             return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
 
     def is_captured(self, n_tokens: int, hop: Span) -> bool:
-        """Is a pass over so many tokens known as a straight line? One that is asked for often is captured now.
+        """Is a pass over so many tokens known as a straight line?"""
+        return self._captured is not None and hop == self.span and n_tokens <= MAX_CAPTURED
 
-        That takes some tenths of a second, once, on a server that is never idle.
-        """
-        if hop != self.span or not self._capture or n_tokens > MAX_CAPTURED:
-            return False
-        if n_tokens not in self._captured:
-            self._n_passes[n_tokens] += 1
-            if self._n_passes[n_tokens] == COMMON:
-                self.capture(n_tokens)
-        return n_tokens in self._captured
+    def capture(self) -> None:
+        """Write a pass down as a straight line, if that gives what the pass itself gives."""
+        ragged = self._ragged
+        if ragged is None:
+            return
+        rng = torch.Generator().manual_seed(0)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
 
-    @property
-    def next_to_capture(self) -> int | None:
-        """The next number of tokens worth capturing, while nothing else is to be done."""
-        return next((n for n in range(1, MAX_CAPTURED + 1) if n not in self._captured), None) if self._capture else None
-
-    def capture(self, n_tokens: int) -> None:
-        """Write down a pass of ``n_tokens`` decode steps, if that gives what the pass itself gives."""
-        assert self._ragged is not None
-        rng = torch.Generator().manual_seed(n_tokens)
-        shape = (1, 1, self.hidden_size)
+        def inputs(n_tokens: int) -> list[torch.Tensor]:
+            shape = (1, 1, self.hidden_size)
+            return [torch.randn(shape, generator=rng).to(self.dtype).to(self.device) for _ in range(n_tokens)]
 
         def pieces(hidden: list[torch.Tensor]) -> list[Piece]:
-            zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             return [Piece(h, zero, self.new_cache(), 0) for h in hidden]
 
         def forward(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return self._decode(hidden, positions, None, ragged.cache, self.span)
 
-        ragged = self._ragged
-        inputs = [
-            [torch.randn(shape, generator=rng).to(self.dtype).to(self.device) for _ in range(n_tokens)] for _ in "ab"
-        ]
         try:
-            captured = ragged.capture(pieces(inputs[0]), forward)
-            with torch.inference_mode():
-                got = ragged.run_captured(pieces(inputs[1]), captured)
-                expected = ragged.run(pieces(inputs[1]), forward)
+            captured = ragged.capture(pieces(inputs(2)), pieces(inputs(3)), forward)
+            errors = []
+            for n_tokens in CHECKED_CAPTURED:
+                hidden = inputs(n_tokens)
+                with torch.inference_mode():
+                    pairs = zip(
+                        ragged.run_captured(pieces(hidden), captured), ragged.run(pieces(hidden), forward), strict=True
+                    )
+                errors += [relative_error(got, expected) for got, expected in pairs]
         except Exception as error:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
-            self._capture = False
             logger.info("passes are not captured: %s", error)
             return
-        if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-            self._captured[n_tokens] = captured
+        if max(errors) <= self._tolerance:
+            self._captured = captured
         else:
-            self._capture = False
-            logger.info("passes are not captured: a captured pass differs")
+            logger.info("passes are not captured: a captured pass differs by %.2g", max(errors))
 
     @property
     def can_batch(self) -> bool:
@@ -276,7 +264,6 @@ class LoadedSpan:
             self._ragged = None
             self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
             return
-        self._capture = True
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
     def quantization_error(self, folder: Path) -> float | None:
@@ -309,11 +296,12 @@ class LoadedSpan:
         self.forward(*self._example(8), None, cache, 0)
         return max(1, cache.n_bytes() // 8)
 
-    def measure_decode(self, n_streams: int, budget_s: float) -> float:
-        """Measure tokens/s of so many decoding streams in one pass, within about ``budget_s``."""
+    def decode_rates(self, n_streams: int, budget_s: float) -> Iterator[float]:
+        """Measure tokens/s of so many decoding streams in one pass, within about ``budget_s``: ever better ones."""
         caches, n_past = [self.new_cache() for _ in range(n_streams)], 16
         for cache in caches:
             self.forward(*self._example(n_past), None, cache, 0)
+            yield 0.0
         hidden, positions = self._example(1)
 
         def decode(step: int) -> int:
@@ -324,16 +312,16 @@ class LoadedSpan:
                 self.forward(hidden, positions + at, None, caches[0], at)
             return n_streams
 
-        return _rate(decode, budget_s)
+        yield from _rates(decode, budget_s)
 
-    def measure_prefill(self, budget_s: float) -> float:
-        """Measure tokens/s of prefill in chunks of 64, within about ``budget_s``."""
+    def prefill_rates(self, budget_s: float) -> Iterator[float]:
+        """Measure tokens/s of prefill in chunks of 64, within about ``budget_s``: ever better ones."""
 
         def prefill(_: int) -> int:
             self.forward(*self._example(64))
             return 64
 
-        return _rate(prefill, budget_s)
+        return _rates(prefill, budget_s)
 
     def _example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = torch.zeros(1, n_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -389,10 +377,18 @@ def _accepted_arguments(forward: Callable[..., Any]) -> set[str]:
     return names
 
 
-def _rate(step: Callable[[int], int], budget_s: float) -> float:
+def _rates(step: Callable[[int], int], budget_s: float) -> Iterator[float]:
     step(0)
-    done, n, begun = 0, 1, time.perf_counter()
-    while (elapsed := time.perf_counter() - begun) < budget_s and n < 64:
+    yield 0.0  # the first one is slow
+    done, n, spent_s = 0, 1, 0.0
+    while spent_s < budget_s and n < 64:
+        begun = time.perf_counter()
         done += step(n)
+        spent_s += time.perf_counter() - begun
         n += 1
-    return done / max(elapsed, 1e-9)
+        yield done / max(spent_s, 1e-9)
+
+
+def last(rates: Iterable[float]) -> float:
+    """The best of what was measured."""
+    return deque(rates, maxlen=1)[0]

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ import torch
 
 from swarmd.compute.device import device_description, pick_device
 from swarmd.compute.engine import Engine
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.span import LoadedSpan, last
 from swarmd.compute.training import Training
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.training import Allowance
@@ -58,7 +58,6 @@ class Worker:
         self._allowance = Allowance(0.0)
         self._n_own = 0
         self._ticked_at = 0.0
-        self._is_prepared = False
         self._measure_at = 0.0
         self._to_measure: list[int] = []
         self._speed = Measured()
@@ -67,7 +66,7 @@ class Worker:
         answers: list[bytes] = []
         while True:
             if not answers:
-                self._prepare_while_idle()
+                self._measure_while_idle()
             for frame in self._receive(wait=not self._has_work and not answers):
                 answers += self._take(frame)
             if self._engine is None or not self._has_work:
@@ -103,29 +102,41 @@ class Worker:
         self._allowance.spend(time.monotonic() - begun)
         return answers, 0.0
 
-    def _prepare_while_idle(self) -> None:
-        """While nothing comes, make later passes faster and measure; a frame that arrives waits for one of these."""
+    def _measure_while_idle(self) -> None:
+        """While nothing comes, measure, pass by pass: a frame that arrives waits for one of these at most."""
         while self._engine is not None and not self._has_work:
-            wait_s = IDLE_S if not self._is_prepared else max(IDLE_S, self._measure_at - time.monotonic())
+            wait_s = max(IDLE_S, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
-            if not self._is_prepared:
-                self._is_prepared = not self._engine.prepare()
-                continue
             if not self._to_measure:
                 self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]
-            self._measure(self._engine.span, self._to_measure.pop(0))
+            if not self._measure(self._engine.span, self._to_measure[0]):
+                return
+            self._to_measure.pop(0)
             self._measure_at = time.monotonic() + (IDLE_S if self._to_measure else MEASURE_INTERVAL_S)
 
-    def _measure(self, span: LoadedSpan, n_streams: int) -> None:
-        rate = span.measure_decode(n_streams, BUDGET_S)
+    def _measure(self, span: LoadedSpan, n_streams: int) -> bool:
+        """Measure and tell; False when a frame came, and nothing is known."""
+        rate = self._undisturbed(span.decode_rates(n_streams, BUDGET_S))
+        prefill = self._undisturbed(span.prefill_rates(BUDGET_S)) if n_streams == 1 and rate else 0.0
+        if not rate or (n_streams == 1 and not prefill):
+            return False
         if n_streams == 1:
-            prefill = span.measure_prefill(BUDGET_S)
             self._speed = msgspec.structs.replace(self._speed, decode_tokens_per_s=rate, prefill_tokens_per_s=prefill)
         else:
             batches = {**self._speed.batch_tokens_per_s, n_streams: rate}
             self._speed = msgspec.structs.replace(self._speed, batch_tokens_per_s=batches)
         self._send([messages.framed(self._speed)])
+        return True
+
+    def _undisturbed(self, rates: Iterable[float]) -> float:
+        """The last of some rates, each of which takes a pass to find; 0 when a frame arrives before."""
+        best = 0.0
+        for rate in rates:
+            if select.select([self._connection], [], [], 0)[0]:
+                return 0.0
+            best = rate
+        return best
 
     def _receive(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
@@ -181,9 +192,11 @@ class Worker:
             folder, blocks = Path(request.path), Span(request.start, request.end)
             span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick)
             span.self_test()
+            span.capture()
             loss = None if request.quantize == "none" else span.quantization_error(folder)
             self._speed = Measured(
-                decode_tokens_per_s=span.measure_decode(1, QUICK_S), prefill_tokens_per_s=span.measure_prefill(QUICK_S)
+                decode_tokens_per_s=last(span.decode_rates(1, QUICK_S)),
+                prefill_tokens_per_s=last(span.prefill_rates(QUICK_S)),
             )
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
