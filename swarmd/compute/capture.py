@@ -122,8 +122,8 @@ def _let_n_enter(two: fx.GraphModule, three: fx.GraphModule) -> None:
 
 
 def _same(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
+    if first is second or isinstance(first, torch.ScriptObject):  # packed weights, which do not compare
+        return type(first) is type(second)
     both = torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape
     return bool(both and first.dtype == second.dtype and torch.equal(first, second))
 
