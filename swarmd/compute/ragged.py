@@ -184,7 +184,7 @@ def _attend_packed(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's attention; for one new token, all heads that share keys read them once (twice as fast from 1,000)."""
+    """The library's attention; for one new token, all heads that share keys read them once."""
     b, h, t, d = query.shape
     if t > 1 or mask is not None:
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(

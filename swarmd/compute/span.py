@@ -309,7 +309,8 @@ class LoadedSpan:
             if self.can_batch:
                 self.forward_ragged([Piece(hidden, positions + at, cache, at) for cache in caches])
             else:
-                self.forward(hidden, positions + at, None, caches[0], at)
+                for cache in caches:
+                    self.forward(hidden, positions + at, None, cache, at)
             return n_streams
 
         yield from _rates(decode, budget_s)
