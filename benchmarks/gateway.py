@@ -141,7 +141,7 @@ def main() -> None:
             "generate in threads": lambda: by_generate(model, tokenizer),
         }
         if asked.transformers_serve:
-            whole = smollm2(folder)
+            whole = smollm2()
             for name, options in (("", ()), (" --continuous-batching", ("--continuous-batching",))):
                 url = stack.enter_context(transformers_serve(asked.transformers_serve, whole, *options))
                 ways[f"transformers serve{name}"] = partial(through, url, str(whole), False)

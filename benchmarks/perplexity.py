@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import tempfile
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -63,29 +61,26 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     n_windows = parser.parse_args().windows
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = smollm2(Path(temporary))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        text = "\n".join(topics.values())
-        ids = torch.tensor(tokenizer(text)["input_ids"][: n_windows * WINDOW]).view(-1, WINDOW)
-        ends = Ends(folder, torch.float32)
-        print(f"{len(ids)} windows of {WINDOW} tokens\n")
-        print("| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |")
-        print("|---|---|---|---|---|---|---|---|")
-        first = 0.0
-        for dtype, quantize in KINDS:
-            span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize)
-            span.self_test()
-            found = perplexity(span, ends, ids)
-            first = first or found
-            n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
-            span.capture()
-            speeds = [last(span.decode_rates(n, MEASURE_S)) for n in (1, 4)] + [last(span.prefill_rates(MEASURE_S))]
-            told = " | ".join(f"{speed:.1f}" for speed in speeds)
-            kind = dtype if quantize == "none" else quantize
-            print(
-                f"| {dtype} | {kind} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |", flush=True
-            )
+    folder = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "\n".join(topics.values())
+    ids = torch.tensor(tokenizer(text)["input_ids"][: n_windows * WINDOW]).view(-1, WINDOW)
+    ends = Ends(folder, torch.float32)
+    print(f"{len(ids)} windows of {WINDOW} tokens\n")
+    print("| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |")
+    print("|---|---|---|---|---|---|---|---|")
+    first = 0.0
+    for dtype, quantize in KINDS:
+        span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize)
+        span.self_test()
+        found = perplexity(span, ends, ids)
+        first = first or found
+        n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
+        span.capture()
+        speeds = [last(span.decode_rates(n, MEASURE_S)) for n in (1, 4)] + [last(span.prefill_rates(MEASURE_S))]
+        told = " | ".join(f"{speed:.1f}" for speed in speeds)
+        kind = dtype if quantize == "none" else quantize
+        print(f"| {dtype} | {kind} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |", flush=True)
 
 
 if __name__ == "__main__":

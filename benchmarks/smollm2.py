@@ -150,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, list[Measured]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = smollm2(Path(temporary))
+        folder = smollm2()
         weights = {kind: Path(temporary) / f"{kind}.gguf" for kind in asked.kinds}
         for kind in asked.kinds if asked.llama_cpp else ():
             command = [str(asked.llama_cpp / "llama-quantize"), "--allow-requantize"]

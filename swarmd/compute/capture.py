@@ -3,7 +3,7 @@
 A decode step of a small span spends a third of its time between kernels, in Python that decides the same thing every
 time. ``trace`` records one pass with torch's own tracer; of two passes over different numbers of tokens ``capture``
 learns where the number enters, folds what depends on weights only, and gives back a plain function. What the tracer
-cannot follow (control flow that depends on values, as in mixtures of experts) it refuses, and the span goes on as
+cannot follow (control flow that depends on values) it refuses, and the span goes on as
 before; the caller compares results before it relies on a captured pass.
 """
 
@@ -102,7 +102,9 @@ def _let_n_enter(two: fx.GraphModule, three: fx.GraphModule) -> None:
         if isinstance(first, (list, tuple)) and len(first) == len(second):
             return type(first)(merged(a, b, at) for a, b in zip(first, second, strict=True))
         if isinstance(first, fx.Node) and isinstance(second, fx.Node):
-            return first  # pairs are compared in their order
+            if twins.get(second) is not first:
+                raise RuntimeError("a pass over 3 tokens takes other results than one over 2")
+            return first
         if type(first) is type(second) and first == second:
             return first
         if not (isinstance(first, int) and isinstance(second, int) and 3 * first == 2 * second):
@@ -112,7 +114,9 @@ def _let_n_enter(two: fx.GraphModule, three: fx.GraphModule) -> None:
         with two.graph.inserting_before(at):
             return two.graph.call_function(operator.mul, (n, first // 2))
 
+    twins: dict[fx.Node, fx.Node] = {}
     for node, other in pairs:
+        twins[other] = node
         if node.op == "get_attr":
             if not _same(getattr(two, node.target), getattr(three, node.target)):
                 raise RuntimeError("a pass uses constants that depend on the number of tokens")
@@ -130,7 +134,7 @@ def _same(first: Any, second: Any) -> bool:
 
 def _plain(node: fx.Node) -> Any:
     plain = _PLAIN.get(node.target, node.target)
-    return node.target if "out" in node.kwargs else plain
+    return node.target if {"out", "layout"} & node.kwargs.keys() else plain  # which plain functions do not take
 
 
 def _fold(module: fx.GraphModule) -> list[Any]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.linear import (
+    ROOM,
     DynamicInt8Linear,
     FrozenLinear,
     HalfLinear,
@@ -31,6 +32,8 @@ ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several d
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
+LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
+REPLACED = (nn.Linear, Int8Linear)
 WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
 
 
@@ -45,10 +48,10 @@ class Kernel:
 
 KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights are
     torch.float32: {
-        "packed": Kernel(PackedLinear, lambda layer: True, 1e-4),
+        "onednn": Kernel(PackedLinear, lambda layer: True, 1e-4),
         "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
     },
-    torch.bfloat16: {"packed": Kernel(PackedLinear, lambda layer: True, 0.03)},
+    torch.bfloat16: {"onednn": Kernel(PackedLinear, lambda layer: True, 0.03)},
     torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
 }
 
@@ -57,45 +60,79 @@ def choose(model: nn.Module) -> Decision[str]:
     """Have the model's linear layers computed by the fastest kernel that is right here; says which and why."""
     if layers(model, Int4Linear):
         return Decision("plain", "4 bits by torch's only kernel for them")
-    found = list(layers(model, nn.Linear, Int8Linear).values())
-    decision, kernel = _decide(found)
+    decision, kernel = _decide(list(layers(model, *REPLACED).values()))
     if kernel is not None:
-        replace(model, type(found[0]), lambda layer: kernel.make(layer) if kernel.fits(layer) else layer)
+        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *REPLACED)
     return decision
 
 
 def quicken(layer: nn.Linear) -> Decision[str]:
-    """The same for a layer that stays what it is, which others may train: while nobody asks for gradients."""
-    decision, kernel = _decide([layer])
-    if kernel is not None:
-        other, known = kernel.make(layer), _identity(layer.weight)
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            if not torch.is_grad_enabled() and _identity(layer.weight) == (*known[:2], hidden.dtype, hidden.device):
-                return other.compute(hidden)
-            return functional.linear(hidden, layer.weight, layer.bias)
-
-        layer.__dict__["forward"] = forward  # before the class's own
+    """The same for one layer that stays what it is, which others may train: ``QuickLinear``."""
+    if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * layer.weight.nbytes:
+        return Decision("plain", "not enough memory for another copy of its weight")
+    n_rows = -(-2 * TIMED_BYTES // (layer.in_features * layer.weight.element_size()))
+    part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
+    part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
+    part.out_features = len(part.weight)
+    decision, kernel = _decide([part])
+    if kernel is not None and kernel.fits(layer):
+        layer.__class__ = QuickLinear
+        layer.__dict__["quick"] = _Quick(kernel.make(layer), layer.weight)
     return decision
 
 
-def _identity(weight: torch.Tensor) -> tuple[int, int, torch.dtype, torch.device]:
-    """Equal as long as nobody has changed it."""
-    return weight.data_ptr(), weight._version, weight.dtype, weight.device
+class _Quick:
+    """Another layer for the same weight, as long as nobody has changed that."""
+
+    def __init__(self, other: FrozenLinear, weight: torch.Tensor) -> None:
+        other.bias = None
+        self._other = other
+        self._known = self._look(weight)
+
+    @staticmethod
+    def _look(weight: torch.Tensor) -> tuple[object, ...]:
+        """Where it lies, how often it was changed, and, for changes that do not count, some of its numbers."""
+        version = -1 if weight.is_inference() else weight._version
+        some = weight.detach().flatten()[:: max(1, weight.numel() // LOOKED_AT)]
+        return weight.data_ptr(), version, weight.dtype, some.sum().item()
+
+    def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """None when it cannot stand for the weight."""
+        if torch.is_grad_enabled() or hidden.dtype != weight.dtype or self._look(weight) != self._known:
+            return None
+        return self._other.compute(hidden)
+
+
+class QuickLinear(nn.Linear):
+    """A layer of torch's that is computed by another kernel while nobody asks for gradients; a copy is plain again."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor | None = self.__dict__["quick"].compute(hidden, self.weight)
+        if out is None:
+            return super().forward(hidden)
+        return out if self.bias is None else out + self.bias
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and deep copies are layers of torch's own."""
+        state = {name: value for name, value in self.__dict__.items() if name != "quick"}
+        return nn.Linear.__new__, (nn.Linear,), state
 
 
 def _decide(found: Sequence[Any]) -> tuple[Decision[str], Kernel | None]:
     kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
+    if len(kinds) > 1:
+        return Decision("plain", "layers of several types"), None
     offers = [KERNELS[dtype] for dtype, device in kinds if dtype in KERNELS and device == "cpu"]
-    if len(kinds) != 1 or not offers:
+    if not offers:
         return Decision("plain", "not float32, bfloat16 or int8 on a CPU"), None
     sample = _sample(found)
     if sum(_kept(layer).nbytes for layer in sample) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
-    times, missing = {"plain": _times(sample)}, ""
+    dtype = torch.bfloat16 if isinstance(sample[0], Int8Linear) else sample[0].weight.dtype
+    times, missing = {"plain": _times(sample, dtype)}, ""
     for name, kernel in offers[0].items():
         try:
-            times[name] = _times(_made(sample, kernel))
+            times[name] = _times(_made(sample, kernel), dtype)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             missing += f"; not {name}: {str(error)[:200]}"
     decision = fastest(times)
@@ -108,13 +145,16 @@ def _kept(layer: nn.Linear | Int8Linear) -> torch.Tensor:
 
 
 def _sample(found: Sequence[Any]) -> list[Any]:
-    """The first layers, so many that no cache holds them."""
-    chosen, n_bytes = [], 0
+    """The first layer of each shape, then others, so many that no cache holds them."""
+    one_each = {(layer.out_features, layer.in_features): layer for layer in reversed(found)}
+    chosen = list(one_each.values())
+    n_bytes = sum(_kept(layer).nbytes for layer in chosen)
     for layer in found:
-        chosen.append(layer)
-        n_bytes += _kept(layer).nbytes
         if n_bytes >= TIMED_BYTES:
             break
+        if not any(layer is other for other in chosen):
+            chosen.append(layer)
+            n_bytes += _kept(layer).nbytes
     return chosen
 
 
@@ -159,13 +199,13 @@ def fastest(seconds: dict[str, list[float]]) -> Decision[str]:
 
 
 @torch.inference_mode()
-def _times(those: Sequence[Any]) -> list[float]:
+def _times(those: Sequence[Any], dtype: torch.dtype) -> list[float]:
     """Seconds of a pass through all, for each number of rows in ``ROWS``."""
-    return [_time(those, n) for n in ROWS]
+    return [_time(those, n, dtype) for n in ROWS]
 
 
-def _time(those: Sequence[Any], n_rows: int) -> float:
-    inputs = [torch.randn(n_rows, layer.in_features).to(layer.weight.dtype) for layer in those]
+def _time(those: Sequence[Any], n_rows: int, dtype: torch.dtype) -> float:
+    inputs = [torch.randn(n_rows, layer.in_features).to(dtype) for layer in those]
     taken = []
     for _ in range(TIMED_PASSES):
         begun = time.perf_counter()

@@ -1,6 +1,6 @@
 """Linear layers that only compute: other memory layouts of a weight that nobody changes, for few rows at a time.
 
-Both kinds are differentiable by what enters them, and take adapters, as the library's own layer does.
+All are differentiable by what enters them, and take adapters, as the library's own layer does.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class PackedLinear(FrozenLinear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
+        self._weight: torch.Tensor | None = None
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
@@ -78,9 +79,13 @@ class PackedLinear(FrozenLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as it was, to the bit, made anew."""
-        dense: torch.Tensor = self._packed.to_dense()
-        return dense
+        """The weight as it was, to the bit. Kept from then on, where there is room: some families read it each time."""
+        if self._weight is not None:
+            return self._weight
+        weight: torch.Tensor = self._packed.to_dense()
+        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
+            self._weight = weight
+        return weight
 
 
 class HalfLinear(FrozenLinear):
@@ -152,7 +157,11 @@ class Int8Linear(FewBitsLinear):
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) > FEW_ROWS:
             return functional.linear(rows, self.levels.bfloat16()) * self.scales
-        return torch._weight_int8pack_mm(rows, self.levels, self.scales)
+        return torch._weight_int8pack_mm(rows.contiguous(), self.levels, self.scales)
+
+
+def _has_vnni() -> bool:
+    return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
 
 
 class DynamicInt8Linear(FrozenLinear):
@@ -174,8 +183,12 @@ class DynamicInt8Linear(FrozenLinear):
 
     @staticmethod
     def fits(layer: Int8Linear) -> bool:
-        """Not for layers that narrow: what enters an MLP's last one has outliers, which 8 bits do not stand."""
-        return layer.out_features >= layer.in_features
+        """Is this a layer that does not narrow, on a CPU with VNNI?
+
+        What enters an MLP's last layer has outliers, which 8 bits do not stand, and it is one that narrows, mostly.
+        Without VNNI the kernel adds pairs in 16 bits, which are too few.
+        """
+        return layer.out_features >= layer.in_features and _has_vnni()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -246,8 +259,8 @@ def layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Any]:
     }
 
 
-def replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
-    """Put other layers in place of all of one kind; ``make`` may give back what it was given."""
-    for name, layer in layers(model, kind).items():
+def replace(model: nn.Module, make: Callable[[Any], nn.Module], *kinds: type[nn.Module]) -> None:
+    """Put other layers in place of all of these kinds, one by one; ``make`` may give back what it was given."""
+    for name in list(layers(model, *kinds)):  # names only: each layer goes as soon as there is another
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, make(layer))
+        setattr(model.get_submodule(parent), last, make(model.get_submodule(name)))

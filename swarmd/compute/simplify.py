@@ -122,13 +122,16 @@ def _norm(module: fx.GraphModule, node: fx.Node) -> None:
     floor = _constant(module, node, f"floor_{width}_{eps}", least)
     length = _call(node, torch.linalg.vector_norm, x, 2, -1, True)
     unit = _call(node, _aten.div.Tensor, x, _call(node, torch.hypot, length, floor))
+    unit.meta = x.meta
     _put(node, _call(node, _aten.mul.Tensor, unit, math.sqrt(width)))
 
 
 def _scaled_twice(module: fx.GraphModule, node: fx.Node) -> None:
     """A weight takes a factor in, once and for all."""
     found = matched(SCALED_TWICE, node)
-    if found is not None and isinstance(found["scale"], float) and getattr(found["weight"], "op", "") == "get_attr":
+    if found is None or not isinstance(found["scale"], float) or getattr(found["weight"], "op", "") != "get_attr":
+        return
+    if found["weight"].meta["val"].dtype == found["y"].meta["val"].dtype:  # else it would be rounded more
         weight = _call(node, _aten.mul.Tensor, found["weight"], found["scale"])
         _put(node, _call(node, _aten.mul.Tensor, weight, found["y"]))
 

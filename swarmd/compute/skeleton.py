@@ -231,7 +231,7 @@ def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str) -> 
     whole: PreTrainedModel | None = None
     for block in span.blocks():
         part = load(folder, Span(block, block + 1), dtype)
-        replace(part, nn.Linear, partial(quantised, kind=kind))
+        replace(part, partial(quantised, kind=kind), nn.Linear)
         if whole is None:
             whole = part
         else:

@@ -131,12 +131,12 @@ class Worker:
 
     def _undisturbed(self, rates: Iterable[float]) -> float:
         """The last of some rates, each of which takes a pass to find; 0 when a frame arrives before."""
-        best = 0.0
+        newest = 0.0
         for rate in rates:
             if select.select([self._connection], [], [], 0)[0]:
                 return 0.0
-            best = rate
-        return best
+            newest = rate
+        return newest
 
     def _receive(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""

@@ -84,7 +84,8 @@ class DirectStream:
     async def send(self, data: bytes) -> None:
         sent = False
         try:
-            await self._tls.send_all(data)
+            with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
+                await self._tls.send_all(data)
             sent = True
         except BROKEN:
             raise Unreachable(f"the direct channel to {self.peer} is gone") from None

@@ -85,6 +85,7 @@ class Channel:
             raise Unreachable(f"the channel to {self.peer} has ended")
         await self._lock.acquire(is_bulk=False)
         try:
+            await trio.lowlevel.checkpoint_if_cancelled()  # a stream that is cancelled while it sends has to end
             await self.stream.send(frame)
         finally:
             self._lock.release()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -96,7 +99,7 @@ def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(plain)
     decision = choose(model)
     assert decision.action == "plain"
-    assert "not packed: it gives other results here; not half: the weights would lose bits" in decision.reason
+    assert "not onednn: it gives other results here; not half: the weights would lose bits" in decision.reason
     assert type(model[0]) is nn.Linear
 
 
@@ -127,9 +130,13 @@ class TestChosen:
         model = nn.Sequential(linear(64, 64), nn.Sequential(linear(64, 32)), nn.LayerNorm(32))
         hidden = torch.randn(3, 64)
         expected = model(hidden)
-        assert choose(model).action == "packed"
+        assert choose(model).action == "onednn"
         assert [type(m) for m in (model[0], model[1][0])] == [PackedLinear] * 2
         torch.testing.assert_close(model(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+    def test_bfloat16_is_packed(self) -> None:
+        model = nn.Sequential(linear(64, 64).bfloat16())
+        assert choose(model).action == "onednn"
 
     def test_those_that_lose_nothing_are_kept_in_sixteen_bits(self) -> None:
         model = nn.Sequential(sixteen_bits(64, 64), linear(64, 64))
@@ -149,7 +156,8 @@ class TestChosen:
         hidden = torch.randn(2, 3, 64)
         expected = head(hidden)
         assert quicken(head).action == "half"
-        assert type(head) is nn.Linear
+        assert isinstance(head, nn.Linear)
+        assert type(copy.deepcopy(head)) is type(pickle.loads(pickle.dumps(head))) is nn.Linear
         with torch.no_grad():
             torch.testing.assert_close(head(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
         head.requires_grad_()
@@ -158,6 +166,8 @@ class TestChosen:
         with torch.no_grad():
             head.weight += 1.0
             torch.testing.assert_close(head(hidden), expected + hidden.sum(-1, keepdim=True), rtol=1e-3, atol=1e-3)
+            head.weight.data -= 1.0  # which counts as no change: PEFT merges so
+            torch.testing.assert_close(head(hidden), expected, rtol=1e-3, atol=1e-3)
         head.bfloat16()
         assert head(hidden.bfloat16()).dtype == torch.bfloat16
 

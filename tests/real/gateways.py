@@ -73,7 +73,7 @@ def real_gateway(home: Path, *options: str) -> Iterator[RealGateway]:
 def smol_gateway(folder: Path, running: int = 20) -> Iterator[tuple[LocalSwarm, list[Volunteer], RealGateway]]:
     """Three servers of SmolLM2, of which any one can go, and a gateway for ``running`` requests at a time."""
     with local_swarm(folder) as swarm:
-        models = {"smol": smollm2(folder)}
+        models = {"smol": smollm2()}
         volunteers = swarm.serving((0, 15), (15, 30), (0, 30), model="smol", models=models)
         home = volunteers[0].home.folder
         (home / "config.toml").write_text(f"[gateway]\nrunning = {running}\n")

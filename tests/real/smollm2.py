@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_kept = TemporaryDirectory(prefix="smollm2-")
 
 
 def gguf_file() -> Path:
@@ -19,10 +20,9 @@ def gguf_file() -> Path:
 
 
 @cache
-def smollm2(parent: Path) -> Path:
-    """The model as a folder of safetensors below ``parent``."""
+def smollm2() -> Path:
+    """The model as a folder of safetensors, which is converted once and goes with the process."""
     from swarmd.compute.gguf import convert
 
-    folder = Path(mkdtemp(dir=parent, prefix="smollm2-"))
-    convert(gguf_file(), folder, "auto", lambda line: None)
-    return folder
+    convert(gguf_file(), Path(_kept.name), "auto", lambda line: None)
+    return Path(_kept.name)

@@ -89,7 +89,7 @@ class Stage:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("gateway")
     with smol_gateway(folder, N_STREAMS) as (swarm, volunteers, gateway):
-        yield Stage(swarm, volunteers, gateway, smollm2(folder))
+        yield Stage(swarm, volunteers, gateway, smollm2())
     gc.collect()  # clients' connections, which would else be found open when pytest itself ends
 
 
