@@ -162,3 +162,14 @@ async def test_disconnecting_a_peer_ends_its_direct_channels() -> None:
         await talks_over(pair)
         await pair.bob.disconnect(pair.alice.peer_id)
         assert not pair.streams[0].can_send(1)
+
+
+async def test_who_is_cancelled_while_sending_a_little_leaves_the_channel_to_others() -> None:
+    async with Pair().running() as pair:
+        stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.send(b"whole")
+        assert await stream.receive() == b"whole"
+        await stream.send(b"more")
+        assert await stream.receive() == b"more"
