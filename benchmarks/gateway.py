@@ -145,7 +145,7 @@ def main() -> None:
             for name, options in (("", ()), (" --continuous-batching", ("--continuous-batching",))):
                 url = stack.enter_context(transformers_serve(asked.transformers_serve, whole, *options))
                 ways[f"transformers serve{name}"] = partial(through, url, str(whole), False)
-        for way in ways.values():  # nobody captures passes or loads a model while it counts
+        for way in ways.values():  # nobody loads a model while it counts
             way()
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(asked.rounds):

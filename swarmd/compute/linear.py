@@ -65,39 +65,58 @@ class _Differentiated(torch.autograd.Function):
         return gradients[0] @ ctx.layer.weight.to(gradients[0].dtype), None
 
 
-class PackedLinear(FrozenLinear):
+class _PackedOnce(FrozenLinear):
+    """A weight that its kernel reads packed; unpacked, it is kept where there is room: some families read it often."""
+
+    _kept_in: torch.dtype | None = None  # what loses nothing; None is the weight's own
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._dtype = linear.weight.dtype
+        self._unpacked: torch.Tensor | None = None
+
+    @abstractmethod
+    def _unpack(self) -> torch.Tensor:
+        """The weight as it was, to the bit."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it was, to the bit."""
+        if self._unpacked is not None:
+            return self._unpacked.to(self._dtype)
+        weight = self._unpack()
+        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
+            self._unpacked = weight.to(self._kept_in or self._dtype)
+        return weight
+
+
+class PackedLinear(_PackedOnce):
     """float32 or bfloat16 on a CPU, the weight in the blocks that oneDNN's kernels read."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
-        self._weight: torch.Tensor | None = None
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
         return out
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it was, to the bit. Kept from then on, where there is room: some families read it each time."""
-        if self._weight is not None:
-            return self._weight
+    def _unpack(self) -> torch.Tensor:
         weight: torch.Tensor = self._packed.to_dense()
-        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
-            self._weight = weight
         return weight
 
 
-class HalfLinear(FrozenLinear):
+class HalfLinear(_PackedOnce):
     """float32 on a CPU, the weight kept in 16 bits (float16), by FBGEMM's kernel.
 
-    For weights that lose nothing by it: those of nearly all checkpoints were written in 16 bits.
+    For weights that lose nothing by it: those of nearly all checkpoints were written in 16 bits. Unpacking is slow.
     """
+
+    _kept_in = torch.float16
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), None)
-        self._weight: torch.Tensor | None = None
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
@@ -110,14 +129,8 @@ class HalfLinear(FrozenLinear):
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._packed)
         return out if self.bias is None else out + self.bias
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight in float32. Unpacking is slow: it is kept from then on, in 16 bits, where there is room."""
-        if self._weight is not None:
-            return self._weight.float()
+    def _unpack(self) -> torch.Tensor:
         weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
-            self._weight = weight.half()
         return weight
 
 

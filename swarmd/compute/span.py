@@ -302,7 +302,7 @@ class LoadedSpan:
         return max(1, cache.n_bytes() // 8)
 
     def decode_rates(self, n_streams: int, budget_s: float) -> Iterator[float]:
-        """Measure tokens/s of so many decoding streams in one pass, within about ``budget_s``: ever better ones."""
+        """Measure tokens/s of so many decoding streams in one pass, in about ``budget_s``: after each pass the mean."""
         caches, n_past = [self.new_cache() for _ in range(n_streams)], 16
         for cache in caches:
             self.forward(*self._example(n_past), None, cache, 0)
@@ -321,7 +321,7 @@ class LoadedSpan:
         yield from _rates(decode, budget_s)
 
     def prefill_rates(self, budget_s: float) -> Iterator[float]:
-        """Measure tokens/s of prefill in chunks of 64, within about ``budget_s``: ever better ones."""
+        """Measure tokens/s of prefill in chunks of 64, in about ``budget_s``: after each pass the mean."""
 
         def prefill(_: int) -> int:
             self.forward(*self._example(64))
