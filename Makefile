@@ -10,7 +10,7 @@ SEEDS  ?= 20
 TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py tuning.py tune_command.py) \
     tests/cli/test_train_commands.py
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
-GATEWAY  := $(addprefix tests/real/test_,gateway.py clients.py page.py)
+GATEWAY  := $(addprefix tests/real/test_,page.py clients.py gateway.py)
 PARTS    := slow-gateway slow-rest quick slow-training slow-serving
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"

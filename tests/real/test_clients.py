@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.real.gateways import RealGateway, smol_gateway
+from tests.real.gateways import RealGateway
+from tests.real.harness import LocalSwarm, Volunteer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
@@ -20,14 +20,9 @@ PYTEST = ROOT / ".venv" / "clients" / "bin" / "pytest"
 AT_MOST_S = 400
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    with smol_gateway(tmp_path_factory.mktemp("clients")) as (_, _, started):
-        yield started
-
-
 @pytest.mark.parametrize("suite", ["litellm", "openapi", "langchain"])
-def test_it_holds(gateway: RealGateway, suite: str) -> None:
+def test_it_holds(smol: tuple[LocalSwarm, list[Volunteer], RealGateway], suite: str) -> None:
+    gateway = smol[2]
     assert PYTEST.exists(), "make clients installs them"
     done = subprocess.run(
         [PYTEST, f"{suite}_suite.py"],

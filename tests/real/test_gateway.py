@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ from swarmd.config import GatewayConfig
 from swarmd.gateway import serving
 from swarmd.gateway.address import running
 from tests.real.faults import revive
-from tests.real.gateways import RealGateway, real_gateway, smol_gateway
+from tests.real.gateways import RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
@@ -86,11 +84,8 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("gateway")
-    with smol_gateway(folder, N_STREAMS) as (swarm, volunteers, gateway):
-        yield Stage(swarm, volunteers, gateway, smollm2())
-    gc.collect()  # clients' connections, which would else be found open when pytest itself ends
+def stage(smol: tuple[LocalSwarm, list[Volunteer], RealGateway]) -> Stage:
+    return Stage(*smol, smollm2())
 
 
 @pytest.fixture(scope="module")

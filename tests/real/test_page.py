@@ -107,7 +107,6 @@ def browser(
         chromium.close()
 
 
-@both
 def test_it_chats_streams_and_stops(browser: Browser) -> None:
     browser.open()
     page = browser.page

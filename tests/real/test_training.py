@@ -44,7 +44,7 @@ def trainers(swarm: LocalSwarm, n: int) -> list[Volunteer]:
 @pytest.mark.parametrize(
     ("steps", "runs", "bound"),
     [
-        (12, EXACT, 1e-5),
+        (8, EXACT, 1e-5),
         pytest.param(50, EXACT, 1e-5, marks=pytest.mark.prove),
         pytest.param(50, {"adamw": "float32"}, 1e-4, marks=pytest.mark.prove),  # other order of sums: it is reported
     ],
