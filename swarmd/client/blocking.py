@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import trio
 
+from swarmd.client.decoding import Ahead
+from swarmd.client.draft import load_draft
 from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import Statistics, Terms
 from swarmd.client.model import remote_model
@@ -219,6 +221,8 @@ class Swarm:
         codec: str = "auto",
         adapter: str = "",
         quantize: str = "auto",
+        draft: str = "",
+        lookup: bool = True,
         wait_s: float = 10.0,
     ) -> Any:
         """Return a transformers model by its name in the catalog (or its hash).
@@ -227,8 +231,10 @@ class Swarm:
         chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8; see
         docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
-        Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer
-        than ``wait_s``.
+        Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
+        in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
+        here. What is generated is the same.
+        Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
         lora = self._swarm.adapter(adapter, model)
@@ -249,7 +255,15 @@ class Swarm:
             return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, opening))
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype))
+        ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype)) if draft else None)
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead)
+
+    def _draft(self, name: str, target: str, dtype: torch.dtype) -> Any:
+        """A whole model of the catalog that proposes for another one. Raises ConfigError."""
+        if self.tokenizer(name).get_vocab() != self.tokenizer(target).get_vocab():
+            raise ConfigError(f"{name!r} cannot be a draft for {target!r}: it was made with another tokenizer")
+        model, _ = self._thread.call(self._swarm.resolve, name)
+        return load_draft(self._thread.call(self._swarm.supply.ensure, model).folder, dtype)
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""

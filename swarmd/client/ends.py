@@ -42,7 +42,7 @@ class Ends:
         self.vocabulary = int(settings.vocab_size)
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
-        self.can_crop = _all_look_back(settings)
+        self.can_crop = all_look_back(settings)
         self.eos = _ids(self.generation.get("eos_token_id", settings.eos_token_id))
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class Ends:
         return self._answered
 
 
-def _all_look_back(settings: Any) -> bool:
+def all_look_back(settings: Any) -> bool:
     """Can tokens be taken out of every block's cache again? Not where states forget, or windows have moved on."""
     kinds = set(getattr(settings, "layer_types", None) or ())
     if kinds:

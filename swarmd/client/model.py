@@ -20,9 +20,12 @@ from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from swarmd.client import own
+from swarmd.client import decoding, own
+from swarmd.client.decoding import Ahead
+from swarmd.client.ends import all_look_back
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
+from swarmd.client.speculation import Speculation
 from swarmd.compute import skeleton
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
@@ -164,12 +167,19 @@ class _Call(threading.local):
     generating: RemoteCache | None = None
 
 
-def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: torch.dtype = torch.float32) -> Any:
+def remote_model(
+    folder: Path,
+    open_session: OpenSession,
+    lanes: Lanes,
+    dtype: torch.dtype = torch.float32,
+    ahead: Ahead | None = None,
+) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
-    and ``micro_batch_rows``, how many rows of a batch travel together there (0 chooses).
+    ``last_speculation``, which tokens were tried ahead in it; and ``micro_batch_rows``, how many rows of a batch travel
+    together in fine-tuning (0 chooses). ``ahead`` says what is tried ahead; None: nothing.
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: Any = skeleton.decoder_layers(model)
@@ -206,7 +216,7 @@ def remote_model(folder: Path, open_session: OpenSession, lanes: Lanes, dtype: t
     model.lanes = lanes
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
     _own_forward(model, call, lambda: own.lora_of(model, layers))
-    _own_generate(model, call)
+    _own_generate(model, call, ahead or Ahead(looks_up=False))
     return model
 
 
@@ -278,9 +288,10 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, call: _Call) -> None:
+def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
+    can_crop = all_look_back(skeleton.text_config(model.config))
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(cache_name) is not None:
@@ -289,13 +300,17 @@ def _own_generate(model: Any, call: _Call) -> None:
         config = kwargs.get("generation_config") or model.generation_config
         cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
+        model.last_speculation = Speculation(ahead.costs, ())
+        if can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs):
+            model.last_speculation = ahead.speculation()
+            kwargs["custom_generate"] = decoding.loop(ahead, model.last_speculation, cache_name, kwargs.get("streamer"))
         try:
             return generate(*args, **{**kwargs, cache_name: cache})
         finally:
             call.generating, model.last_session = None, cache.session
             cache.close()
 
-    model.last_session = None
+    model.last_session = model.last_speculation = None
     model.generate = generate_remotely
 
 

@@ -171,13 +171,19 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
-    """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
+def _family(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The library's own class for a configuration. Raises ConfigError."""
     base = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if isinstance(base, tuple):
         base = base[0]
     if base is None:
         raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
+    return base  # type: ignore[no-any-return]
+
+
+def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
+    """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
+    base = _family(config)
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -204,7 +210,23 @@ def load(
     if span is not None and quantize in ("int8", "int4") and device == "cpu":
         return _load_quantised(folder, span, dtype, quantize)
     config = read_config(folder)
-    cls = hollow_class(config, span)
+    return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
+
+
+def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the family's own model with all of its layers, on the CPU. Raises ConfigError as ``load`` does."""
+    config = read_config(folder)
+    return _read(folder, config, _family(config), dtype)
+
+
+def _read(
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    dtype: torch.dtype,
+    quantize: str = "none",
+    device: str = "cpu",
+) -> PreTrainedModel:
     where = weight_map(folder)
     handles: dict[str, Any] = {}
     state = {}

@@ -1,8 +1,8 @@
 """One answer as it grows: which tokens, which text, what is tried ahead, when it ends. Knows no network.
 
 Each pass gives logits for one or more tokens that were sent. The first token chosen counts; where tokens were sent
-ahead (copied from where the last ones occurred before), a further one counts as long as it is what was sent. So
-what is chosen never depends on what was tried: the distribution is that of one token at a time.
+ahead (client.speculation), a further one counts as long as it is what was sent. So what is chosen never depends on what
+was tried: the distribution is that of one token at a time.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from tokenizers import Tokenizer
 
+from swarmd.client.speculation import Costs, Lookup, Speculation
 from swarmd.gateway.grammar import Grammar
 from swarmd.gateway.sampling import Choice, Sampler, Sampling
 from swarmd.gateway.writing import Writer
-
-NGRAM = 3  # tokens that have to occur before, for what followed them to be tried
-MOST_AHEAD = 8  # tokens tried in one pass: a server computes so many for little more than one
-LOOK_BACK = 4_096  # tokens in which the last ones are looked for
-BACK_OFF = 16  # tokens without a try after one that failed; twice as many each time, up to
-LONGEST_BACK_OFF = 512  # tokens: a text may begin to repeat itself late
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +46,15 @@ class Piece:
 class Answer:
     """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
 
-    def __init__(self, wanted: Wanted, tokenizer: Tokenizer) -> None:
+    def __init__(self, wanted: Wanted, tokenizer: Tokenizer, costs: Costs) -> None:
         self._wanted = wanted
+        self.speculation = Speculation(costs, [Lookup()] if wanted.looks_up and not wanted.grammar else [])
         self._sampler = Sampler(wanted.sampling, wanted.prompt)
         self._writer = Writer(tokenizer, wanted.stops, wanted.prompt[-8:], wanted.keeps_special)
         self._tokens: list[int] = list(wanted.prompt)
         self._ahead: list[int] = []
-        self._rest_until = 0
-        self._back_off = BACK_OFF
         self._new: list[Choice] = []
         self._text = ""
-        self.n_sent_ahead = 0
-        self.n_taken_ahead = 0
         self.rejected = 0
         self.finish: str | None = None
 
@@ -84,13 +76,13 @@ class Answer:
             if self.finish or is_last or ahead[index] != self._tokens[-1]:
                 self.rejected = len(logits) - 1 - index
                 break
-        self._learn(len(ahead), len(ahead) - self.rejected)
+        self.speculation.learn(len(ahead) - self.rejected)
         if self.finish:
             return []
         sent = [self._tokens[-1], *self._forced()]
         if self.finish:
             return []
-        self._ahead = self._look_up()
+        self._ahead = self.speculation.ahead(self._tokens, self._wanted.max_tokens - self.n_tokens - 1)
         return [*sent, *self._ahead]
 
     def piece(self) -> Piece:
@@ -132,28 +124,3 @@ class Answer:
             if self.finish:
                 break
         return taken
-
-    def _look_up(self) -> list[int]:
-        """What followed the last tokens where they occurred before; nothing while that does not pay."""
-        room = self._wanted.max_tokens - self.n_tokens - 1
-        if not self._wanted.looks_up or self._wanted.grammar or self.n_tokens < self._rest_until or room < 1:
-            return []
-        tokens = self._tokens[-LOOK_BACK:]
-        last = tokens[-NGRAM:]
-        for at in range(len(tokens) - NGRAM - 1, -1, -1):
-            if tokens[at] == last[0] and tokens[at : at + NGRAM] == last:
-                found = tokens[at + NGRAM : at + NGRAM + min(MOST_AHEAD, room)]
-                return [] if set(found) & self._wanted.eos else found
-        return []
-
-    def _learn(self, n_tried: int, n_taken: int) -> None:
-        """Tries that fail are paused, each time for longer; one that pays ends that."""
-        if not n_tried:
-            return
-        self.n_sent_ahead += n_tried
-        self.n_taken_ahead += n_taken
-        if n_taken * 3 >= n_tried:
-            self._back_off = BACK_OFF
-        else:
-            self._rest_until = self.n_tokens + self._back_off
-            self._back_off = min(LONGEST_BACK_OFF, 2 * self._back_off)

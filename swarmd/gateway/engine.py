@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from swarmd.client.links import Terms
 from swarmd.client.prompts import Prompts
 from swarmd.client.session import ChainSession
+from swarmd.client.speculation import Costs
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
@@ -51,6 +52,7 @@ class Engine:
         self._swarm = swarm
         self._terms = terms
         self._kept: list[Kept] = []
+        self._costs = Costs()
         self._grammars: Grammars | None = None
 
     @property
@@ -133,7 +135,7 @@ class Engine:
         chosen, n_shared = found
         self._kept.remove(chosen)
         assert isinstance(chosen.session, ChainSession)
-        row = Row(chosen.session, chosen.max_tokens, wanted, self.tokenizer, chosen.tokens)
+        row = Row(chosen.session, chosen.max_tokens, wanted, self.tokenizer, self._costs, chosen.tokens)
         row.crop = len(chosen.tokens) - n_shared
         return row
 
@@ -146,7 +148,7 @@ class Engine:
                 raise
             await self._give_back(self._kept)
             session = await self._swarm.open_session(self._terms_of(room))
-        return Row(session, room, wanted, self.tokenizer)
+        return Row(session, room, wanted, self.tokenizer, self._costs)
 
     def _terms_of(self, max_tokens: int) -> Terms:
         kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)

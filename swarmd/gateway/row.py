@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import trio
 from tokenizers import Tokenizer
 
 from swarmd.client.session import ChainSession
+from swarmd.client.speculation import Costs
 from swarmd.gateway.answer import Answer, Wanted
 from swarmd.protocol.messages import Edit
 
@@ -33,13 +35,20 @@ class Row:
     """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted."""
 
     def __init__(
-        self, session: ChainSession, max_tokens: int, wanted: Wanted, tokenizer: Tokenizer, tokens: tuple[int, ...] = ()
+        self,
+        session: ChainSession,
+        max_tokens: int,
+        wanted: Wanted,
+        tokenizer: Tokenizer,
+        costs: Costs,
+        tokens: tuple[int, ...] = (),
     ) -> None:
         self.session = session
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
-        self.answer = Answer(wanted, tokenizer)
+        self.answer = Answer(wanted, tokenizer, costs)
+        self._costs = costs
         self._prompt = wanted.prompt
         self._n_repairs = len(session.statistics.repairs)
 
@@ -61,8 +70,11 @@ class Row:
         start, want = self.start, self.answer.want
         edits = (Edit(crop=self.crop),) if self.crop else ()
         positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
+        begun = trio.current_time()
         out = await self.session.step(edits, embedded, positions, None, False, want)
         assert out is not None
+        if len(ids) == want and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
+            self._costs.measured(want, trio.current_time() - begun)
         self.tokens[start:], self.crop = ids, 0
         return out[0, -want:]
 
@@ -74,4 +86,5 @@ class Row:
             told.longest_stall_s = max(told.longest_stall_s, repair.stall_s)
         self._n_repairs = len(self.session.statistics.repairs)
         told.n_generated = self.answer.n_tokens
-        told.n_sent_ahead, told.n_taken_ahead = self.answer.n_sent_ahead, self.answer.n_taken_ahead
+        tried = self.answer.speculation
+        told.n_sent_ahead, told.n_taken_ahead = tried.n_sent, tried.n_taken

@@ -1,0 +1,120 @@
+"""One sequence, greedy or sampled: transformers' ``generate`` up to its loop, then this one, which tries tokens ahead.
+
+Each token is chosen from its own logits with one draw, as in transformers' loop: a seed gives the same text whatever is
+tried. Beams, batches, scores to return, candidates of others and models that PEFT has changed stay the library's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+from swarmd.client.draft import Draft
+from swarmd.client.speculation import Costs, Lookup, Source, Speculation
+
+TENSORS = frozenset({"inputs", "input_ids", "attention_mask"})
+PLAIN = TENSORS | {"generation_config", "logits_processor", "stopping_criteria", "streamer"}
+"""What a call may have beside settings of a GenerationConfig."""
+NEVER = (
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("use_mtp", "prefill_chunk_size", "guidance_scale", "penalty_alpha", "dola_layers", "constraints"),
+    *(
+        "force_words_ids",
+        "assistant_early_exit",
+        "prompt_lookup_num_tokens",
+        "cache_implementation",
+        "watermarking_config",
+    ),
+)
+"""Settings that ask for more than this loop does."""
+
+
+class Ahead:
+    """What is tried ahead for one model, and what passes through its chain take."""
+
+    def __init__(self, looks_up: bool, draft: Any = None) -> None:
+        self.costs = Costs()
+        self._looks_up = looks_up
+        self._draft = draft
+
+    def speculation(self) -> Speculation:
+        """For one text."""
+        sources: list[Source] = [Lookup()] if self._looks_up else []
+        if self._draft is not None:
+            sources.append(Draft(self._draft))
+        return Speculation(self.costs, sources)
+
+
+def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[str, Any]) -> bool:
+    """Is a call of ``generate`` with these arguments one sequence, greedy or sampled, and nothing else?"""
+    mask = given.get("attention_mask")
+    settings = {name: given.get(name, getattr(config, name, None)) for name in NEVER}
+    wanted = {name: given.get(name, getattr(config, name, None)) or 1 for name in ("num_beams", "num_return_sequences")}
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    return (
+        torch.is_tensor(inputs)
+        and not inputs.is_floating_point()
+        and inputs.shape[0] == 1
+        and (mask is None or bool(mask.all()))
+        and all(name in PLAIN or hasattr(config, name) for name in given)
+        and not any(settings.values())
+        and set(wanted.values()) == {1}
+        and given.get("use_cache") is not False
+        and prepare is GenerationMixin.prepare_inputs_for_generation
+    )
+
+
+def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
+    """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
+
+    def decode(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **given: Any,
+    ) -> torch.Tensor:
+        cache, keeps_logits = given[cache_name], "logits_to_keep" in inspect.signature(model.forward).parameters
+        ids, tokens = input_ids, input_ids[0].tolist()
+        sent, tried = input_ids, list[int]()
+        while True:
+            begun = time.perf_counter()
+            kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}
+            out = model(input_ids=sent, use_cache=True, **{cache_name: cache}, **kept)
+            if ids is not input_ids:
+                ahead.costs.measured(sent.shape[1], time.perf_counter() - begun)
+            logits = out.logits[:, -1 - len(tried) :].to(torch.float32, copy=True)
+            is_done, n_right = False, -1
+            for n_right in range(1 + len(tried)):
+                scores = logits_processor(ids, logits[:, n_right])
+                token = _choose(scores, bool(generation_config.do_sample))
+                ids = torch.cat([ids, token[:, None]], 1)
+                tokens.append(int(token))
+                if streamer is not None:
+                    streamer.put(token)
+                is_done = bool(stopping_criteria(ids, None).all())
+                if is_done or n_right == len(tried) or tokens[-1] != tried[n_right]:
+                    break
+            if n_right < len(tried):
+                cache.crop(n_right - len(tried))
+            speculation.learn(n_right)
+            if is_done:
+                break
+            tried = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
+            sent = torch.tensor([[tokens[-1], *tried]])
+        if streamer is not None:
+            streamer.end()
+        return ids
+
+    return decode
+
+
+def _choose(scores: torch.Tensor, samples: bool) -> torch.Tensor:
+    """One token a row of [1, vocabulary] scores."""
+    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if samples else scores.argmax(-1)

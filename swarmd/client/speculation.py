@@ -1,0 +1,163 @@
+"""Tokens tried ahead: which ones, and how many of them, so that it pays. Knows no network and no model.
+
+Tokens that a source proposes travel behind the one that is sent anyway, and count as far as they are what the model
+chooses then: with greedy decoding, and with a draft that always proposes its likeliest token, that is speculative
+decoding (Leviathan et al. 2023, section 2) without a second draw, so what is chosen never depends on what was tried.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from swarmd.values import Decision
+
+MOST_AHEAD = 16  # tokens tried in one pass
+GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
+N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
+EACH_ASSUMED = 0.2  # of a pass, for each token more, until that is measured: what four rows cost a CPU
+LEAST_GAIN = 1.03  # of the tokens in the same time: below, nothing is tried
+GRANTED = 0.5  # passes that tries may cost before one has paid
+GRANTED_SHARE = 0.02  # of all passes so far that they may cost beside: a text can begin to repeat itself late
+FORGOTTEN = 0.98  # of what is known about a source, each pass without a try
+
+
+class Costs:
+    """What a pass takes by the number of its tokens, measured on the same chain; for all answers that go through it."""
+
+    def __init__(self) -> None:
+        self._one: deque[float] = deque(maxlen=N_MEASURED)
+        self._more: deque[float] = deque(maxlen=N_MEASURED)
+        self.one_s = 0.0  # a pass with one token, 0 until it is measured
+        self.more_s = 0.0  # each further token of a pass
+
+    def measured(self, n_tokens: int, seconds: float) -> None:
+        """Note a pass that sent ``n_tokens`` and took ``seconds``."""
+        if n_tokens == 1:
+            self._one.append(seconds)
+            self.one_s = statistics.median(self._one)
+        elif self._one:
+            self._more.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
+        self.more_s = statistics.median(self._more) if self._more else EACH_ASSUMED * self.one_s
+
+
+def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decision[int]:
+    """How many of at most ``most`` tokens to try, when each is right with this chance if those before it are.
+
+    A pass takes ``one_s``, each token tried ``each_s`` more. The most tokens in the time are what counts.
+    """
+    if not one_s:
+        return Decision(0, "nothing is tried ahead: no pass was measured yet")
+    best, gain = 0, 1.0
+    expected, likely = 1.0, 1.0
+    for n in range(1, most + 1):
+        likely *= chance
+        expected += likely
+        if (now := expected * one_s / (one_s + n * each_s)) > gain:
+            best, gain = n, now
+    costs = f"{100 * chance:.0f} % are right, each costs {each_s / one_s:.2f} of a pass"
+    if gain < LEAST_GAIN:
+        return Decision(0, f"nothing is tried ahead: {costs}")
+    return Decision(best, f"{best} tokens ahead: {costs}, {gain:.2f} tokens in the time of one")
+
+
+class Source(Protocol):
+    """Who proposes how a text goes on."""
+
+    each_s: float
+    """What proposing a token takes."""
+
+    def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
+        """At most ``most`` tokens after these; none that follow with less than the chance ``least``, where it knows."""
+
+
+class Lookup:
+    """Proposes what followed the last tokens where they occurred before in the same text (prompt lookup)."""
+
+    each_s = 0.0
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}  # some tokens that follow each other, and where they last ended
+        self._n_known = 0
+
+    def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
+        """``tokens`` begin as they did the last time."""
+        for end in range(self._n_known, len(tokens)):  # what ends here is found from the next token on
+            for n in GRAMS:
+                if end >= n:
+                    self._after[tuple(tokens[end - n : end])] = end
+        self._n_known = len(tokens)
+        for n in GRAMS:
+            at = self._after.get(tuple(tokens[-n:]))
+            if at is not None and len(tokens) > n:
+                return list(tokens[at : at + most])
+        return []
+
+
+class Speculation:
+    """The tries of one answer: what to try next, by what the ones before were worth."""
+
+    def __init__(self, costs: Costs, sources: Sequence[Source]) -> None:
+        self._costs = costs
+        self._sources = [_Tried(source) for source in sources]
+        self._last: tuple[_Tried, int] | None = None
+        self._n_passes = 0
+        self._won_s = 0.0
+        self.n_sent = 0
+        self.n_taken = 0
+        self.reason = "no pass yet"
+
+    def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
+        """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
+        self._n_passes += 1
+        one_s, left_s = self._costs.one_s, self._allowance_s()
+        for tried in self._sources:
+            each_s = self._costs.more_s + tried.source.each_s
+            most = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
+            decision = tokens_ahead(tried.chance, most, one_s, each_s)
+            self.reason = decision.reason
+            if decision.action:
+                found = tried.source.propose(tokens, decision.action, each_s / one_s)
+                if found:
+                    self._last = tried, len(found)
+                    return found
+            tried.forget()
+        return []
+
+    def learn(self, n_taken: int) -> None:
+        """So many of the tokens sent ahead in the last pass were right."""
+        if self._last is None:
+            return
+        (tried, n_sent), self._last = self._last, None
+        tried.learn(n_sent, n_taken)
+        self._won_s += n_taken * self._costs.one_s - n_sent * (self._costs.more_s + tried.source.each_s)
+        self.n_sent += n_sent
+        self.n_taken += n_taken
+
+    def _allowance_s(self) -> float:
+        """What the next try may cost: what others have won, and a little of the time of all passes."""
+        return self._won_s + (GRANTED + GRANTED_SHARE * self._n_passes) * self._costs.one_s
+
+
+class _Tried:
+    """What is known of a source in this text."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._n_right = 0.0
+        self._n_tried = 0.0
+
+    @property
+    def chance(self) -> float:
+        """That a token is right whose predecessors are; a half before anything is known."""
+        return (self._n_right + 1) / (self._n_tried + 2)
+
+    def learn(self, n_sent: int, n_taken: int) -> None:
+        self._n_right += n_taken
+        self._n_tried += n_taken + (n_taken < n_sent)
+
+    def forget(self) -> None:
+        self._n_right *= FORGOTTEN
+        self._n_tried *= FORGOTTEN

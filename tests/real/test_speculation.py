@@ -1,0 +1,127 @@
+"""Tokens tried ahead on real servers: fewer passes, the same text, whatever source proposes and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import swarmd
+from swarmd.client.speculation import Costs
+from swarmd.home import bundled_folder
+from tests import checkpoints
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+pytestmark = pytest.mark.slow
+N_TOKENS = 60
+CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return a + b\n\n\ndef add(a"
+
+
+class Collector:
+    """A streamer that keeps what it is given, and acts when ``at`` tokens have come."""
+
+    def __init__(self, at: int = -1, act: Any = None) -> None:
+        self.tokens: list[int] = []
+        self.at, self.act, self.has_ended = at, act, False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        if self.act is not None and len(self.tokens) >= self.at:
+            self.act, act = None, self.act
+            act()
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalSwarm, list[Volunteer]]]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("speculation")
+    models = {"other": checkpoints.make("llama", folder / "other", n_layers=2)}
+    bare = AutoTokenizer.from_pretrained(bundled_folder())
+    bare.add_tokens(["<another>"])
+    bare.save_pretrained(folder / "other")
+    with local_swarm(folder / "swarm") as swarm:
+        yield swarm, swarm.serving((0, 3), (3, 6), (3, 6), models=models)
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second a pass, and little for each token more: what is tried must not depend on this machine's speed."""
+
+    def measured(costs: Costs, n_tokens: int, seconds: float) -> None:
+        costs.one_s, costs.more_s = 1.0, 0.05
+
+    monkeypatch.setattr(Costs, "measured", measured)
+
+
+def inputs() -> Any:
+    return AutoTokenizer.from_pretrained(bundled_folder())(CODE, return_tensors="pt")
+
+
+def local(**how: Any) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    torch.manual_seed(3)
+    return model.generate(**inputs(), max_new_tokens=N_TOKENS, **how)
+
+
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("source", ["lookup", "draft", "none"])
+def test_the_text_is_that_of_transformers(
+    stage: tuple[LocalSwarm, list[Volunteer]], source: str, how: dict[str, Any]
+) -> None:
+    with swarmd.connect(home=stage[1][0].home.folder) as client:
+        model = client.model("demo", lookup=source == "lookup", draft="demo" if source == "draft" else "")
+        for _ in range(2):  # what passes take is known in the second
+            torch.manual_seed(3)
+            streamer = Collector()
+            out = model.generate(**inputs(), max_new_tokens=N_TOKENS, streamer=streamer, **how)
+            assert torch.equal(out, local(**how))
+            assert streamer.tokens == out[0].tolist()
+            assert streamer.has_ended
+        tried, n_steps = model.last_speculation, model.last_session.statistics.steps
+        n_new = out.shape[1] - inputs()["input_ids"].shape[1]
+        assert n_steps == n_new - tried.n_taken
+        assert (tried.n_taken > 0) == (source != "none"), tried.reason
+
+
+def test_a_server_killed_while_tokens_are_tried_changes_nothing(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
+    swarm, (first, second, _) = stage
+    with swarmd.connect(home=first.home.folder) as client:
+        model = client.model("demo", draft="demo", chain=swarm.hops((first, 0, 3), (second, 3, 6)))
+        model.generate(**inputs(), max_new_tokens=10)
+        struck = Collector(inputs()["input_ids"].shape[1] + 20, lambda: os.kill(second.process.pid, signal.SIGKILL))
+        out = model.generate(**inputs(), max_new_tokens=N_TOKENS, streamer=struck, do_sample=False)
+        assert torch.equal(out, local(do_sample=False))
+        assert model.last_session.statistics.repairs
+        assert model.last_speculation.n_taken > 0
+
+
+def test_a_draft_with_another_tokenizer_is_refused(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
+    with (
+        swarmd.connect(home=stage[1][0].home.folder) as client,
+        pytest.raises(
+            swarmd.ConfigError, match="'other' cannot be a draft for 'demo': it was made with another tokenizer"
+        ),
+    ):
+        client.model("demo", draft="other")
+
+
+def test_batches_beams_and_scores_stay_the_librarys(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
+    given = inputs()
+    twice = {name: tensor.repeat(2, 1) for name, tensor in given.items()}
+    reference = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    with swarmd.connect(home=stage[1][0].home.folder) as client:
+        model = client.model("demo", draft="demo")
+        for given_, how in ((twice, {}), (given, {"num_beams": 3}), (given, {"prompt_lookup_num_tokens": 4})):
+            out = model.generate(**given_, max_new_tokens=12, do_sample=False, **how)
+            assert torch.equal(out, reference.generate(**given_, max_new_tokens=12, do_sample=False, **how))
+            assert model.last_speculation.n_sent == 0
