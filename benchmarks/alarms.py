@@ -32,7 +32,7 @@ N_TOKENS = 200
 def generate(invite: str, ends_at: float, found: Counter[str], seed: int) -> None:
     ids = torch.randint(3, 1024, (1, 32), generator=torch.Generator().manual_seed(seed))
     with swarmd.connect(invite) as client:
-        model: Any = client.model("demo")
+        model: Any = client.model("demo", lookup=False)
         while time.monotonic() < ends_at:
             model.generate(input_ids=ids, max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, do_sample=False)
             statistics = model.last_session.statistics

@@ -134,7 +134,7 @@ def client(settings: dict[str, str]) -> None:
     from swarmd.values import PeerId, Span
 
     with swarmd.connect(home=settings["home"]) as swarm:
-        model = swarm.model("bench", chain=(Hop(PeerId(settings["peer"]), Span(0, 8)),), wait_s=60)
+        model = swarm.model("bench", lookup=False, chain=(Hop(PeerId(settings["peer"]), Span(0, 8)),), wait_s=60)
         steps = []
         with torch.no_grad():
             while not stop:

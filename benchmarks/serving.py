@@ -105,7 +105,7 @@ def main() -> None:
         first, second = swarm.serving((0, 4), (4, 8), model="bench", models={"bench": checkpoint})
         local = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         with swarmd.connect(home=first.home.folder) as client:
-            remote = client.model("bench", chain=swarm.hops((first, 0, 4), (second, 4, 8)))
+            remote = client.model("bench", lookup=False, chain=swarm.hops((first, 0, 4), (second, 4, 8)))
             result = compare(local, remote, options.pairs, options.tokens)
             speeds = [s.decode_tokens_per_s or 0.0 for s in client.view().spans]
     compute_ms = sum(1000 / s for s in speeds)

@@ -73,7 +73,7 @@ def ours(kind: str, folder: Path, rounds: int) -> Measured:
     with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
         swarm.serving((0, 15), (15, 30), model="smol", models={"smol": folder}, **settings)
         with swarmd.connect(swarm.invite()) as client:
-            model = client.model("smol", dtype="bfloat16" if kind == "bfloat16" else "float32")
+            model = client.model("smol", lookup=False, dtype="bfloat16" if kind == "bfloat16" else "float32")
             tokenizer, text = client.tokenizer("smol"), topics["specialnames"]
             prompts = [tokenizer(text[500 * i :], return_tensors="pt")["input_ids"][:, :N_PROMPT] for i in range(12)]
             beginning = generate(model, prompts[8], 17) - generate(model, prompts[9], 1)

@@ -52,7 +52,7 @@ def main() -> None:
                     server = swarm.prepare("--serve", "bench", "--blocks", "0:8", models={"bench": checkpoint})
                     begun = time.perf_counter()
                     server.start()
-                    model = client.model("bench", wait_s=60)
+                    model = client.model("bench", lookup=False, wait_s=60)
                     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)
                     times.append(time.perf_counter() - begun)
                     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, min_new_tokens=100)

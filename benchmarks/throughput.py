@@ -77,7 +77,7 @@ def client_process(home: str, chain: tuple[Hop, ...]) -> None:
     """One user: load, say so, then generate whenever a line comes in."""
     torch.set_num_threads(1)
     with swarmd.connect(home=home) as swarm:
-        model = swarm.model("bench", chain=chain)
+        model = swarm.model("bench", lookup=False, chain=chain)
         local_stream(model, 4)
         print("ready", flush=True)
         for _ in sys.stdin:
@@ -234,7 +234,7 @@ def prefill(setting: Setting, n_rounds: int) -> str:
 
     ratios = []
     with swarmd.connect(home=setting.home) as swarm:
-        remote = swarm.model("bench", chain=setting.chain)
+        remote = swarm.model("bench", lookup=False, chain=setting.chain)
         once(remote)
         for _ in range(n_rounds):
             before, through, after = once(setting.local), once(remote), once(setting.local)

@@ -104,7 +104,7 @@ def load(home: str) -> None:
     """Another user's process: fine-tuning without end; prints a line after each step."""
     torch.set_num_threads(1)
     with swarmd.connect(home=home) as client:
-        model = client.model("bench")
+        model = client.model("bench", lookup=False)
         while True:
             step(model, torch.randn(8, 128, 512), torch.randint(3, 300, (8, 128)))
             print("step", flush=True)
@@ -188,7 +188,7 @@ def main() -> None:
         labels = torch.randint(3, 300, (options.rows, options.tokens))
         n_tokens = options.rows * options.tokens
         with swarmd.connect(home=first.home.folder) as client:
-            remote = client.model("bench", chain=swarm.hops((first, 0, 4), (second, 4, 8)))
+            remote = client.model("bench", lookup=False, chain=swarm.hops((first, 0, 4), (second, 4, 8)))
             if options.beside:
                 beside(first.home.folder, remote, options.rounds)
                 return

@@ -50,8 +50,10 @@ async def start_swarm(
     names: dict[int, str],
     spans: tuple[tuple[int, int], ...] = SPANS,
     bytes_per_s: float = 125e6,
+    models: dict[str, Path] | None = None,
+    **environment: str,
 ) -> list[Volunteer]:
-    """A volunteer for each span, each behind its proxy."""
+    """A volunteer for each span, each behind its proxy; what they serve is the model "bench"."""
     volunteers = []
     for number, (start, end) in enumerate(spans):
         name, port = f"server{number}", free_port()
@@ -61,8 +63,8 @@ async def start_swarm(
             *("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--announce", f"/ip4/127.0.0.1/tcp/{proxy}"),
             *("--serve", "bench", "--blocks", f"{start}:{end}"),
         )
-        prepare = partial(swarm.prepare, *arguments, models={"bench": swarm.folder / "llama"}, SWARMD_DIRECT="0")
-        volunteer = await trio.to_thread.run_sync(prepare)
+        prepare = partial(swarm.prepare, *arguments, models=models or {"bench": swarm.folder / "llama"})
+        volunteer = await trio.to_thread.run_sync(partial(prepare, SWARMD_DIRECT="0", **environment))
         volunteer.start()
         assert volunteer.process is not None
         names[volunteer.process.pid] = name  # before it dials anybody
@@ -99,7 +101,7 @@ def client(settings: dict[str, Any]) -> None:
     hops = tuple(Hop(PeerId(p), Span(a, b)) for p, a, b in settings["chain"])
     result: dict[str, list[float]] = {"local": [], "plain": [], "lookup": []}
     with swarmd.connect(home=settings["home"]) as swarm:
-        model = swarm.model("bench", chain=hops, wait_s=30)
+        model = swarm.model("bench", lookup=False, chain=hops, wait_s=30)
         start = torch.arange(3, 19).unsqueeze(0)
         length = {"min_new_tokens": N_PROMPT, "max_new_tokens": N_PROMPT}
         ids = local.generate(start, attention_mask=torch.ones_like(start), do_sample=False, **length)

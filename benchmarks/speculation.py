@@ -1,0 +1,168 @@
+"""Tokens tried ahead, with and without, over links of 0, 20 and 50 ms: what is won, and that nothing is lost.
+
+    python -m benchmarks.speculation [--one-way-ms 0 20 50] [--rounds 3] [--tokens 96] [--draft FOLDER]
+
+Two servers with half of the blocks each. SmolLM2 with prompt lookup writes about real text: a summary, code, an
+explanation, a list. The bundled model with a draft of a quarter of its size, which is trained first on the same text
+(--minutes) or found in FOLDER, goes on with documentation of Python. Tokens/s after the first token, greedy, without and
+with in turns within one run; beside it how many were tried and how many of these were right. At 0 ms the peers speak
+directly, otherwise through proxies (wan.py), which take a share of the same two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import trio
+
+import swarmd
+from benchmarks.wan import Wan, owner_of_port
+from benchmarks.wan_chain import start_swarm
+from swarmd.home import bundled_folder
+from tests.real.harness import local_swarm
+from tests.real.smollm2 import smollm2
+
+ROOT = Path(__file__).parent.parent
+SPANS = {"smol": ((0, 15), (15, 30)), "bundled": ((0, 3), (3, 6))}
+PROSE, CODE = topics["specialnames"][:3_000], (ROOT / "swarmd" / "client" / "draft.py").read_text()[:2_000]
+ASKED = {
+    "summary": f"Summarize the following text.\n\n{PROSE}",
+    "code": f"Add a docstring to every function of this Python code, and print the whole code:\n\n{CODE}",
+    "explanation": "What is gravity? Explain it to a child.",
+    "list": "List ten countries of Europe with their capitals.",
+}
+CONTINUED = {name: topics[name][:600] for name in ("with", "try", "assert")}
+
+
+def make_draft(folder: Path, minutes: float) -> None:
+    """Train a model of a quarter of the bundled one's parameters on the same text."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    source = runpy.run_path(str(ROOT / "examples" / "train_bundled_model.py"))
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    config = Qwen3Config.from_pretrained(bundled_folder(), **shape, layer_types=None)
+    torch.manual_seed(0)
+    model, whole = Qwen3ForCausalLM(config), Qwen3ForCausalLM.from_pretrained(bundled_folder())
+    torch.set_num_threads(2)
+    print(f"a draft of {model.num_parameters() / 1e6:.2f} M parameters for {whole.num_parameters() / 1e6:.2f} M")
+    source["train"](model, torch.tensor(tokenizer(source["corpus"]())["input_ids"]), minutes)
+    model.save_pretrained(folder)
+
+
+async def one_delay(one_way_ms: float, which: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the swarm of a model with these links, and the client as a process of its own."""
+    with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
+        async with trio.open_nursery() as nursery:
+            models = {"bench": folder, **({"draft": options.draft} if which == "bundled" else {})}
+            if one_way_ms:
+                names: dict[int, str] = {}
+                wan = Wan(one_way_ms / 1000, owner_of_port(names, "client"))
+                wan.add("client", 125e6, 125e6)
+                volunteers = await start_swarm(swarm, wan, nursery, names, SPANS[which], models=models)
+            else:
+                volunteers = swarm.serving(*SPANS[which], model="bench", models=models)
+            settings = {"which": which, "rounds": options.rounds, "tokens": options.tokens}
+            settings |= {"home": str(volunteers[0].home.folder)}
+            command = [sys.executable, "-m", "benchmarks.speculation", "--client", json.dumps(settings)]
+            done = await trio.run_process(command, capture_stdout=True)
+            nursery.cancel_scope.cancel()
+    return dict(json.loads(done.stdout.decode().splitlines()[-1]))
+
+
+class Clock:
+    """A streamer that notes when tokens came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def client(settings: dict[str, Any]) -> None:
+    """The client's process; prints {text: [[without, with, tried, right] of each round]} as JSON."""
+    torch.set_num_threads(1)
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    with swarmd.connect(home=settings["home"]) as swarm:
+        is_chat = settings["which"] == "smol"
+        plain = swarm.model("bench", lookup=False, wait_s=60)
+        ahead = swarm.model("bench", draft="" if is_chat else "draft", wait_s=60)
+        tokenizer = swarm.tokenizer("bench")
+        texts = {k: prompt(tokenizer, t) for k, t in ASKED.items()} if is_chat else {}
+        texts |= {} if is_chat else {k: tokenizer(t, return_tensors="pt")["input_ids"] for k, t in CONTINUED.items()}
+        for number in range(1 + settings["rounds"]):  # the first warms up
+            for name, ids in texts.items():
+                models = (plain, ahead) if number % 2 else (ahead, plain)
+                speeds = {id(model): rate(model, ids, settings["tokens"] if number else 16) for model in models}
+                tried = ahead.last_speculation
+                if number:
+                    found[name].append([speeds[id(plain)], speeds[id(ahead)], tried.n_sent, tried.n_taken])
+    print(json.dumps(found))
+
+
+def prompt(tokenizer: Any, text: str) -> torch.Tensor:
+    turns = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)  # type: ignore[no-any-return]
+
+
+def rate(model: Any, ids: torch.Tensor, n_tokens: int) -> float:
+    clock = Clock()
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": n_tokens}
+    model.generate(ids, streamer=clock, **options)
+    return (len(clock.at) - 2) / (clock.at[-1] - clock.at[1])  # the first is the prompt
+
+
+def report(which: str, one_way_ms: float, found: dict[str, list[list[float]]]) -> None:
+    for name, rounds in found.items():
+        without, ahead, tried, right = (statistics.median(column) for column in zip(*rounds, strict=True))
+        ratios = [b / a for a, b, _, _ in rounds]
+        print(
+            f"| {which} | {name} | {one_way_ms:g} | {without:.1f} | {ahead:.1f} | {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}-{max(ratios):.2f}) | {right:.0f} of {tried:.0f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one-way-ms", type=float, nargs="+", default=[0.0, 20.0, 50.0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--only", choices=list(SPANS))
+    parser.add_argument("--client", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        client(options.client)
+        return
+    with tempfile.TemporaryDirectory() as root:
+        if options.draft is None:
+            options.draft = Path(root)
+            if options.only != "smol":
+                make_draft(options.draft, options.minutes)
+        print("| model | text | ms one way | without, tokens/s | with | ratio | right |\n|---|---|---|---|---|---|---|")
+        for one_way_ms in options.one_way_ms:
+            for which, folder in (("smol", smollm2), ("bundled", bundled_folder)):
+                if options.only in (None, which):
+                    report(which, one_way_ms, trio.run(one_delay, one_way_ms, which, folder(), options))
+
+
+if __name__ == "__main__":
+    main()
