@@ -4,9 +4,9 @@
 
 Two servers with half of the blocks each. SmolLM2 with prompt lookup writes about real text: a summary, code, an
 explanation, a list. The bundled model with a draft of a quarter of its size, which is trained first on the same text
-(--minutes) or found in FOLDER, goes on with documentation of Python. Tokens/s after the first token, greedy, without and
-with in turns within one run; beside it how many were tried and how many of these were right. At 0 ms the peers speak
-directly, otherwise through proxies (wan.py), which take a share of the same two cores.
+(--minutes) or found in FOLDER, goes on with documentation of Python. Tokens/s after the first token, greedy, without
+and with in turns within one run; beside it how many were tried and how many of them were right. At 0 ms the peers
+speak directly, otherwise through proxies (wan.py), which take a share of the same two cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_draft(folder: Path, minutes: float) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
     tokenizer.save_pretrained(folder)
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
-    config = Qwen3Config.from_pretrained(bundled_folder(), **shape, layer_types=None)
+    config = Qwen3Config.from_pretrained(bundled_folder(), **shape, layer_types=["full_attention"] * 4)
     torch.manual_seed(0)
     model, whole = Qwen3ForCausalLM(config), Qwen3ForCausalLM.from_pretrained(bundled_folder())
     torch.set_num_threads(2)

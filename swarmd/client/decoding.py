@@ -83,6 +83,7 @@ def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any)
         cache, keeps_logits = given[cache_name], "logits_to_keep" in inspect.signature(model.forward).parameters
         ids, tokens = input_ids, input_ids[0].tolist()
         sent, tried = input_ids, list[int]()
+        speculation.begin(tokens)
         while True:
             begun = time.perf_counter()
             kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}

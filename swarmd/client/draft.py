@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -33,28 +34,41 @@ class Draft:
         self._read: list[int] = []  # the tokens in the cache
         self._n_sure = 0  # so many of them are the text's, whatever became of what was proposed
         self._taken: deque[float] = deque(maxlen=N_MEASURED)
+        self._beginning: threading.Thread | None = None
         self.each_s = 0.0
 
-    @torch.inference_mode()
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt meanwhile, in a thread of its own."""
+        self._beginning = threading.Thread(target=self._next, args=(list(prompt),), daemon=True)
+        self._beginning.start()
+
+    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
         """At most ``most`` tokens; it ends before one that follows with less than the chance ``least``."""
+        if self._beginning is not None and self._beginning.is_alive():
+            return [], 0.0  # the prompt is being read
         self._forget_wrong(tokens)
         found: list[int] = []
-        new, chance = list(tokens[len(self._read) :]), 1.0
+        new, chance, begun = list(tokens[len(self._read) :]), 1.0, time.perf_counter()
         while len(found) < most:
-            begun = time.perf_counter()
-            out = self._model(input_ids=torch.tensor([new]), past_key_values=self._cache, logits_to_keep=1)
-            best, token = out.logits[0, -1].float().softmax(-1).max(-1)
-            if len(new) <= 2:  # what it proposed last, or that and what was right instead
-                self._taken.append(time.perf_counter() - begun)
-                self.each_s = statistics.median(self._taken)
-            self._read += new
-            new = [int(token)]
-            chance *= float(best)
+            token, probability = self._next(new)
+            chance *= probability
             if chance < least:
                 break
-            found += new
-        return found
+            new = [token]
+            found.append(token)
+        return found, time.perf_counter() - begun
+
+    @torch.inference_mode()
+    def _next(self, new: list[int]) -> tuple[int, float]:
+        """Read tokens; returns the likeliest one after them, and how likely it is."""
+        begun = time.perf_counter()
+        out = self._model(input_ids=torch.tensor([new]), past_key_values=self._cache, logits_to_keep=1)
+        best, token = out.logits[0, -1].float().softmax(-1).max(-1)
+        self._read += new
+        if len(new) <= 2:  # what was proposed last, or that and what was right instead
+            self._taken.append(time.perf_counter() - begun)
+            self.each_s = statistics.median(self._taken)
+        return int(token), float(best)
 
     def _forget_wrong(self, tokens: Sequence[int]) -> None:
         """Keep what the text begins with, except its last token, which is read for what follows."""

@@ -67,10 +67,16 @@ class Source(Protocol):
     """Who proposes how a text goes on."""
 
     each_s: float
-    """What proposing a token takes."""
+    """What proposing a token usually takes."""
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
-        """At most ``most`` tokens after these; none that follow with less than the chance ``least``, where it knows."""
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Prepare for a text that begins so, while the first pass is computed elsewhere."""
+
+    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
+        """At most ``most`` tokens after these, and the seconds that it took.
+
+        None that follow with less than the chance ``least``, where it knows.
+        """
 
 
 class Lookup:
@@ -82,18 +88,24 @@ class Lookup:
         self._after: dict[tuple[int, ...], int] = {}  # some tokens that follow each other, and where they last ended
         self._n_known = 0
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._learn(prompt)
+
+    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
+        self._learn(tokens)
+        for n in GRAMS:
+            at = self._after.get(tuple(tokens[-n:]))
+            if at is not None and len(tokens) > n:
+                return list(tokens[at : at + most]), 0.0
+        return [], 0.0
+
+    def _learn(self, tokens: Sequence[int]) -> None:
         for end in range(self._n_known, len(tokens)):  # what ends here is found from the next token on
             for n in GRAMS:
                 if end >= n:
                     self._after[tuple(tokens[end - n : end])] = end
         self._n_known = len(tokens)
-        for n in GRAMS:
-            at = self._after.get(tuple(tokens[-n:]))
-            if at is not None and len(tokens) > n:
-                return list(tokens[at : at + most])
-        return []
 
 
 class Speculation:
@@ -109,6 +121,11 @@ class Speculation:
         self.n_taken = 0
         self.reason = "no pass yet"
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The first pass is on its way: its chain computes, and nothing else is to be done here."""
+        for tried in self._sources:
+            tried.source.begin(prompt)
+
     def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
         """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
@@ -119,7 +136,8 @@ class Speculation:
             decision = tokens_ahead(tried.chance, most, one_s, each_s)
             self.reason = decision.reason
             if decision.action:
-                found = tried.source.propose(tokens, decision.action, each_s / one_s)
+                found, seconds = tried.source.propose(tokens, decision.action, each_s / one_s)
+                self._won_s -= seconds
                 if found:
                     self._last = tried, len(found)
                     return found
@@ -132,7 +150,7 @@ class Speculation:
             return
         (tried, n_sent), self._last = self._last, None
         tried.learn(n_sent, n_taken)
-        self._won_s += n_taken * self._costs.one_s - n_sent * (self._costs.more_s + tried.source.each_s)
+        self._won_s += n_taken * self._costs.one_s - n_sent * self._costs.more_s
         self.n_sent += n_sent
         self.n_taken += n_taken
 

@@ -58,10 +58,10 @@ def test_nothing_is_tried_before_a_pass_was_measured() -> None:
 def test_lookup_proposes_what_followed_the_longest_run_last() -> None:
     lookup = Lookup()
     text = [7, 1, 2, 3, 8, 9, 5, 1, 2, 3, 6, 4, 1, 2, 3]
-    assert lookup.propose(text[:10], 2, 0) == [8, 9]
-    assert lookup.propose(text, 3, 0) == [6, 4, 1]
-    assert Lookup().propose([4, 5, 1, 2, 3, 9, 9, 0, 1, 2, 3, 7, 4, 5, 1, 2, 3], 1, 0) == [9], "four that agree"
-    assert Lookup().propose([1, 2], 3, 0) == []
+    assert lookup.propose(text[:10], 2, 0)[0] == [8, 9]
+    assert lookup.propose(text, 3, 0)[0] == [6, 4, 1]
+    assert Lookup().propose([4, 5, 1, 2, 3, 9, 9, 0, 1, 2, 3, 7, 4, 5, 1, 2, 3], 1, 0)[0] == [9], "four that agree"
+    assert Lookup().propose([1, 2], 3, 0)[0] == []
 
 
 def test_a_text_that_repeats_itself_is_said_several_times_faster() -> None:
@@ -95,8 +95,11 @@ def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
     class Oracle:
         each_s = 0.05
 
-        def propose(self, tokens: Sequence[int], most: int, least: float) -> list[int]:
-            return text[len(tokens) : len(tokens) + most]
+        def begin(self, prompt: Sequence[int]) -> None:
+            pass
+
+        def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
+            return text[len(tokens) : len(tokens) + most], 0.05 * most
 
     rng = random.Random(5)
     text = [rng.randrange(1_000) for _ in range(300)]
