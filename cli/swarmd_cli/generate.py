@@ -18,6 +18,7 @@ def run(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     adapter: Annotated[str, typer.Option("--adapter", help="A LoRA adapter of the catalog.")] = "",
+    draft: Annotated[str, typer.Option("--draft", help="A small model of the catalog that guesses ahead, here.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Wait while blocks are missing, and say so.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, also with a model made for chat.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
@@ -37,7 +38,7 @@ def run(
         loaded = None
         while loaded is None:
             try:
-                loaded = swarm.model(model, adapter=adapter, wait_s=5.0)
+                loaded = swarm.model(model, adapter=adapter, draft=draft, wait_s=5.0)
             except NoRoute as error:
                 if not wait:
                     raise
@@ -85,10 +86,14 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
                 "tokens_per_s": round(n_new / seconds, 2),
                 "chain": list(session.chain),
                 "repairs": len(session.statistics.repairs),
+                "tried_ahead": model.last_speculation.n_sent,
+                "taken_ahead": model.last_speculation.n_taken,
             }
         )
         return
     print(f"{n_new} tokens, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr)
+    if (tried := model.last_speculation).n_sent:
+        print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
     for repair in session.statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 

@@ -178,8 +178,8 @@ def remote_model(
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
-    ``last_speculation``, which tokens were tried ahead in it; and ``micro_batch_rows``, how many rows of a batch travel
-    together in fine-tuning (0 chooses). ``ahead`` says what is tried ahead; None: nothing.
+    ``last_speculation``, which tokens were tried ahead in it (by ``ahead``; None: none are); and ``micro_batch_rows``,
+    how many rows of a batch travel together in fine-tuning (0 chooses).
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: Any = skeleton.decoder_layers(model)
@@ -188,6 +188,7 @@ def remote_model(
     if type(head := model.get_output_embeddings()) is nn.Linear:
         quicken(head)
     limit = skeleton.longest_context(model.config)
+    model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
     call = _Call()
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
@@ -211,9 +212,6 @@ def remote_model(
         return out.to(hidden.device)
 
     layers[0].call = through_the_swarm
-    model.max_session_tokens = limit
-    model.micro_batch_rows = 0
-    model.lanes = lanes
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
     _own_forward(model, call, lambda: own.lora_of(model, layers))
     _own_generate(model, call, ahead or Ahead(looks_up=False))

@@ -1,7 +1,7 @@
 """A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere.
 
 Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
-cache for every token.
+cache for every token. What several sessions begin with can lie in memory once for all of them.
 """
 
 from __future__ import annotations
@@ -12,49 +12,137 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from swarmd.compute.shared import Kept
 from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
+SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
 UNBOUNDED = 1 << 62  # tokens: more than any session has
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
-    """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full."""
+    """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full.
+
+    ``beginning`` is what it shares with other sessions: keys and values that nobody writes to. The slabs then hold what
+    is behind it. Whoever looks at ``keys`` or ``values`` gets all of them, and from then on the layer has its own.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
         self._max_tokens = max_tokens
-        self._slabs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._slabs: Kept | None = None
+        self.beginning: Kept | None = None
+
+    @property
+    def keys(self) -> Any:
+        self._have_all()
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._keys = keys
+
+    @property
+    def values(self) -> Any:
+        self._have_all()
+        return self._values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._values = values
+
+    @property
+    def n_shared(self) -> int:
+        return 0 if self.beginning is None else self.beginning[0].shape[2]
+
+    def get_seq_length(self) -> int:
+        is_empty = not self.is_initialized or self._keys.numel() == 0
+        return self.n_shared + (0 if is_empty else int(self._keys.shape[2]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        n_past = self.get_seq_length()
-        n_tokens = n_past + key_states.shape[-2]
-        keys, values = self._reserve(n_past, n_tokens, key_states, value_states)
-        keys[:, :, n_past:n_tokens] = key_states
-        values[:, :, n_past:n_tokens] = value_states
-        self.keys, self.values = keys[:, :, :n_tokens], values[:, :, :n_tokens]
-        return self.keys, self.values
+        self._have_all()
+        return self._append(key_states, value_states)
 
-    def _reserve(
-        self, n_past: int, n_tokens: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
+        """Add new tokens; returns the beginning, which there must be, and all behind it."""
+        assert self.beginning is not None
+        return self.beginning, self._append(keys, values)
+
+    def take_over(self, other: SlabLayer, start: int, end: int) -> None:
+        """Have tokens [start, end) of another session's layer; what is before them is the same in both."""
+        if end < SHARED_TOKENS or other.device.type != "cpu":
+            keys, values = other.beginning if other.beginning and end <= other.n_shared else (other.keys, other.values)
+            self.update(keys[:, :, start:end], values[:, :, start:end])
+            return
+        if other.n_shared < end:
+            other._share(end)
+        assert other.beginning is not None
+        keys, values = other.beginning
+        self.lazy_initialization(keys, values)
+        self._slabs, self.beginning = None, (keys[:, :, :end], values[:, :, :end])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if not tokens_to_remove or not self.is_initialized:
+            return
+        behind = self.get_seq_length() - self.n_shared
+        if self.beginning is None or -tokens_to_remove <= behind:
+            n_left = behind + tokens_to_remove
+            self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
+            return
+        n_left = self.n_shared + behind + tokens_to_remove
+        self.beginning = self.beginning[0][:, :, :n_left], self.beginning[1][:, :, :n_left]
+        self.lazy_initialization(*self.beginning)
+
+    def n_bytes(self) -> int:
+        """Of what is this session's own."""
+        return sum(t.numel() * t.element_size() for t in (self._keys, self._values) if torch.is_tensor(t))
+
+    def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        n_past = 0 if self._keys.numel() == 0 else self._keys.shape[2]
+        n_tokens = n_past + key.shape[2]
+        keys, values = self._reserve(n_past, n_tokens, key, value)
+        keys[:, :, n_past:n_tokens] = key
+        values[:, :, n_past:n_tokens] = value
+        self._keys, self._values = keys[:, :, :n_tokens], values[:, :, :n_tokens]
+        return self._keys, self._values
+
+    def _share(self, n_tokens: int) -> None:
+        """Put the first tokens where others can have them, too."""
+        keys, values = self.keys, self.values
+        self.beginning = keys[:, :, :n_tokens].clone(), values[:, :, :n_tokens].clone()
+        self.lazy_initialization(keys, values)
+        self._slabs = None
+        self._append(keys[:, :, n_tokens:], values[:, :, n_tokens:])
+
+    def _have_all(self) -> None:
+        """Copy what is shared, for whoever does not know that it can be."""
+        if self.beginning is None:
+            return
+        (keys, values), behind = self.beginning, (self._keys, self._values)
+        self.beginning = self._slabs = None
+        self.lazy_initialization(keys, values)
+        self._append(keys, values)
+        if behind[0].numel():
+            self._append(*behind)
+
+    def _reserve(self, n_past: int, n_tokens: int, key: torch.Tensor, value: torch.Tensor) -> Kept:
         """Find room for ``n_tokens``; what a reorder or a batch of another size left outside the slabs is copied in."""
         slabs = self._slabs
         if (
             slabs is not None
             and n_tokens <= slabs[0].shape[2]
             and slabs[0].shape[0] == key.shape[0]
-            and (not n_past or self.keys.data_ptr() == slabs[0].data_ptr())
+            and (not n_past or self._keys.data_ptr() == slabs[0].data_ptr())
         ):
             return slabs
         capacity = max(n_tokens, min(self._max_tokens, max(_FIRST_TOKENS, 2 * n_past)))
         grown = []
-        for old, new in ((self.keys, key), (self.values, value)):
+        for old, new in ((self._keys, key), (self._values, value)):
             b, h, _, d = new.shape
             slab = new.new_empty(b, h, capacity, d)
             if n_past:
@@ -126,10 +214,15 @@ class SpanCache:
         """Does it hold every token's keys and values, each in its place?"""
         return all(type(layer) is SlabLayer for layer in self.owned)
 
-    def copy(self, other: SpanCache, start: int, end: int) -> None:
-        """Append what another plain cache of the same blocks holds of tokens [start, end)."""
+    @property
+    def is_shared(self) -> bool:
+        """Does it begin with what lies in memory once for several sessions?"""
+        return self.is_plain and any(layer.beginning is not None for layer in self.owned)
+
+    def take_over(self, other: SpanCache, start: int, end: int) -> None:
+        """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
         for own, layer in zip(self.owned, other.owned, strict=True):
-            own.update(layer.keys[:, :, start:end], layer.values[:, :, start:end])
+            own.take_over(layer, start, end)
 
     def crop(self, n_tokens: int) -> None:
         for layer in self.owned:
@@ -140,5 +233,10 @@ class SpanCache:
             layer.reorder_cache(rows)
 
     def n_bytes(self) -> int:
-        tensors = [t for layer in self.owned for t in (layer.keys, layer.values) if torch.is_tensor(t)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(_bytes_of(layer) for layer in self.owned)
+
+
+def _bytes_of(layer: Any) -> int:
+    if isinstance(layer, SlabLayer):
+        return layer.n_bytes()
+    return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if torch.is_tensor(t))

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarmd.compute import capture
+from swarmd.compute import capture, shared
 from swarmd.compute.adapters import Lora
 from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import SlabLayer, SpanCache
@@ -121,13 +121,23 @@ class RaggedAttention:
     def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
         module, function, kwargs = self._sites[layer]
-        outs = []
+        outs: list[torch.Tensor] = []
+        in_parts: dict[int, shared.Row] = {}
         for piece, cut in self._cuts:
-            own = piece.cache.cache.layers[layer]
-            keys, values = own.update(_rows(key, piece, cut), _rows(value, piece, cut))
+            own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
+            new = _rows(key, piece, cut), _rows(value, piece, cut)
+            if function is _attend_packed and own.beginning is not None:
+                beginning, behind = own.append(*new)
+                mask = self._mask(piece, behind[0].shape[2], None)
+                in_parts[len(outs)] = shared.Row(queries, beginning, behind, mask)
+                outs.append(queries)
+                continue
+            keys, values = own.update(*new)
             mask = self._mask(piece, keys.shape[2], getattr(own, "sliding_window", None))
-            out, _ = function(module, _rows(query, piece, cut), keys, values, mask, **kwargs)
+            out, _ = function(module, queries, keys, values, mask, **kwargs)
             outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]) if len(out) > 1 else out)
+        for index, out in zip(in_parts, shared.attend(list(in_parts.values()), kwargs.get("scaling")), strict=True):
+            outs[index] = out
         self._on_layer()
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 

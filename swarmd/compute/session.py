@@ -102,6 +102,11 @@ class HopSession:
         return not self.history.is_exact and self._mask is None
 
     @property
+    def is_sharing(self) -> bool:
+        """Does its cache begin with memory of other sessions, too? The plain pass would copy that."""
+        return self.can_share and self._cache.is_shared
+
+    @property
     def marks(self) -> tuple[bytes, ...]:
         """What its cache begins with, for others that begin so too."""
         return self._prefix.reached.marks if self._prefix else ()
@@ -116,7 +121,7 @@ class HopSession:
         """Have another session's cache and answers for the first ``n_tokens``, which are the same in both."""
         start = self._n_tokens
         if n_tokens > start:
-            self._cache.copy(other._cache, start, n_tokens)
+            self._cache.take_over(other._cache, start, n_tokens)
             self.put(other.history.tokens(start, n_tokens).to(self._span.device))
 
     def begin(self, op: Op, payload: memoryview) -> None:

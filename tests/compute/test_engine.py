@@ -302,6 +302,29 @@ class TestSharedBeginnings:
         for key in keys:
             torch.testing.assert_close(bench.outputs[key][0], whole(bench.engine.span, text), rtol=1e-4, atol=1e-4)
 
+    def test_a_long_beginning_lies_in_memory_once(self, bench: Bench) -> None:
+        system, client = self.text(320, 1), b"client"
+        keys = [bytes([i]) * 16 for i in range(4)]
+        texts = {key: torch.cat([system, self.text(20, key[0] + 5)], 1) for key in keys}
+        for key in keys:
+            self.answers(bench, key, texts[key], client)
+        layers = [bench.engine._sessions[key, 0]._cache.owned[0] for key in keys]
+        assert {layer.n_shared for layer in layers} == {320}
+        assert len({layer.beginning[0].data_ptr() for layer in layers}) == 1
+        for n in range(2):  # all of them in one pass, and one that goes back behind what it shares
+            for key in keys:
+                bench.put(key, self.text(1, key[0] + n), 340 + n)
+            bench.run()
+        bench.put(keys[2], self.text(3, 1), 300, Edit(crop=42))
+        bench.run()
+        for key in keys:
+            more = [self.text(1, key[0]), self.text(1, key[0] + 1)]
+            right = whole(bench.engine.span, torch.cat([texts[key], *more], 1))[:, -2:]
+            got = torch.cat(bench.outputs[key], 1)[:, 340:342]
+            torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+        right = whole(bench.engine.span, torch.cat([texts[keys[2]][:, :300], self.text(3, 1)], 1))[:, -3:]
+        torch.testing.assert_close(bench.outputs[keys[2]][-1], right, rtol=1e-4, atol=1e-4)
+
     def test_only_the_same_client_is_given_it(self, bench: Bench) -> None:
         assert self.answers(bench, b"a" * 16, self.text(64, 1), b"one") == 0
         assert self.answers(bench, b"b" * 16, self.text(64, 1), b"other") == 0

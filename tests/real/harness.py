@@ -144,15 +144,21 @@ class LocalSwarm:
         """Wait until every worker is online and everybody's view says so, with addresses that are true."""
         live = [v for v in self.volunteers if v.process is not None]
 
+        views: dict[PeerId, list[dict[str, Any]]] = {}
+
         def all_online() -> bool:
             try:
                 own = {v.peer: v.ask("status") for v in live}
-                views = [v.ask("peers")["peers"] for v in live]
+                views.update({v.peer: v.ask("peers")["peers"] for v in live})
             except httpx.TransportError:
                 return False  # a control socket is not there yet
-            return all(_is_online(status) for status in own.values()) and all(_agrees(rows, own) for rows in views)
+            return all(map(_is_online, own.values())) and all(_agrees(rows, own) for rows in views.values())
 
-        self.wait(all_online, "all volunteers online in all views")
+        try:
+            self.wait(all_online, "all volunteers online in all views")
+        except AssertionError as error:
+            error.add_note(f"what each of them sees: {views}")
+            raise
 
     def wait(self, condition: Any, what: str, volunteer: Volunteer | None = None) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S

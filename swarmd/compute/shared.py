@@ -1,0 +1,73 @@
+"""Attention over a beginning that several sessions share, and over what each has behind it.
+
+The beginning lies in memory once and is read once for all sessions of a pass; both parts of a row's attention are
+merged by their log-sums (Hydragen, Juravsky et al. 2024, section 3.2; the merge is that of FlashAttention).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+
+Kept = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [1, heads, n, d]."""
+
+
+class Row(NamedTuple):
+    """One session: queries [1, h, t, d], the beginning, what is behind it, and a mask [1, 1, t, n] for that or None."""
+
+    query: torch.Tensor
+    beginning: Kept
+    own: Kept
+    mask: torch.Tensor | None
+
+
+def attend(rows: list[Row], scale: float | None) -> list[torch.Tensor]:
+    """Attention of each session, [1, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        keys = row.beginning[0]
+        alike[keys.data_ptr(), keys.shape[2]].append(index)
+    packed = [_packed(row) for row in rows]
+    outs: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    for indices in alike.values():
+        together = torch.cat([packed[i] for i in indices], 2) if len(indices) > 1 else packed[indices[0]]
+        first, first_log = _attend(together, rows[indices[0]].beginning, None, scale)
+        at = 0
+        for i in indices:
+            end = at + packed[i].shape[2]
+            outs[i] = _merged(rows[i], packed[i], first[:, :, at:end], first_log[:, :, at:end], scale)
+            at = end
+    return outs
+
+
+def _packed(row: Row) -> torch.Tensor:
+    """Heads that share keys as further queries: [1, kv heads, groups * t, d]."""
+    _, h, t, d = row.query.shape
+    heads = row.own[0].shape[1]
+    return row.query.reshape(1, heads, h // heads * t, d)
+
+
+def _merged(
+    row: Row, packed: torch.Tensor, first: torch.Tensor, first_log: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    _, h, t, d = row.query.shape
+    mask = None
+    if row.mask is not None:
+        mask = torch.zeros_like(row.mask, dtype=packed.dtype).masked_fill_(~row.mask, -torch.inf)
+        mask = mask.repeat(1, 1, packed.shape[2] // t, 1)
+    second, second_log = _attend(packed, row.own, mask, scale)
+    share = torch.sigmoid(first_log - second_log).unsqueeze(-1).to(first.dtype)
+    return torch.lerp(second, first, share).view(1, h, t, d).transpose(1, 2).contiguous()
+
+
+def _attend(
+    query: torch.Tensor, kept: Kept, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mix of values [1, heads, n, d], and the log of the sum of its weights [1, heads, n]."""
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, *kept, attn_mask=mask, scale=scale
+    )
+    return out
