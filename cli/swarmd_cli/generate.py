@@ -92,6 +92,8 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
         )
         return
     print(f"{n_new} tokens, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr)
+    if (where := session.statistics.passes.where()) is not None:
+        print(where, file=sys.stderr)
     if (tried := model.last_speculation).n_sent:
         print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
     for repair in session.statistics.repairs:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from swarmd.client.own import OwnParameters
+from swarmd.client.timing import Passes
 from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
@@ -181,3 +182,4 @@ class Statistics:
     forwarded: int = 0
     repairs: list[Repair] = field(default_factory=list)
     blamed: list[tuple[PeerId, str]] = field(default_factory=list)
+    passes: Passes = field(default_factory=Passes)

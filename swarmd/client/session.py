@@ -14,6 +14,7 @@ from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.links import Link, Statistics, Swarm, Terms
 from swarmd.client.ops import WrongCount, cut, read_answer
 from swarmd.client.repair import Repairs
+from swarmd.client.timing import MOST_TOKENS
 from swarmd.errors import (
     CacheExhausted,
     Code,
@@ -55,6 +56,7 @@ class ChainSession:
         self._entered: dict[int, tuple[torch.Tensor | None, int | None]] = {}  # what is on its way, and what is wanted
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._here_s = 0.0  # between the answer before and what was sent last
         self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
         self._n_wrong = 0
@@ -137,13 +139,21 @@ class ChainSession:
 
     async def _send(self, sent: Sent, want: int | None) -> None:
         if not self._entered:
+            self._here_s = trio.current_time() - self._moved_at
             self._moved_at = trio.current_time()
         self._entered[sent.seq] = sent.hidden, want
         self._position.seq = sent.seq
         self.statistics.steps += 1
         if self.hops.trouble is None:
             frame = encode_op(
-                self.key, 0, self.hops.epoch, self._position.answered, sent, Op(want=want), None, self.codec.action
+                self.key,
+                0,
+                self.hops.epoch,
+                self._position.answered,
+                sent,
+                Op(want=want, times=()),
+                None,
+                self.codec.action,
             )
             await self._send_to(0, sent.seq, frame)
         self._history.settle(self._position.answered)  # while the chain computes
@@ -235,6 +245,8 @@ class ChainSession:
                 giver, reason = self._faulty.pop()
                 self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
             del self._entered[op.seq]
+            if entered is not None and entered.shape[1] <= MOST_TOKENS and not self._entered:
+                self.statistics.passes.note(self._here_s, trio.current_time() - self._moved_at, op.times or ())
             self._moved_at, self._position.answered = trio.current_time(), op.seq
             for link in self.hops.links:  # whoever is in the way of an answer is alive
                 link.watch.on_progress(op.seq, trio.current_time())

@@ -42,6 +42,7 @@ class _Waiting:
     message: Op | Replay | HandOver | CachePart
     payload: memoryview
     order: int
+    came_at: float
 
 
 class Engine:
@@ -83,7 +84,7 @@ class Engine:
                 client = self._sessions[key].client
                 active = [self._served[self._sessions[k].client] for k in self._queues]
                 self._served[client] = max(self._served[client], min(active, default=0.0))
-            self._queues.setdefault(key, []).append(_Waiting(message, frame.payload, self._n_taken))
+            self._queues.setdefault(key, []).append(_Waiting(message, frame.payload, self._n_taken, self._clock()))
             if not self._sessions[key].is_computing:
                 yield from self._advance(key)
             return
@@ -135,10 +136,12 @@ class Engine:
             return
         if shares:
             self._learn(ready, shares, n_tokens, begun)
+        for share in shares:
+            self._sessions[share.key].spent(self._clock() - begun)
         self._answered = [key for key in self._queues if self._sessions[key].is_complete]
         for key in self._answered:
             try:
-                answer = self._sessions[key].answer()
+                answer = self._sessions[key].answer(self._clock())
             except PASS_ERRORS as error:
                 logger.exception("an op has no answer")
                 yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
@@ -226,10 +229,10 @@ class Engine:
         elif isinstance(waiting.message, CachePart):
             yield from session.inherit(waiting.message, waiting.payload)
         else:
-            session.begin(waiting.message, waiting.payload)
+            session.begin(waiting.message, waiting.payload, waiting.came_at)
             self._prefixes.set((session.session, session.hop.start), session.marks)
             if not session.is_computing:
-                yield session.answer()
+                yield session.answer(self._clock())
                 session.keep()
 
     def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:

@@ -27,6 +27,7 @@ from swarmd.compute.capture import Pass
 from swarmd.compute.kvcache import SlabLayer, SpanCache
 from swarmd.compute.skeleton import text_config
 
+LONG_PAST = 256  # tokens before several new ones, from which attention in two parts is faster
 _PLAIN = {"dropout", "scaling", "sliding_window", "use_cache"}  # what attention is told that changes nothing here
 
 
@@ -111,7 +112,7 @@ class RaggedAttention:
             raise RuntimeError("this family calls its attention with positional arguments")
         function = self._function(module)
         is_plain = function is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout")
-        self._sites[layer] = module, _attend_packed if is_plain else function, kwargs
+        self._sites[layer] = module, attend_packed if is_plain else function, kwargs
         if not self._is_capturing:
             return self._attend_at(query, key, value, layer), None
         if any(torch.is_tensor(v) and not isinstance(v, nn.Parameter) for v in kwargs.values()):
@@ -126,7 +127,7 @@ class RaggedAttention:
         for piece, cut in self._cuts:
             own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
             new = _rows(key, piece, cut), _rows(value, piece, cut)
-            if function is _attend_packed and own.beginning is not None:
+            if function is attend_packed and getattr(own, "beginning", None) is not None:
                 beginning, behind = own.append(*new)
                 mask = self._mask(piece, behind[0].shape[2], None)
                 in_parts[len(outs)] = shared.Row(queries, beginning, behind, mask)
@@ -185,7 +186,7 @@ def can_batch(cache: SpanCache, config: Any) -> bool:
     return known and kinds <= {"full_attention", "sliding_attention"}
 
 
-def _attend_packed(
+def attend_packed(
     module: Any,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -194,8 +195,18 @@ def _attend_packed(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's attention; for one new token, all heads that share keys read them once."""
+    """The library's attention, with all heads that share keys reading them once; over a long past, in two parts."""
     b, h, t, d = query.shape
+    n_past = keys.shape[2] - t
+    if (
+        t > 1
+        and n_past >= LONG_PAST
+        and query.device.type == "cpu"
+        and mask is not None
+        and not kwargs.get("sliding_window")
+    ):
+        past, new = ((keys[:, :, s], values[:, :, s]) for s in (slice(n_past), slice(n_past, None)))
+        return shared.attend([shared.Row(query, past, new, mask[..., n_past:])], scaling)[0], None
     if t > 1 or mask is not None:
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, keys, values, mask, scaling=scaling, **kwargs

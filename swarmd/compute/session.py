@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
@@ -21,6 +22,7 @@ from swarmd.errors import Code, Refused
 from swarmd.plan.batching import MAX_TOKENS_PER_PASS
 from swarmd.plan.prefixes import BLOCK_TOKENS, Ahead, Prefix
 from swarmd.protocol import messages
+from swarmd.protocol.fields import MOST_HOPS_TIMED
 from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
 from swarmd.protocol.worker import Done
@@ -39,10 +41,12 @@ class _Begun:
     """An op whose edits are applied and whose tokens are being computed."""
 
     op: Op
+    came_at: float = 0.0
     hidden: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     n_done: int = 0
+    computed_s: float = 0.0
     ahead: Ahead | None = None  # the session's beginning with these tokens
     outs: list[torch.Tensor] = field(default_factory=list)
 
@@ -124,17 +128,17 @@ class HopSession:
             self._cache.take_over(other._cache, start, n_tokens)
             self.put(other.history.tokens(start, n_tokens).to(self._span.device))
 
-    def begin(self, op: Op, payload: memoryview) -> None:
+    def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         entering = self._read_untrusted(op, payload)
         for edit in op.edits:
             self._edit(edit)
         if op.record_past:
             self._cache.record_past()
-        self._begun = _Begun(op)
+        self._begun = _Begun(op, came_at)
         if entering is not None:
             hidden, positions, mask = entering
-            self._begun = _Begun(op, hidden, positions, mask)
+            self._begun = _Begun(op, came_at, hidden, positions, mask)
             self._look_ahead(self._begun)
             self._extend_mask(hidden.shape[1], mask)
 
@@ -155,6 +159,11 @@ class HopSession:
         self._begun.n_done += out.shape[1]
         self._n_tokens += out.shape[1]
 
+    def spent(self, seconds: float) -> None:
+        """A pass that it was part of took so long."""
+        assert self._begun is not None
+        self._begun.computed_s += seconds
+
     def compute(self, n_tokens: int) -> None:
         """Compute ``n_tokens`` of each row alone, by the family's own way of masking; the exact grade, a whole op."""
         n_left = self.tokens_left if self.history.is_exact else n_tokens
@@ -166,7 +175,7 @@ class HopSession:
             self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, at, self.hop, lora))
             n_left -= n_new
 
-    def answer(self) -> bytes:
+    def answer(self, now: float = 0.0) -> bytes:
         """The frame that the complete op leads to: the next hop's op, or Done."""
         begun = self._begun
         assert begun is not None
@@ -176,6 +185,10 @@ class HopSession:
         sent = self._sent(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
+        if op.times is not None and len(op.times) < MOST_HOPS_TIMED:
+            computed, here = int(1e6 * begun.computed_s), int(1e6 * (now - begun.came_at))
+            times = (*op.times, (self.hop.start, max(0, here - computed), computed))
+            op = msgspec.structs.replace(op, times=times)
         return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base, self._codec)
 
     def keep(self) -> None:

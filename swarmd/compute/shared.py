@@ -1,7 +1,8 @@
-"""Attention over a beginning that several sessions share, and over what each has behind it.
+"""Attention in two parts: over a beginning that all queries see whole, and over what is behind it.
 
-The beginning lies in memory once and is read once for all sessions of a pass; both parts of a row's attention are
-merged by their log-sums (Hydragen, Juravsky et al. 2024, section 3.2; the merge is that of FlashAttention).
+Both are merged by their log-sums (Hydragen, Juravsky et al. 2024, section 3.2; the merge is that of FlashAttention). A
+beginning that several sessions share is read once for all of them, and no mask is made for it: for long prompts, most
+of whose keys every new token sees, that is half of the time.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 Kept = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [1, heads, n, d]."""
+"""Keys and values [b, heads, n, d]."""
 
 
 class Row(NamedTuple):
-    """One session: queries [1, h, t, d], the beginning, what is behind it, and a mask [1, 1, t, n] for that or None."""
+    """One session: queries [b, h, t, d], the beginning, what is behind it, and a mask [1, 1, t, n] for that or None."""
 
     query: torch.Tensor
     beginning: Kept
@@ -25,7 +26,7 @@ class Row(NamedTuple):
 
 
 def attend(rows: list[Row], scale: float | None) -> list[torch.Tensor]:
-    """Attention of each session, [1, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
+    """Attention of each session, [b, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         keys = row.beginning[0]
@@ -44,29 +45,28 @@ def attend(rows: list[Row], scale: float | None) -> list[torch.Tensor]:
 
 
 def _packed(row: Row) -> torch.Tensor:
-    """Heads that share keys as further queries: [1, kv heads, groups * t, d]."""
-    _, h, t, d = row.query.shape
+    """Heads that share keys as further queries: [b, kv heads, groups * t, d]."""
+    b, h, t, d = row.query.shape
     heads = row.own[0].shape[1]
-    return row.query.reshape(1, heads, h // heads * t, d)
+    return row.query.reshape(b, heads, h // heads * t, d)
 
 
 def _merged(
     row: Row, packed: torch.Tensor, first: torch.Tensor, first_log: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    _, h, t, d = row.query.shape
     mask = None
     if row.mask is not None:
         mask = torch.zeros_like(row.mask, dtype=packed.dtype).masked_fill_(~row.mask, -torch.inf)
-        mask = mask.repeat(1, 1, packed.shape[2] // t, 1)
+        mask = mask.repeat(1, 1, packed.shape[2] // row.query.shape[2], 1)
     second, second_log = _attend(packed, row.own, mask, scale)
     share = torch.sigmoid(first_log - second_log).unsqueeze(-1).to(first.dtype)
-    return torch.lerp(second, first, share).view(1, h, t, d).transpose(1, 2).contiguous()
+    return torch.lerp(second, first, share).view(row.query.shape).transpose(1, 2).contiguous()
 
 
 def _attend(
     query: torch.Tensor, kept: Kept, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mix of values [1, heads, n, d], and the log of the sum of its weights [1, heads, n]."""
+    """The mix of values [b, heads, n, d], and the log of the sum of its weights [b, heads, n]."""
     out: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, *kept, attn_mask=mask, scale=scale
     )

@@ -19,6 +19,9 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
 Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
 
+MOST_HOPS_TIMED = 64  # of an op; those behind them tell nothing
+HopTimes = Annotated[tuple[tuple[Block, Count, Count], ...], msgspec.Meta(max_length=MOST_HOPS_TIMED)]
+
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
     """What every header has in common: a tag."""

@@ -19,6 +19,7 @@ from swarmd.protocol.fields import (
     Certificate,
     Count,
     Digest,
+    HopTimes,
     Message,
     Name,
     Needs,
@@ -176,8 +177,8 @@ class Op(Message, tag="op", frozen=True):
     ``seq`` is consecutive from 1. ``settled`` is the highest op whose answer the client holds. Ops up to
     ``silent_through`` rebuild state and end at block ``replay_end``; ``base`` (part, parts) marks history that
     was merged, whose ``seq`` is the op it reaches. Of the last block's output the client uses the last ``want`` tokens
-    of each row (None: all). Payload: hidden states, then int32 positions [b, t], then,
-    with ``has_mask``, one byte a token [b, t].
+    of each row (None: all). ``times`` (None: nobody asks) is what each hop took: its first block, microseconds of
+    waiting, of computing. Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
     """
 
     session: SessionKey = b"\0" * 16
@@ -192,6 +193,7 @@ class Op(Message, tag="op", frozen=True):
     replay_end: Block = 0
     base: tuple[Count, Count] | None = None
     want: Count | None = None
+    times: HopTimes | None = None
     needs: Needs = ()
 
 

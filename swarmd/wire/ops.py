@@ -60,5 +60,6 @@ def encode_op(
         replay_end=marks.replay_end,
         base=base,
         want=marks.want,
+        times=marks.times,
     )
     return messages.framed(header, payload)

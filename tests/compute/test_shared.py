@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from swarmd.compute.kvcache import SHARED_TOKENS, SlabLayer
+from swarmd.compute.ragged import LONG_PAST, attend_packed
 from swarmd.compute.shared import Row, attend
 
 HEADS, GROUPS, D = 2, 3, 16
@@ -34,6 +37,21 @@ def test_it_is_the_attention_over_both_parts(dtype: torch.dtype) -> None:
     for got, wanted in zip(attend(rows, 0.3), expected, strict=True):
         assert got.shape == wanted.shape
         assert torch.allclose(got, wanted, atol=1e-5 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("n_past", [LONG_PAST - 1, LONG_PAST + 40])
+def test_over_a_long_past_it_is_the_librarys(b: int, n_past: int) -> None:
+    torch.manual_seed(1)
+    t = 6
+    query = torch.randn(b, HEADS * GROUPS, t, D)
+    keys, values = torch.randn(b, HEADS, n_past + t, D), torch.randn(b, HEADS, n_past + t, D)
+    mask = torch.ones(t, n_past + t, dtype=torch.bool).tril(n_past)[None, None]
+    module = SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True, training=False)
+    out, _ = attend_packed(module, query, keys, values, mask, scaling=0.2)
+    wide = (x.repeat_interleave(GROUPS, 1) for x in (keys, values))
+    expected = functional.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.2).transpose(1, 2)
+    assert torch.allclose(out, expected, atol=1e-5)
 
 
 N = SHARED_TOKENS + 50
