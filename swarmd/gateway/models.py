@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,13 @@ class Models:
         """Those that are loaded, by name."""
         names = {listed.model: listed.name for listed in self.listed()}
         return {names.get(model, model): engine for (model, _), engine in self._engines.items()}
+
+    async def prepare(self) -> None:
+        """Load the one model that is served, if it is one: its first user should not wait for that."""
+        served = [listed.name for listed in self.listed() if not listed.missing]
+        if len(served) == 1:
+            with suppress(refusals.ApiError):  # whoever asks for it is told
+                await self.engine(served[0])
 
     async def engine(self, name: str) -> Engine:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""

@@ -97,7 +97,9 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
-        gateway = Gateway(Models(swarm, turns, nursery), guard, turns, origins, Page(swarm, machine))
+        models = Models(swarm, turns, nursery)
+        nursery.start_soon(models.prepare)
+        gateway = Gateway(models, guard, turns, origins, Page(swarm, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         if SUPERVISED in os.environ:
             nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)
