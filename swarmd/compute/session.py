@@ -15,7 +15,7 @@ import torch
 
 from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.kvcache import SpanCache
-from swarmd.compute.ragged import Piece
+from swarmd.compute.ragged import LONG_PAST, Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused
@@ -106,9 +106,9 @@ class HopSession:
         return not self.history.is_exact and self._mask is None
 
     @property
-    def is_sharing(self) -> bool:
-        """Does its cache begin with memory of other sessions, too? The plain pass would copy that."""
-        return self.can_share and self._cache.is_shared
+    def is_long(self) -> bool:
+        """Does attention in two parts pay? The plain pass knows none, and would copy what is shared."""
+        return self.can_share and (self._n_tokens >= LONG_PAST or self._cache.is_shared)
 
     @property
     def marks(self) -> tuple[bytes, ...]:
