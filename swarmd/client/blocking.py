@@ -16,7 +16,7 @@ import torch
 import trio
 
 from swarmd.client.decoding import Ahead
-from swarmd.client.draft import load_draft
+from swarmd.client.draft import DraftModel
 from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import Statistics, Terms
 from swarmd.client.model import remote_model
@@ -233,7 +233,8 @@ class Swarm:
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
-        here. What is generated is the same.
+        here. What is generated is the same, but for ties that rounding decides: a pass over several tokens rounds
+        otherwise than one over one, in float32 by 1e-6, in bfloat16 by a percent.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
@@ -255,15 +256,17 @@ class Swarm:
             return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, opening))
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype)) if draft else None)
+        ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
         return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead)
 
-    def _draft(self, name: str, target: str, dtype: torch.dtype) -> Any:
+    def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
         """A whole model of the catalog that proposes for another one. Raises ConfigError."""
+        if exact:
+            raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")
         if self.tokenizer(name).get_vocab() != self.tokenizer(target).get_vocab():
             raise ConfigError(f"{name!r} cannot be a draft for {target!r}: it was made with another tokenizer")
         model, _ = self._thread.call(self._swarm.resolve, name)
-        return load_draft(self._thread.call(self._swarm.supply.ensure, model).folder, dtype)
+        return DraftModel(self._thread.call(self._swarm.supply.ensure, model).folder, dtype)
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""

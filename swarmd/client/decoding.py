@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from swarmd.client.draft import Draft
+from swarmd.client.draft import Draft, DraftModel
 from swarmd.client.speculation import Costs, Lookup, Source, Speculation
 
 TENSORS = frozenset({"inputs", "input_ids", "attention_mask"})
@@ -37,7 +37,7 @@ NEVER = (
 class Ahead:
     """What is tried ahead for one model, and what passes through its chain take."""
 
-    def __init__(self, looks_up: bool, draft: Any = None) -> None:
+    def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
         self.costs = Costs()
         self._looks_up = looks_up
         self._draft = draft
@@ -53,8 +53,12 @@ class Ahead:
 def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[str, Any]) -> bool:
     """Is a call of ``generate`` with these arguments one sequence, greedy or sampled, and nothing else?"""
     mask = given.get("attention_mask")
-    settings = {name: given.get(name, getattr(config, name, None)) for name in NEVER}
-    wanted = {name: given.get(name, getattr(config, name, None)) or 1 for name in ("num_beams", "num_return_sequences")}
+
+    def setting(name: str) -> Any:
+        """As ``generate`` finds it: given, of the configuration given, of the model's own."""
+        places = (given.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((value for value in places if value is not None), None)
+
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     return (
         torch.is_tensor(inputs)
@@ -62,9 +66,9 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
         and inputs.shape[0] == 1
         and (mask is None or bool(mask.all()))
         and all(name in PLAIN or hasattr(config, name) for name in given)
-        and not any(settings.values())
-        and set(wanted.values()) == {1}
-        and given.get("use_cache") is not False
+        and not any(setting(name) for name in NEVER)
+        and {setting(name) or 1 for name in ("num_beams", "num_return_sequences")} == {1}
+        and setting("use_cache") is not False
         and prepare is GenerationMixin.prepare_inputs_for_generation
     )
 
@@ -80,6 +84,9 @@ def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any)
         generation_config: GenerationConfig,
         **given: Any,
     ) -> torch.Tensor:
+        if given.get("attention_mask") is not None:  # of a prompt in which transformers found padding
+            how = {"generation_config": generation_config, "streamer": streamer, **given}
+            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **how)  # type: ignore[no-any-return]
         cache, keeps_logits = given[cache_name], "logits_to_keep" in inspect.signature(model.forward).parameters
         ids, tokens = input_ids, input_ids[0].tolist()
         sent, tried = input_ids, list[int]()
@@ -87,10 +94,10 @@ def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any)
         while True:
             begun = time.perf_counter()
             kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}
-            out = model(input_ids=sent, use_cache=True, **{cache_name: cache}, **kept)
+            out = model(input_ids=sent.to(model.device), use_cache=True, **{cache_name: cache}, **kept)
             if ids is not input_ids:
                 ahead.costs.measured(sent.shape[1], time.perf_counter() - begun)
-            logits = out.logits[:, -1 - len(tried) :].to(torch.float32, copy=True)
+            logits = out.logits[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
             for n_right in range(1 + len(tried)):
                 scores = logits_processor(ids, logits[:, n_right])
@@ -98,7 +105,7 @@ def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
                 if streamer is not None:
-                    streamer.put(token)
+                    streamer.put(token.cpu())
                 is_done = bool(stopping_criteria(ids, None).all())
                 if is_done or n_right == len(tried) or tokens[-1] != tried[n_right]:
                     break

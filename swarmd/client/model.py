@@ -1,7 +1,8 @@
 """An ordinary transformers model whose decoder layers happen to be remote.
 
-The class is the family's own. Embedding, final norm, head, ``generate()``, sampling, beams, speculation, stopping
-and streaming are the library's; layer 0 hands the hidden states to a chain session, the other layers pass them on.
+The class is the family's own. Embedding, final norm, head, ``generate()``, sampling, beams, stopping and streaming are
+the library's, the loop for one sequence is in ``decoding``; layer 0 hands the hidden states to a chain session, the
+other layers pass them on.
 A ``RemoteCache`` stands for the caches on the servers: what generation does to it becomes edits of the next op.
 """
 
@@ -251,7 +252,7 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
             cache.precede(own.gather(call.own, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new).unsqueeze(0)
+            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new, device=model.device).unsqueeze(0)
         if takes_positions:
             kwargs["position_ids"] = positions
         mask = kwargs.get("attention_mask")
@@ -305,6 +306,7 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
         try:
             return generate(*args, **{**kwargs, cache_name: cache})
         finally:
+            model.last_speculation.end()
             call.generating, model.last_session = None, cache.session
             cache.close()
 

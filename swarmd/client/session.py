@@ -26,6 +26,7 @@ from swarmd.errors import (
     SwarmUnavailable,
 )
 from swarmd.plan.standing import Fault
+from swarmd.protocol.fields import HopTimes
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, Refusal, Suspect
 from swarmd.values import Decision, PeerId
@@ -56,6 +57,7 @@ class ChainSession:
         self._entered: dict[int, tuple[torch.Tensor | None, int | None]] = {}  # what is on its way, and what is wanted
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._n_replayed = 0  # tokens that a repair has computed again since the last answer
         self._here_s = 0.0  # between the answer before and what was sent last
         self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
@@ -245,13 +247,18 @@ class ChainSession:
                 giver, reason = self._faulty.pop()
                 self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
             del self._entered[op.seq]
-            if entered is not None and entered.shape[1] <= MOST_TOKENS and not self._entered:
-                self.statistics.passes.note(self._here_s, trio.current_time() - self._moved_at, op.times or ())
-            self._moved_at, self._position.answered = trio.current_time(), op.seq
+            if entered is not None and entered.shape[1] <= MOST_TOKENS and op.seq > 1 and not self._entered:
+                self._note_times(op.times or ())
+            self._moved_at, self._position.answered, self._n_replayed = trio.current_time(), op.seq, 0
             for link in self.hops.links:  # whoever is in the way of an answer is alive
                 link.watch.on_progress(op.seq, trio.current_time())
                 self._swarm.rpc.standing.did_well(link.hop.peer)
             self.hops.notify()
+
+    def _note_times(self, times: HopTimes) -> None:
+        """Keep what all hops of the chain tell of the pass that is answered now."""
+        if [start for start, _, _ in times] == [link.hop.span.start for link in self.hops.links]:
+            self.statistics.passes.note(self._here_s, trio.current_time() - self._moved_at, times)
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
         index = self.hops.index_at(message.start)
@@ -329,7 +336,7 @@ class ChainSession:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
         if is_stuck or self.hops.trouble is not None:
             await self._repairs.run(is_stuck)
-            self._moved_at = trio.current_time()
+            self._moved_at, self._n_replayed = trio.current_time(), self._history.n_tokens
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
@@ -345,7 +352,7 @@ class ChainSession:
         It takes a view of the swarm: nothing for every token.
         """
         waited_for = [hidden for hidden, _ in self._entered.values() if hidden is not None]
-        n_tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
+        n_tokens = self._n_replayed + sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
         speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
         return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from swarmd.values import Decision
 
 MOST_AHEAD = 16  # tokens tried in one pass
+LOOK_BACK = 4_096  # tokens of a prompt that are looked through
 GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
 N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
 EACH_ASSUMED = 0.2  # of a pass, for each token more, until that is measured: what four rows cost a CPU
@@ -66,11 +67,15 @@ def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decis
 class Source(Protocol):
     """Who proposes how a text goes on."""
 
-    each_s: float
-    """What proposing a token usually takes."""
+    @property
+    def each_s(self) -> float:
+        """Seconds that proposing a token usually takes."""
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Prepare for a text that begins so, while the first pass is computed elsewhere."""
+        """Start to prepare for a text that begins so, while the first pass is computed elsewhere."""
+
+    def end(self) -> None:
+        """There is no more to propose."""
 
     def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
         """At most ``most`` tokens after these, and the seconds that it took.
@@ -89,7 +94,10 @@ class Lookup:
         self._n_known = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._learn(prompt)
+        pass
+
+    def end(self) -> None:
+        pass
 
     def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
@@ -101,7 +109,9 @@ class Lookup:
         return [], 0.0
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        for end in range(self._n_known, len(tokens)):  # what ends here is found from the next token on
+        for end in range(
+            max(self._n_known, len(tokens) - LOOK_BACK), len(tokens)
+        ):  # what ends here is found from the next token on
             for n in GRAMS:
                 if end >= n:
                     self._after[tuple(tokens[end - n : end])] = end
@@ -122,15 +132,21 @@ class Speculation:
         self.reason = "no pass yet"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The first pass is on its way: its chain computes, and nothing else is to be done here."""
+        """A text begins so."""
         for tried in self._sources:
             tried.source.begin(prompt)
+
+    def end(self) -> None:
+        """It has ended."""
+        for tried in self._sources:
+            tried.source.end()
 
     def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
         """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
-        one_s, left_s = self._costs.one_s, self._allowance_s()
+        one_s = self._costs.one_s
         for tried in self._sources:
+            left_s = self._allowance_s()
             each_s = self._costs.more_s + tried.source.each_s
             most = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
             decision = tokens_ahead(tried.chance, most, one_s, each_s)

@@ -42,13 +42,11 @@ class Passes:
         self._kept.append((here_s, total_s, times))
 
     def where(self) -> Where | None:
-        """None before a pass was measured by all hops of the present chain."""
+        """None before a pass was measured; else of those through the same hops as the last one."""
         if not self._kept:
             return None
         spans = [start for start, _, _ in self._kept[-1][2]]
         alike = [kept for kept in self._kept if [start for start, _, _ in kept[2]] == spans]
-        if not spans:
-            return None
         waiting = [[waited / 1e6 for _, waited, _ in times] for _, _, times in alike]
         computing = [[computed / 1e6 for _, _, computed in times] for _, _, times in alike]
         away = [total - sum(w) - sum(c) for (_, total, _), w, c in zip(alike, waiting, computing, strict=True)]

@@ -66,21 +66,25 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._have_all()
         return self._append(key_states, value_states)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
-        """Add new tokens; returns the beginning, which there must be, and all behind it."""
-        assert self.beginning is not None
-        return self.beginning, self._append(keys, values)
+    def append_behind(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
+        """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
+        if self.beginning is not None:
+            return self.beginning, self._append(keys, values)
+        n_past = self.get_seq_length()
+        all_keys, all_values = self._append(keys, values)
+        before, behind = (slice(n_past), slice(n_past, None))
+        return (all_keys[:, :, before], all_values[:, :, before]), (all_keys[:, :, behind], all_values[:, :, behind])
 
-    def take_over(self, other: SlabLayer, start: int, end: int) -> None:
+    def take_over(self, other: SlabLayer, start: int, end: int, may_share: bool) -> None:
         """Have tokens [start, end) of another session's layer; what is before them is the same in both."""
-        if end < SHARED_TOKENS or other.device.type != "cpu":
-            keys, values = other.beginning if other.beginning and end <= other.n_shared else (other.keys, other.values)
+        if not other.is_initialized:
+            return
+        if may_share and end >= SHARED_TOKENS and other.n_shared < end:
+            other._share()
+        keys, values = other.beginning if other.beginning and end <= other.n_shared else (other.keys, other.values)
+        if not may_share or end < SHARED_TOKENS or _n_held(keys) > self._max_tokens:
             self.update(keys[:, :, start:end], values[:, :, start:end])
             return
-        if other.n_shared < end:
-            other._share(end)
-        assert other.beginning is not None
-        keys, values = other.beginning
         self.lazy_initialization(keys, values)
         self._slabs, self.beginning = None, (keys[:, :, :end], values[:, :, :end])
 
@@ -93,8 +97,10 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
             return
         n_left = self.n_shared + behind + tokens_to_remove
-        self.beginning = self.beginning[0][:, :, :n_left], self.beginning[1][:, :, :n_left]
-        self.lazy_initialization(*self.beginning)
+        keys, values = (part[:, :, :n_left] for part in self.beginning)
+        is_most = 2 * n_left >= _n_held(keys)  # else a few tokens would keep many in memory
+        self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
+        self.lazy_initialization(keys, values)
 
     def n_bytes(self) -> int:
         """Of what is this session's own."""
@@ -111,13 +117,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._keys, self._values = keys[:, :, :n_tokens], values[:, :, :n_tokens]
         return self._keys, self._values
 
-    def _share(self, n_tokens: int) -> None:
-        """Put the first tokens where others can have them, too."""
+    def _share(self) -> None:
+        """Leave all that is here to whoever begins so, and write to other slabs from now on."""
         keys, values = self.keys, self.values
-        self.beginning = keys[:, :, :n_tokens].clone(), values[:, :, :n_tokens].clone()
-        self.lazy_initialization(keys, values)
-        self._slabs = None
-        self._append(keys[:, :, n_tokens:], values[:, :, n_tokens:])
+        if 4 * _n_held(keys) > 5 * keys.shape[2]:  # else the room behind it would be kept, too
+            keys, values = _own(keys), _own(values)
+        self._slabs, self.beginning = None, (keys, values)
+        self.lazy_initialization(*self.beginning)
 
     def _have_all(self) -> None:
         """Copy what is shared, for whoever does not know that it can be."""
@@ -140,7 +146,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             and (not n_past or self._keys.data_ptr() == slabs[0].data_ptr())
         ):
             return slabs
-        capacity = max(n_tokens, min(self._max_tokens, max(_FIRST_TOKENS, 2 * n_past)))
+        capacity = max(n_tokens, min(self._max_tokens - self.n_shared, max(_FIRST_TOKENS, 2 * n_past)))
         grown = []
         for old, new in ((self._keys, key), (self._values, value)):
             b, h, _, d = new.shape
@@ -150,6 +156,17 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             grown.append(slab)
         self._slabs = (grown[0], grown[1])
         return self._slabs
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """The same in memory of its own."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _n_held(keys: torch.Tensor) -> int:
+    """How many tokens lie in the memory that a view keeps."""
+    b, h, _, d = keys.shape
+    return int(keys.untyped_storage().nbytes() // (b * h * d * keys.element_size()))
 
 
 class Ghost(DynamicLayer):  # type: ignore[misc]
@@ -219,10 +236,10 @@ class SpanCache:
         """Does it begin with what lies in memory once for several sessions?"""
         return self.is_plain and any(layer.beginning is not None for layer in self.owned)
 
-    def take_over(self, other: SpanCache, start: int, end: int) -> None:
+    def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
         """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
         for own, layer in zip(self.owned, other.owned, strict=True):
-            own.take_over(layer, start, end)
+            own.take_over(layer, start, end, may_share)
 
     def crop(self, n_tokens: int) -> None:
         for layer in self.owned:

@@ -77,6 +77,11 @@ class RaggedAttention:
             cuts, self._cuts, self._masks = self._cuts, [], {}
         return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
 
+    @property
+    def is_plain(self) -> bool:
+        """Do all layers that it has seen attend as the library does, so that sessions may share beginnings?"""
+        return bool(self._sites) and all(function is _attend_packed for _, function, _ in self._sites.values())
+
     def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
         """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
         return capture.capture(self._trace(two, forward), self._trace(three, forward), self._attend_at)
@@ -112,7 +117,7 @@ class RaggedAttention:
             raise RuntimeError("this family calls its attention with positional arguments")
         function = self._function(module)
         is_plain = function is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout")
-        self._sites[layer] = module, attend_packed if is_plain else function, kwargs
+        self._sites[layer] = module, _attend_packed if is_plain else function, kwargs
         if not self._is_capturing:
             return self._attend_at(query, key, value, layer), None
         if any(torch.is_tensor(v) and not isinstance(v, nn.Parameter) for v in kwargs.values()):
@@ -127,10 +132,11 @@ class RaggedAttention:
         for piece, cut in self._cuts:
             own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
             new = _rows(key, piece, cut), _rows(value, piece, cut)
-            if function is attend_packed and getattr(own, "beginning", None) is not None:
-                beginning, behind = own.append(*new)
-                mask = self._mask(piece, behind[0].shape[2], None)
-                in_parts[len(outs)] = shared.Row(queries, beginning, behind, mask)
+            if function is _attend_packed and type(own) is SlabLayer and _pays_in_parts(own, queries, *new):
+                beginning, behind = own.append_behind(*new)
+                in_parts[len(outs)] = shared.Row(
+                    queries, beginning, behind, self._mask(piece, behind[0].shape[2], None)
+                )
                 outs.append(queries)
                 continue
             keys, values = own.update(*new)
@@ -138,7 +144,7 @@ class RaggedAttention:
             out, _ = function(module, queries, keys, values, mask, **kwargs)
             outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]) if len(out) > 1 else out)
         for index, out in zip(in_parts, shared.attend(list(in_parts.values()), kwargs.get("scaling")), strict=True):
-            outs[index] = out
+            outs[index] = out.reshape(1, -1, *out.shape[2:])
         self._on_layer()
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -186,7 +192,7 @@ def can_batch(cache: SpanCache, config: Any) -> bool:
     return known and kinds <= {"full_attention", "sliding_attention"}
 
 
-def attend_packed(
+def _attend_packed(
     module: Any,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -195,18 +201,8 @@ def attend_packed(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's attention, with all heads that share keys reading them once; over a long past, in two parts."""
+    """The library's attention; for one new token, all heads that share keys read them once."""
     b, h, t, d = query.shape
-    n_past = keys.shape[2] - t
-    if (
-        t > 1
-        and n_past >= LONG_PAST
-        and query.device.type == "cpu"
-        and mask is not None
-        and not kwargs.get("sliding_window")
-    ):
-        past, new = ((keys[:, :, s], values[:, :, s]) for s in (slice(n_past), slice(n_past, None)))
-        return shared.attend([shared.Row(query, past, new, mask[..., n_past:])], scaling)[0], None
     if t > 1 or mask is not None:
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, keys, values, mask, scaling=scaling, **kwargs
@@ -215,6 +211,13 @@ def attend_packed(
     packed = query.reshape(b, keys.shape[1], -1, d)
     mixed = functional.scaled_dot_product_attention(packed, keys, values, scale=scaling)
     return mixed.reshape(b, 1, h, -1), None
+
+
+def _pays_in_parts(own: SlabLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Is what all new tokens see long, or not this session's alone? A layer with slabs has no window."""
+    if query.device.type != "cpu" or key.shape[3] != value.shape[3]:
+        return False
+    return own.beginning is not None or (query.shape[2] > 1 and own.get_seq_length() >= LONG_PAST)
 
 
 def _rows(states: torch.Tensor, piece: Piece, cut: slice) -> torch.Tensor:

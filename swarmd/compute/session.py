@@ -125,7 +125,7 @@ class HopSession:
         """Have another session's cache and answers for the first ``n_tokens``, which are the same in both."""
         start = self._n_tokens
         if n_tokens > start:
-            self._cache.take_over(other._cache, start, n_tokens)
+            self._cache.take_over(other._cache, start, n_tokens, self._span.shares_beginnings)
             self.put(other.history.tokens(start, n_tokens).to(self._span.device))
 
     def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:

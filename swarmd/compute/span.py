@@ -67,6 +67,7 @@ class LoadedSpan:
         self.adapters = Adapters(self.model, self._layers, span, dtype, self.device, on_progress)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
+        self.shares_beginnings = False  # may they have the keys and values of a common beginning in one place?
         self._hop = span
         self.kernels = choose(self.model)
         self._install_gates()
@@ -230,7 +231,6 @@ class LoadedSpan:
                 f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
                 f"(at most {self._tolerance:g}): this family cannot be served"
             )
-
         self._test_embedding(hidden, positions, whole)
 
     @torch.inference_mode()
@@ -269,6 +269,7 @@ class LoadedSpan:
             self._ragged = None
             self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
             return
+        self.shares_beginnings = self._ragged.is_plain and self.device.type == "cpu"
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
 
     def quantization_error(self, folder: Path) -> float | None:
@@ -276,9 +277,8 @@ class LoadedSpan:
 
         None when not even one of them fits into memory unquantised.
         """
-        rng = torch.Generator().manual_seed(2)
-        hidden = torch.randn(1, 16, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
-        positions = torch.arange(16, device=self.device).unsqueeze(0)
+        rng, (zeros, positions) = torch.Generator().manual_seed(2), self._example(16)
+        hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
         got, expected = self.forward(hidden, positions), hidden
         for block in self.span.blocks():
             try:

@@ -98,6 +98,9 @@ def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
         def begin(self, prompt: Sequence[int]) -> None:
             pass
 
+        def end(self) -> None:
+            pass
+
         def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
             return text[len(tokens) : len(tokens) + most], 0.05 * most
 

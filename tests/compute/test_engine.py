@@ -309,7 +309,7 @@ class TestSharedBeginnings:
         for key in keys:
             self.answers(bench, key, texts[key], client)
         layers = [bench.engine._sessions[key, 0]._cache.owned[0] for key in keys]
-        assert {layer.n_shared for layer in layers} == {320}
+        assert [layer.n_shared for layer in layers] == [340, 320, 320, 320], "the first gave all that it had"
         assert len({layer.beginning[0].data_ptr() for layer in layers}) == 1
         for n in range(2):  # all of them in one pass, and one that goes back behind what it shares
             for key in keys:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.nn import functional
 
 from swarmd.compute.kvcache import SHARED_TOKENS, SlabLayer
-from swarmd.compute.ragged import LONG_PAST, attend_packed
 from swarmd.compute.shared import Row, attend
 
 HEADS, GROUPS, D = 2, 3, 16
@@ -39,21 +36,6 @@ def test_it_is_the_attention_over_both_parts(dtype: torch.dtype) -> None:
         assert torch.allclose(got, wanted, atol=1e-5 if dtype == torch.float32 else 0.03)
 
 
-@pytest.mark.parametrize("b", [1, 2])
-@pytest.mark.parametrize("n_past", [LONG_PAST - 1, LONG_PAST + 40])
-def test_over_a_long_past_it_is_the_librarys(b: int, n_past: int) -> None:
-    torch.manual_seed(1)
-    t = 6
-    query = torch.randn(b, HEADS * GROUPS, t, D)
-    keys, values = torch.randn(b, HEADS, n_past + t, D), torch.randn(b, HEADS, n_past + t, D)
-    mask = torch.ones(t, n_past + t, dtype=torch.bool).tril(n_past)[None, None]
-    module = SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True, training=False)
-    out, _ = attend_packed(module, query, keys, values, mask, scaling=0.2)
-    wide = (x.repeat_interleave(GROUPS, 1) for x in (keys, values))
-    expected = functional.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.2).transpose(1, 2)
-    assert torch.allclose(out, expected, atol=1e-5)
-
-
 N = SHARED_TOKENS + 50
 
 
@@ -67,8 +49,8 @@ def test_it_lies_in_memory_once_and_reads_as_before() -> None:
     donor = filled()
     keys, values = donor.keys.clone(), donor.values.clone()
     first, second = SlabLayer(4 * N), SlabLayer(4 * N)
-    first.take_over(donor, 0, N - 10)
-    second.take_over(donor, 0, N - 20)
+    first.take_over(donor, 0, N - 10, True)
+    second.take_over(donor, 0, N - 20, True)
     assert first.beginning is not None
     assert second.beginning is not None
     assert donor.beginning is not None
@@ -85,31 +67,31 @@ def test_what_one_does_with_it_the_others_do_not_see() -> None:
     donor = filled()
     keys = donor.keys.clone()
     other = SlabLayer(4 * N)
-    other.take_over(donor, 0, N - 10)
+    other.take_over(donor, 0, N - 10, True)
     own = some(3), some(3)
-    beginning, behind = other.append(*own)
+    beginning, behind = other.append_behind(*own)
     assert beginning[0].shape[2] == N - 10
     assert torch.equal(behind[0], own[0])
     donor.crop(-30)
-    donor.append(some(5), some(5))
+    donor.append_behind(some(5), some(5))
     other.crop(-1)
     assert other.get_seq_length() == N - 8
     assert torch.equal(other.keys, torch.cat([keys[:, :, : N - 10], own[0][:, :, :2]], 2))
     third = SlabLayer(4 * N)
-    third.take_over(donor, 0, N - 40)
+    third.take_over(donor, 0, N - 40, True)
     third.crop(-60)
-    third.append(*own)
+    third.append_behind(*own)
     assert torch.equal(third.keys, torch.cat([keys[:, :, : N - 100], own[0]], 2))
 
 
 def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied() -> None:
     donor, first, second, third = filled(), SlabLayer(4 * N), SlabLayer(4 * N), SlabLayer(4 * N)
-    first.take_over(donor, 0, N - 10)
-    first.append(some(40), some(40))
-    second.take_over(first, 0, N + 20)
+    first.take_over(donor, 0, N - 10, True)
+    first.append_behind(some(40), some(40))
+    second.take_over(first, 0, N + 20, True)
     assert second.beginning is not None
     assert torch.equal(second.keys, first.keys[:, :, : N + 20])
-    third.take_over(donor, 0, SHARED_TOKENS - 1)
+    third.take_over(donor, 0, SHARED_TOKENS - 1, True)
     assert third.beginning is None
     assert torch.equal(third.keys, donor.keys[:, :, : SHARED_TOKENS - 1])
 
@@ -117,7 +99,25 @@ def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied() -> None:
 def test_op_by_op_it_becomes_one_beginning() -> None:
     donor, other = filled(), SlabLayer(4 * N)
     for start, end in ((0, 100), (100, 280), (280, N - 10)):
-        other.take_over(donor, start, end)
+        other.take_over(donor, start, end, True)
         assert other.get_seq_length() == end
-    assert other.n_shared == donor.n_shared == N - 10
+    assert (other.n_shared, donor.n_shared) == (N - 10, N), "it gave all that it had, once"
     assert torch.equal(other.values, donor.values[:, :, : N - 10])
+
+
+def test_a_short_session_keeps_no_long_one_in_memory() -> None:
+    donor, short, long = filled(), SlabLayer(N - 20), SlabLayer(4 * N)
+    short.take_over(donor, 0, SHARED_TOKENS, True)
+    assert short.beginning is None, "it did not reserve so much"
+    assert torch.equal(short.keys, donor.keys[:, :, :SHARED_TOKENS])
+    long.take_over(donor, 0, N, True)
+    long.crop(-N + 10)
+    assert long.beginning is not None
+    assert long.beginning[0].untyped_storage().nbytes() == 10 * HEADS * D * 4
+
+
+def test_layers_that_may_not_share_copy() -> None:
+    donor, other = filled(), SlabLayer(4 * N)
+    other.take_over(donor, 0, N - 10, False)
+    assert (other.n_shared, donor.n_shared) == (0, 0)
+    assert torch.equal(other.keys, donor.keys[:, :, : N - 10])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import swarmd
+from swarmd.client.draft import Draft, DraftModel
 from swarmd.client.speculation import Costs
 from swarmd.home import bundled_folder
 from tests import checkpoints
@@ -113,6 +115,39 @@ def test_a_draft_with_another_tokenizer_is_refused(stage: tuple[LocalSwarm, list
         ),
     ):
         client.model("demo", draft="other")
+
+
+def test_drafts_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    windows = checkpoints.make("gemma3_text", tmp_path / "windows", n_layers=2)
+    with pytest.raises(swarmd.ConfigError, match="the gemma3_text family cannot be a draft: its caches forget"):
+        DraftModel(windows, torch.float32)
+    short = checkpoints.make("gpt2", tmp_path / "short", n_layers=2, n_positions=64)
+    assert Draft(DraftModel(short, torch.float32)).propose(list(range(3, 65)), 4, 0.0)[0] == []
+
+
+def test_a_draft_in_the_exact_grade_is_refused(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
+    with (
+        swarmd.connect(home=stage[1][0].home.folder) as client,
+        pytest.raises(swarmd.ConfigError, match="no draft in the exact grade"),
+    ):
+        client.model("demo", exact=True, draft="demo")
+
+
+def test_what_a_model_is_set_to_counts_as_in_transformers(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
+    """Beams and output objects of its own configuration, beside one that is given; padding that nobody told of."""
+    reference = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    given = GenerationConfig(max_new_tokens=10, do_sample=False)
+    with swarmd.connect(home=stage[1][0].home.folder) as client:
+        model = client.model("demo")
+        padded = torch.cat([torch.full((1, 5), 1), inputs()["input_ids"]], 1)
+        for one in (model, reference):
+            one.generation_config.pad_token_id = 1
+        out = model.generate(padded, generation_config=given)
+        assert torch.equal(out, reference.generate(padded, generation_config=given))
+        for one in (model, reference):
+            one.generation_config.num_beams, one.generation_config.return_dict_in_generate = 3, True
+        out = model.generate(**inputs(), generation_config=given)
+        assert torch.equal(out.sequences, reference.generate(**inputs(), generation_config=given).sequences)
 
 
 def test_batches_beams_and_scores_stay_the_librarys(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
