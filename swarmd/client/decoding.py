@@ -73,7 +73,7 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
     )
 
 
-def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
+def loop(costs: Costs, speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
     def decode(
@@ -96,7 +96,7 @@ def loop(ahead: Ahead, speculation: Speculation, cache_name: str, streamer: Any)
             kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}
             out = model(input_ids=sent.to(model.device), use_cache=True, **{cache_name: cache}, **kept)
             if ids is not input_ids:
-                ahead.costs.measured(sent.shape[1], time.perf_counter() - begun)
+                costs.measured(sent.shape[1], time.perf_counter() - begun)
             logits = out.logits[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
             for n_right in range(1 + len(tried)):

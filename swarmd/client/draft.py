@@ -68,7 +68,8 @@ class Draft:
         return self._model.each_s
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt in a thread of its own."""
+        """Read the prompt in a thread of its own; one that is too long for the model gets no proposals."""
+        self._is_over = len(prompt) >= self._model.max_tokens
         self._beginning = threading.Thread(target=self._read_prompt, args=(list(prompt),), name="swarmd draft")
         self._beginning.start()
 
@@ -97,7 +98,7 @@ class Draft:
 
     def _read_prompt(self, prompt: list[int]) -> None:
         try:
-            for at in range(0, min(len(prompt), self._model.max_tokens), CHUNK_TOKENS):
+            for at in range(0, len(prompt), CHUNK_TOKENS):
                 if self._is_over:
                     return
                 self._next(prompt[at : at + CHUNK_TOKENS])

@@ -299,15 +299,15 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
         config = kwargs.get("generation_config") or model.generation_config
         cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
-        model.last_speculation = Speculation(ahead.costs, ())
-        if can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs):
-            model.last_speculation = ahead.speculation()
-            kwargs["custom_generate"] = decoding.loop(ahead, model.last_speculation, cache_name, kwargs.get("streamer"))
+        is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
+        speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
+        if is_own:
+            kwargs["custom_generate"] = decoding.loop(ahead.costs, speculation, cache_name, kwargs.get("streamer"))
         try:
             return generate(*args, **{**kwargs, cache_name: cache})
         finally:
-            model.last_speculation.end()
-            call.generating, model.last_session = None, cache.session
+            speculation.end()
+            call.generating, model.last_session, model.last_speculation = None, cache.session, speculation
             cache.close()
 
     model.last_session = model.last_speculation = None
