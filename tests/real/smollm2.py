@@ -31,6 +31,7 @@ def smollm2() -> Path:
     code = Path(gguf.__file__).read_bytes() + transformers.__version__.encode()
     folder = KEPT / f"smollm2-{hashlib.sha256(code).hexdigest()[:12]}"
     if not folder.is_dir():
+        KEPT.mkdir(exist_ok=True)
         made = Path(mkdtemp(dir=KEPT))
         gguf.convert(gguf_file(), made, "auto", lambda line: None)
         try:
