@@ -1,6 +1,6 @@
 """32,000 tokens through three servers, one of which is killed at their end; and 100 sessions that begin alike.
 
-    python -m benchmarks.long_context [--tokens 32000] [--sessions 100] [--prefix 1000]
+    python -m benchmarks.long_context [--tokens 32000, or 0 for none] [--sessions 100] [--prefix 1000]
 
 SmolLM2 with its longest context set higher: what it says there makes no sense, what it costs does. First: time to the
 first token, tokens/s after it, memory of the workers (PSS), and what a SIGKILL of the last server costs then; another
@@ -99,7 +99,7 @@ def long_one(swarm: LocalSwarm, volunteers: list[Volunteer], ids: torch.Tensor) 
 
 
 def many(swarm: LocalSwarm, volunteers: list[Volunteer], n_sessions: int, n_prefix: int, is_shared: bool) -> None:
-    live = [volunteers[0], volunteers[1], volunteers[3]]
+    live = [volunteers[0], volunteers[1], volunteers[3]]  # the third was killed
     chain = swarm.hops(*((v, *span) for v, span in zip(live, SPANS, strict=False)))
     torch.manual_seed(int(is_shared))
     common = torch.randint(3, 49_000, (1, n_prefix))
@@ -134,9 +134,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root, local_swarm(Path(root) / "swarm") as swarm:
         models = {"long": longer(Path(root) / "long", options.tokens)}
-        volunteers = swarm.serving(*SPANS, model="long", models=models)
+        room = str(4 * options.sessions * (options.prefix + 64) + options.tokens)  # half of it is for one member
+        volunteers = swarm.serving(*SPANS, model="long", models=models, SWARMD_CACHE_TOKENS=room)
         torch.manual_seed(7)
-        long_one(swarm, volunteers, torch.randint(3, 49_000, (1, options.tokens - N_NEW)))
+        if options.tokens:
+            long_one(swarm, volunteers, torch.randint(3, 49_000, (1, options.tokens - N_NEW)))
         for is_shared in (True, False):
             many(swarm, volunteers, options.sessions, options.prefix, is_shared)
 

@@ -157,7 +157,8 @@ class LocalSwarm:
         try:
             self.wait(all_online, "all volunteers online in all views")
         except AssertionError as error:
-            error.add_note(f"what each of them sees: {views}")
+            says = {v.peer: v.ask("status")["directory"] for v in live}
+            error.add_note(f"what each of them sees: {views}, and says of it: {says}")
             raise
 
     def wait(self, condition: Any, what: str, volunteer: Volunteer | None = None) -> None:
