@@ -12,46 +12,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import trio
 
 import swarmd
-from benchmarks.wan import Wan, owner_of_port
-from benchmarks.wan_chain import rate, start_swarm
+from benchmarks.wan_chain import rate, told_by_client
 from swarmd.plan.routing import Hop
 from swarmd.values import PeerId, Span
-from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2
 
 N_BLOCKS = 30
 N_PROMPT = 64
 
 
-async def one(n_hops: int, one_way_ms: float, n_tokens: int) -> dict[str, Any]:
-    """Start a chain of so many servers, and the client as a process of its own."""
+async def one(n_hops: int, one_way_ms: float, n_tokens: int) -> Any:
+    """Measure a chain of so many servers."""
     edges = [N_BLOCKS * i // n_hops for i in range(n_hops + 1)]
     spans = tuple(itertools.pairwise(edges))
-    with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
-        models = {"bench": smollm2()}
-        async with trio.open_nursery() as nursery:
-            if one_way_ms:
-                names: dict[int, str] = {}
-                wan = Wan(one_way_ms / 1000, owner_of_port(names, "client"))
-                wan.add("client", 125e6, 125e6)
-                volunteers = await start_swarm(swarm, wan, nursery, names, spans, models=models)
-            else:
-                volunteers = swarm.serving(*spans, model="bench", models=models)
-            chain = [[v.peer, *span] for v, span in zip(volunteers, spans, strict=True)]
-            settings = {"home": str(volunteers[0].home.folder), "chain": chain, "tokens": n_tokens}
-            command = [sys.executable, "-m", "benchmarks.hops", "--client", json.dumps(settings)]
-            done = await trio.run_process(command, capture_stdout=True)
-            nursery.cancel_scope.cancel()
-    return dict(json.loads(done.stdout.decode().splitlines()[-1]))
+    return await told_by_client("benchmarks.hops", one_way_ms, spans, {"bench": smollm2()}, tokens=n_tokens)
 
 
 def client(settings: dict[str, Any]) -> None:
@@ -86,10 +66,8 @@ def main() -> None:
             found = trio.run(one, n_hops, one_way_ms, options.tokens)
             limit = 1 / (found["computing"] + found["here"] + (n_hops + 1) * one_way_ms / 1000)
             times = " | ".join(f"{1000 * found[k]:.1f}" for k in ("computing", "waiting", "under_way", "here"))
-            print(
-                f"| {n_hops} | {one_way_ms:g} | {found['rate']:.2f} | {found['rate'] / limit:.2f} | {times} |",
-                flush=True,
-            )
+            reached = f"{found['rate']:.2f} | {found['rate'] / limit:.2f}"
+            print(f"| {n_hops} | {one_way_ms:g} | {reached} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ import argparse
 import json
 import runpy
 import statistics
-import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,10 +25,9 @@ import torch
 import trio
 
 import swarmd
-from benchmarks.wan import Wan, owner_of_port
-from benchmarks.wan_chain import start_swarm
+from benchmarks.long_context import Watch
+from benchmarks.wan_chain import told_by_client
 from swarmd.home import bundled_folder
-from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent
@@ -62,37 +59,11 @@ def make_draft(folder: Path, minutes: float) -> None:
     model.save_pretrained(folder)
 
 
-async def one_delay(one_way_ms: float, which: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the swarm of a model with these links, and the client as a process of its own."""
-    with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
-        async with trio.open_nursery() as nursery:
-            models = {"bench": folder, **({"draft": options.draft} if which == "bundled" else {})}
-            if one_way_ms:
-                names: dict[int, str] = {}
-                wan = Wan(one_way_ms / 1000, owner_of_port(names, "client"))
-                wan.add("client", 125e6, 125e6)
-                volunteers = await start_swarm(swarm, wan, nursery, names, SPANS[which], models=models)
-            else:
-                volunteers = swarm.serving(*SPANS[which], model="bench", models=models)
-            settings = {"which": which, "rounds": options.rounds, "tokens": options.tokens}
-            settings |= {"home": str(volunteers[0].home.folder)}
-            command = [sys.executable, "-m", "benchmarks.speculation", "--client", json.dumps(settings)]
-            done = await trio.run_process(command, capture_stdout=True)
-            nursery.cancel_scope.cancel()
-    return dict(json.loads(done.stdout.decode().splitlines()[-1]))
-
-
-class Clock:
-    """A streamer that notes when tokens came."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
+async def one_delay(one_way_ms: float, which: str, folder: Path, options: argparse.Namespace) -> Any:
+    """Measure one model over these links."""
+    models = {"bench": folder, **({"draft": options.draft} if which == "bundled" else {})}
+    settings = {"which": which, "rounds": options.rounds, "tokens": options.tokens}
+    return await told_by_client("benchmarks.speculation", one_way_ms, SPANS[which], models, **settings)
 
 
 def client(settings: dict[str, Any]) -> None:
@@ -104,8 +75,10 @@ def client(settings: dict[str, Any]) -> None:
         plain = swarm.model("bench", lookup=False, wait_s=60)
         ahead = swarm.model("bench", draft="" if is_chat else "draft", wait_s=60)
         tokenizer = swarm.tokenizer("bench")
-        texts = {k: prompt(tokenizer, t) for k, t in ASKED.items()} if is_chat else {}
-        texts |= {} if is_chat else {k: tokenizer(t, return_tensors="pt")["input_ids"] for k, t in CONTINUED.items()}
+        if is_chat:
+            texts = {name: prompt(tokenizer, text) for name, text in ASKED.items()}
+        else:
+            texts = {name: tokenizer(text, return_tensors="pt")["input_ids"] for name, text in CONTINUED.items()}
         for number in range(1 + settings["rounds"]):  # the first warms up
             for name, ids in texts.items():
                 models = (plain, ahead) if number % 2 else (ahead, plain)
@@ -122,10 +95,10 @@ def prompt(tokenizer: Any, text: str) -> torch.Tensor:
 
 
 def rate(model: Any, ids: torch.Tensor, n_tokens: int) -> float:
-    clock = Clock()
+    watch = Watch()
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": n_tokens}
-    model.generate(ids, streamer=clock, **options)
-    return (len(clock.at) - 2) / (clock.at[-1] - clock.at[1])  # the first is the prompt
+    model.generate(ids, streamer=watch, **options)
+    return len(watch.steps_s) / sum(watch.steps_s)
 
 
 def report(which: str, one_way_ms: float, found: dict[str, list[list[float]]]) -> None:

@@ -74,6 +74,29 @@ async def start_swarm(
     return volunteers
 
 
+async def told_by_client(
+    module: str, one_way_ms: float, spans: tuple[tuple[int, int], ...], models: dict[str, Path], **settings: Any
+) -> Any:
+    """Serve "bench" in a swarm with these links (0: none), and return what ``module --client`` prints last.
+
+    It is told where its home and its chain are, beside ``settings``.
+    """
+    with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
+        async with trio.open_nursery() as nursery:
+            if one_way_ms:
+                names: dict[int, str] = {}
+                wan = Wan(one_way_ms / 1000, owner_of_port(names, "client"))
+                wan.add("client", 125e6, 125e6)
+                volunteers = await start_swarm(swarm, wan, nursery, names, spans, models=models)
+            else:
+                volunteers = swarm.serving(*spans, model="bench", models=models)
+            chain = [[v.peer, *span] for v, span in zip(volunteers, spans, strict=True)]
+            told = json.dumps({"home": str(volunteers[0].home.folder), "chain": chain, **settings})
+            done = await trio.run_process([sys.executable, "-m", module, "--client", told], capture_stdout=True)
+            nursery.cancel_scope.cancel()
+    return json.loads(done.stdout.decode().splitlines()[-1])
+
+
 async def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         make_checkpoint(swarm.folder / "llama", 512)

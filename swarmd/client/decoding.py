@@ -17,19 +17,15 @@ from transformers import GenerationConfig, GenerationMixin
 from swarmd.client.draft import Draft, DraftModel
 from swarmd.client.speculation import Costs, Lookup, Source, Speculation
 
-TENSORS = frozenset({"inputs", "input_ids", "attention_mask"})
-PLAIN = TENSORS | {"generation_config", "logits_processor", "stopping_criteria", "streamer"}
+PLAIN = frozenset(
+    ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
+)
 """What a call may have beside settings of a GenerationConfig."""
 NEVER = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("use_mtp", "prefill_chunk_size", "guidance_scale", "penalty_alpha", "dola_layers", "constraints"),
-    *(
-        "force_words_ids",
-        "assistant_early_exit",
-        "prompt_lookup_num_tokens",
-        "cache_implementation",
-        "watermarking_config",
-    ),
+    *("force_words_ids", "assistant_early_exit", "prompt_lookup_num_tokens", "cache_implementation"),
+    *("watermarking_config",),
 )
 """Settings that ask for more than this loop does."""
 
@@ -73,7 +69,7 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
     )
 
 
-def loop(costs: Costs, speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
+def loop(speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
     def decode(
@@ -96,7 +92,7 @@ def loop(costs: Costs, speculation: Speculation, cache_name: str, streamer: Any)
             kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}
             out = model(input_ids=sent.to(model.device), use_cache=True, **{cache_name: cache}, **kept)
             if ids is not input_ids:
-                costs.measured(sent.shape[1], time.perf_counter() - begun)
+                speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
             logits = out.logits[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
             for n_right in range(1 + len(tried)):

@@ -302,7 +302,7 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
         speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
         if is_own:
-            kwargs["custom_generate"] = decoding.loop(ahead.costs, speculation, cache_name, kwargs.get("streamer"))
+            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"))
         try:
             return generate(*args, **{**kwargs, cache_name: cache})
         finally:

@@ -147,16 +147,8 @@ class ChainSession:
         self._position.seq = sent.seq
         self.statistics.steps += 1
         if self.hops.trouble is None:
-            frame = encode_op(
-                self.key,
-                0,
-                self.hops.epoch,
-                self._position.answered,
-                sent,
-                Op(want=want, times=()),
-                None,
-                self.codec.action,
-            )
+            marks, answered = Op(want=want, times=()), self._position.answered
+            frame = encode_op(self.key, 0, self.hops.epoch, answered, sent, marks, None, self.codec.action)
             await self._send_to(0, sent.seq, frame)
         self._history.settle(self._position.answered)  # while the chain computes
         self._history.add(sent)

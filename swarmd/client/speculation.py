@@ -109,9 +109,8 @@ class Lookup:
         return [], 0.0
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        for end in range(
-            max(self._n_known, len(tokens) - LOOK_BACK), len(tokens)
-        ):  # what ends here is found from the next token on
+        first = max(self._n_known, len(tokens) - LOOK_BACK)
+        for end in range(first, len(tokens)):  # what ends here is found from the next token on
             for n in GRAMS:
                 if end >= n:
                     self._after[tuple(tokens[end - n : end])] = end
@@ -122,7 +121,7 @@ class Speculation:
     """The tries of one answer: what to try next, by what the ones before were worth."""
 
     def __init__(self, costs: Costs, sources: Sequence[Source]) -> None:
-        self._costs = costs
+        self.costs = costs
         self._sources = [_Tried(source) for source in sources]
         self._last: tuple[_Tried, int] | None = None
         self._n_passes = 0
@@ -144,10 +143,10 @@ class Speculation:
     def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
         """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
-        one_s = self._costs.one_s
+        one_s = self.costs.one_s
         for tried in self._sources:
             left_s = self._allowance_s()
-            each_s = self._costs.more_s + tried.source.each_s
+            each_s = self.costs.more_s + tried.source.each_s
             most = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
             decision = tokens_ahead(tried.chance, most, one_s, each_s)
             self.reason = decision.reason
@@ -166,13 +165,13 @@ class Speculation:
             return
         (tried, n_sent), self._last = self._last, None
         tried.learn(n_sent, n_taken)
-        self._won_s += n_taken * self._costs.one_s - n_sent * self._costs.more_s
+        self._won_s += n_taken * self.costs.one_s - n_sent * self.costs.more_s
         self.n_sent += n_sent
         self.n_taken += n_taken
 
     def _allowance_s(self) -> float:
         """What the next try may cost: what others have won, and a little of the time of all passes."""
-        return self._won_s + (GRANTED + GRANTED_SHARE * self._n_passes) * self._costs.one_s
+        return self._won_s + (GRANTED + GRANTED_SHARE * self._n_passes) * self.costs.one_s
 
 
 class _Tried:

@@ -56,9 +56,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def n_shared(self) -> int:
         return 0 if self.beginning is None else self.beginning[0].shape[2]
 
+    @property
+    def _n_behind(self) -> int:
+        """Tokens in the slabs."""
+        return 0 if not self.is_initialized or not self._keys.numel() else int(self._keys.shape[2])
+
     def get_seq_length(self) -> int:
-        is_empty = not self.is_initialized or self._keys.numel() == 0
-        return self.n_shared + (0 if is_empty else int(self._keys.shape[2]))
+        return self.n_shared + self._n_behind
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -91,25 +95,20 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         if not tokens_to_remove or not self.is_initialized:
             return
-        behind = self.get_seq_length() - self.n_shared
-        if self.beginning is None or -tokens_to_remove <= behind:
-            n_left = behind + tokens_to_remove
+        n_left = self._n_behind + tokens_to_remove
+        if self.beginning is None or n_left >= 0:
             self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
             return
-        n_left = self.n_shared + behind + tokens_to_remove
+        n_left += self.n_shared
         keys, values = (part[:, :, :n_left] for part in self.beginning)
         is_most = 2 * n_left >= _n_held(keys)  # else a few tokens would keep many in memory
         self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
         self.lazy_initialization(keys, values)
 
-    def n_bytes(self) -> int:
-        """Of what is this session's own."""
-        return sum(t.numel() * t.element_size() for t in (self._keys, self._values) if torch.is_tensor(t))
-
     def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        n_past = 0 if self._keys.numel() == 0 else self._keys.shape[2]
+        n_past = self._n_behind
         n_tokens = n_past + key.shape[2]
         keys, values = self._reserve(n_past, n_tokens, key, value)
         keys[:, :, n_past:n_tokens] = key
@@ -250,10 +249,5 @@ class SpanCache:
             layer.reorder_cache(rows)
 
     def n_bytes(self) -> int:
-        return sum(_bytes_of(layer) for layer in self.owned)
-
-
-def _bytes_of(layer: Any) -> int:
-    if isinstance(layer, SlabLayer):
-        return layer.n_bytes()
-    return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if torch.is_tensor(t))
+        tensors = [t for layer in self.owned for t in (layer.keys, layer.values) if torch.is_tensor(t)]
+        return sum(t.numel() * t.element_size() for t in tensors)

@@ -108,7 +108,7 @@ class HopSession:
     @property
     def is_long(self) -> bool:
         """Does attention in two parts pay? The plain pass knows none, and would copy what is shared."""
-        return self.can_share and (self._n_tokens >= LONG_PAST or self._cache.is_shared)
+        return self._n_tokens >= LONG_PAST or self._cache.is_shared
 
     @property
     def marks(self) -> tuple[bytes, ...]:

@@ -48,7 +48,6 @@ class Row:
         self.tokens = list(tokens)
         self.crop = 0
         self.answer = Answer(wanted, tokenizer, costs)
-        self._costs = costs
         self._prompt = wanted.prompt
         self._n_repairs = len(session.statistics.repairs)
 
@@ -74,7 +73,7 @@ class Row:
         out = await self.session.step(edits, embedded, positions, None, False, want)
         assert out is not None
         if len(ids) == want and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
-            self._costs.measured(want, trio.current_time() - begun)
+            self.answer.speculation.costs.measured(want, trio.current_time() - begun)
         self.tokens[start:], self.crop = ids, 0
         return out[0, -want:]
 

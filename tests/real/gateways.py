@@ -16,6 +16,7 @@ import httpx
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
+RUNNING = 20  # requests at a time
 STARTED_WITHIN_S = 120.0  # torch and transformers are imported, on a busy machine
 
 
@@ -70,12 +71,12 @@ def real_gateway(home: Path, *options: str) -> Iterator[RealGateway]:
 
 
 @contextmanager
-def smol_gateway(folder: Path, running: int = 20) -> Iterator[tuple[LocalSwarm, list[Volunteer], RealGateway]]:
-    """Three servers of SmolLM2, of which any one can go, and a gateway for ``running`` requests at a time."""
+def smol_gateway(folder: Path) -> Iterator[tuple[LocalSwarm, list[Volunteer], RealGateway]]:
+    """Three servers of SmolLM2, of which any one can go, and a gateway for ``RUNNING`` requests at a time."""
     with local_swarm(folder) as swarm:
         models = {"smol": smollm2()}
         volunteers = swarm.serving((0, 15), (15, 30), (0, 30), model="smol", models=models)
         home = volunteers[0].home.folder
-        (home / "config.toml").write_text(f"[gateway]\nrunning = {running}\n")
+        (home / "config.toml").write_text(f"[gateway]\nrunning = {RUNNING}\n")
         with real_gateway(home) as gateway:
             yield swarm, volunteers, gateway

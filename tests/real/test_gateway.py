@@ -31,7 +31,7 @@ from swarmd.config import GatewayConfig
 from swarmd.gateway import serving
 from swarmd.gateway.address import running
 from tests.real.faults import revive
-from tests.real.gateways import RealGateway, real_gateway
+from tests.real.gateways import RUNNING, RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
@@ -45,7 +45,7 @@ QUESTIONS = (
     "Say hello in Spanish.",
 )
 N_TOKENS = 48
-N_STREAMS = 20  # while a server is killed
+N_STREAMS = RUNNING  # while a server is killed
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 200}},

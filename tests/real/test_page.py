@@ -107,6 +107,7 @@ def browser(
         chromium.close()
 
 
+@pytest.mark.parametrize("browser", ["light", pytest.param("dark", marks=pytest.mark.prove)], indirect=True)
 def test_it_chats_streams_and_stops(browser: Browser) -> None:
     browser.open()
     page = browser.page
