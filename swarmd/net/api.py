@@ -19,6 +19,7 @@ PURPOSES: tuple[Purpose, ...] = (
     "training",
     "averaging",
 )  # of channels; tickets are below (net.direct)
+ONE_WAY: tuple[Purpose, ...] = ("bulk", "weights")  # who opened a channel asks, the other side answers
 
 
 if TYPE_CHECKING:  # the stubs of trio-typing, a dependency of libp2p, hide trio's own types and keep this one apart
@@ -33,7 +34,10 @@ class Stream(Protocol):
     peer: PeerId
 
     async def send(self, data: bytes) -> None:
-        """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more."""
+        """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more.
+
+        Whoever is cancelled already sends nothing, and the stream goes on.
+        """
 
     def can_send(self, n_bytes: int) -> bool:
         """Would ``n_bytes`` leave now, without waiting for the peer to read or for another writer?"""

@@ -82,6 +82,7 @@ class DirectStream:
         return self._socket.fileno() >= 0
 
     async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
         sent = False
         try:
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel

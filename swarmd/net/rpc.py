@@ -4,6 +4,9 @@ into a PeerError.
 A *channel* is one stream to one peer for one purpose, opened by either side and used by both. Its first frame each
 way is a Hello with a membership certificate; nobody who is not admitted gets further. Frames are handled in order,
 by one task for each channel, so a slow handler slows its peer and nobody else.
+
+Where answers may be long (net.api.ONE_WAY), whoever opened a channel asks over it and the other side only answers:
+while a task sends an answer it reads nothing, and two that answered each other over one channel would wait for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from swarmd.errors import (
     RemoteProtocolError,
     Unreachable,
 )
-from swarmd.net.api import PURPOSES, Network, Purpose, Stream, TaskStatus
+from swarmd.net.api import ONE_WAY, PURPOSES, Network, Purpose, Stream, TaskStatus
 from swarmd.net.inbound import SMALL_BYTES, Inbound
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
@@ -61,11 +64,12 @@ class Guest(Protocol):
 
 
 class Channel:
-    """One admitted stream: send messages, call and await replies."""
+    """One admitted stream: send messages, call and await replies. ``is_ours``: this side opened it."""
 
-    def __init__(self, stream: Stream, purpose: Purpose) -> None:
+    def __init__(self, stream: Stream, purpose: Purpose, is_ours: bool) -> None:
         self.peer = stream.peer
         self.purpose = purpose
+        self.is_ours = is_ours
         self.ended = trio.Event()
         self.stream = stream
         self._lock = WriteLock()
@@ -85,7 +89,6 @@ class Channel:
             raise Unreachable(f"the channel to {self.peer} has ended")
         await self._lock.acquire(is_bulk=False)
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()  # a stream that is cancelled while it sends has to end
             await self.stream.send(frame)
         finally:
             self._lock.release()
@@ -184,12 +187,17 @@ class Rpc:
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
         return next((c for c in self._channels.get((peer, purpose), ()) if c.is_open), None)
 
+    def _to_ask(self, peer: PeerId, purpose: Purpose) -> Channel | None:
+        """A channel over which this side may ask."""
+        of_peer = self._channels.get((peer, purpose), ())
+        return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
+
     def peers(self) -> set[PeerId]:
         return {peer for peer, _ in self._channels}
 
     async def channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel:
         """Return a live channel to a peer, opening one if there is none. Raises PeerError."""
-        found = self.existing(peer, purpose)
+        found = self._to_ask(peer, purpose)
         if found is not None:
             return found
         if peer == self.network.peer_id:
@@ -198,7 +206,7 @@ class Rpc:
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
-                return self.existing(peer, purpose) or await self._open(peer, purpose)
+                return self._to_ask(peer, purpose) or await self._open(peer, purpose)
         finally:
             if not lock.statistics().tasks_waiting:
                 self._opening.pop((peer, purpose), None)
@@ -235,7 +243,7 @@ class Rpc:
 
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
-        channel = Channel(stream, purpose)
+        channel = Channel(stream, purpose, is_ours=True)
         is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
@@ -255,12 +263,13 @@ class Rpc:
 
     def _acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
         async def accept(stream: Stream) -> None:
-            channel = Channel(stream, purpose)
+            channel = Channel(stream, purpose, is_ours=False)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
                     decoder, early = await self._greet(channel)
-                    if len(self._channels.get((channel.peer, purpose), ())) >= MAX_CHANNELS:
+                    theirs = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
+                    if len(theirs) >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
                     await channel.send(self._guest.hello())
             except (trio.TooSlowError, PeerError) as error:

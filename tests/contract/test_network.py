@@ -144,3 +144,28 @@ async def test_cancelled_sends_leave_the_connection_usable(pair: Pair) -> None:
         await good.send(b"alive")
         with trio.fail_after(5):
             assert await receive_exactly(good, 5) == b"alive"
+
+
+async def test_who_sends_without_end_can_be_stopped(pair: Pair) -> None:
+    async def reader(stream: Stream) -> None:
+        while await stream.receive():
+            pass
+
+    async with pair() as (a, b):
+        b.set_handler("interactive", reader)
+        stream = await a.open_stream(b.peer_id, "interactive")
+        with trio.fail_after(20), trio.move_on_after(0.2):
+            while True:
+                await stream.send(bytes(1 << 16))
+
+
+async def test_who_is_cancelled_already_sends_nothing_and_the_stream_goes_on(pair: Pair) -> None:
+    async with pair() as (a, b):
+        b.set_handler("interactive", echo)
+        stream = await a.open_stream(b.peer_id, "interactive")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.send(b"no")
+        await stream.send(b"yes")
+        with trio.fail_after(5):
+            assert await receive_exactly(stream, 3) == b"yes"

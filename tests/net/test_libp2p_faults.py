@@ -239,6 +239,57 @@ async def test_streams_that_end_here_are_forgotten() -> None:
         assert len(connection.muxed_conn.streams) <= 1
 
 
+async def test_a_reset_is_not_lost_while_somebody_else_writes() -> None:
+    """Else the other side keeps half a stream, asks through it, and never hears an answer."""
+    ended = trio.Event()
+
+    async def listen(stream: Stream) -> None:
+        try:
+            while await stream.receive():
+                pass
+        except Unreachable:
+            ended.set()
+
+    a, b = network(), network()
+    async with a.running(), b.running():
+        a.learn(b.peer_id, b.addresses())
+        b.set_handler("bulk", listen)
+        stream = await a.open_stream(b.peer_id, "bulk")
+        await stream.send(b"x")
+        (connection,) = a.swarm.get_connections(ID.from_base58(b.peer_id))
+        muxed = connection.muxed_conn
+        assert isinstance(muxed, YamuxConnection)
+        await muxed._lock.acquire(is_bulk=True)
+        with trio.move_on_after(0):
+            await stream.reset()
+        muxed._lock.release()
+        with trio.fail_after(5):
+            await ended.wait()
+
+
+async def test_two_that_answer_each_others_pings_both_go_on_reading(autojump_clock: trio.testing.MockClock) -> None:
+    """Over buffers that are full: whoever waited for its answer to be read would not read the other's."""
+
+    class Secured:
+        def __init__(self, pipe: trio.abc.Stream, is_initiator: bool) -> None:
+            self.is_initiator = is_initiator
+            self.write = pipe.send_all
+            self.close = pipe.aclose
+            self.pipe = pipe
+
+        async def read(self, n: int | None = None) -> bytes:
+            return bytes(await self.pipe.receive_some())
+
+    pipes = trio.testing.lockstep_stream_pair()  # what is sent waits to be received
+    ends = [YamuxConnection(Secured(pipe, i == 0), ID(b"x")) for i, pipe in enumerate(pipes)]  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        for end in ends:
+            nursery.start_soon(end.start)
+        await trio.sleep(60)
+        assert not any(end.is_closed for end in ends)
+        nursery.cancel_scope.cancel()
+
+
 async def test_row_11_reset_is_told_apart_from_end() -> None:
     ours, theirs = YamuxCore(True), YamuxCore(False)
     for finish in ("close", "reset"):

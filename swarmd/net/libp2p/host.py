@@ -71,6 +71,7 @@ class Libp2pStream:
         muxed.is_bulk = purpose in ("bulk", "weights", "training", "averaging")
 
     async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
         sent = False
         try:
             await self._muxed.write(data)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 256 * 1024  # one window in one read
 PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known after 8 s
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
+MAX_OWED_BYTES = 64 * 1024  # 5,000 answers to pings
 WRITE_TIMEOUT_S = 10.0  # a peer that reads nothing for so long is gone
 CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
 
@@ -69,8 +70,7 @@ class YamuxStream(IMuxedStream):
                 raise MuxedStreamEOF
             await self.changed.wait()
         data, credit = self.connection.core.take(self.state, limit, trio.current_time())
-        if credit:
-            await self.connection.send(credit, is_bulk=False)
+        self.connection.owe(credit)
         return data
 
     def can_write(self, n_bytes: int) -> bool:
@@ -92,16 +92,14 @@ class YamuxStream(IMuxedStream):
 
     async def close(self) -> None:
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
-            frame = self.connection.core.close(self.state)
+            self.connection.owe(self.connection.core.close(self.state))
             self.connection.forget_if_done(self.state.id)
-            await self.connection.send(frame, self.is_bulk)
 
     async def reset(self) -> None:
         if not (self.state.reset or self.connection.is_closed):
-            frame = self.connection.core.reset(self.state)
+            self.connection.owe(self.connection.core.reset(self.state))
             self.connection.forget_if_done(self.state.id)
             self.wake()
-            await self.connection.send(frame, is_bulk=False)
 
     def set_deadline(self, ttl: int) -> None:
         raise NotImplementedError("deadlines are trio cancel scopes here")
@@ -119,7 +117,11 @@ class YamuxStream(IMuxedStream):
 
 
 class YamuxConnection(IMuxedConn):
-    """One connection: reads in ``start``, writes one frame at a time, pings while idle."""
+    """One connection: reads in ``start``, writes one frame at a time, pings while idle.
+
+    What is *owed* (pings, credit, the beginnings and ends of streams) leaves with the next write or soon by itself.
+    Nobody waits for that: reading would wait for the other side to read, and who is cancelled would lose it.
+    """
 
     def __init__(self, secured: ISecureConn, peer_id: ID, **_: Any) -> None:
         self.secured = secured
@@ -129,6 +131,8 @@ class YamuxConnection(IMuxedConn):
         self.streams: dict[int, YamuxStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[YamuxStream](256)
         self._lock = WriteLock()
+        self._owed = bytearray()
+        self._owing = trio.Event()
         self._closed = False
         self._scope = trio.CancelScope()
 
@@ -154,6 +158,7 @@ class YamuxConnection(IMuxedConn):
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._ping)
+                    nursery.start_soon(self._pay)
                     await self._read()
                     nursery.cancel_scope.cancel()
         finally:
@@ -168,7 +173,7 @@ class YamuxConnection(IMuxedConn):
         except YamuxError as error:
             raise MuxedConnUnavailable(str(error)) from None
         stream = self.streams[state.id] = YamuxStream(self, state)
-        await self.send(frame, is_bulk=False)
+        self.owe(frame)
         return stream
 
     async def accept_stream(self) -> YamuxStream:
@@ -177,10 +182,22 @@ class YamuxConnection(IMuxedConn):
         except trio.EndOfChannel:
             raise MuxedConnUnavailable("the connection is closed") from None
 
-    async def send(self, frame: bytes, is_bulk: bool) -> None:
-        """Write whole frames; once begun they are finished even if the caller is cancelled (row 2)."""
-        await self._lock.acquire(is_bulk)
-        await self._write_and_release(frame)
+    def owe(self, frames: bytes) -> None:
+        """Have small frames sent soon. A peer that asks for more than it reads loses the connection."""
+        if not frames or self._closed:
+            return
+        self._owed += frames
+        self._owing.set()
+        if len(self._owed) > MAX_OWED_BYTES:
+            logger.warning("closing the connection to %s: it asks for more answers than it reads", self.peer_id)
+            self._fail()
+
+    async def _pay(self) -> None:
+        with contextlib.suppress(MuxedStreamReset):
+            while True:
+                await self._owing.wait()
+                await self._lock.acquire(is_bulk=False)
+                await self._write_and_release(b"")
 
     async def send_data(self, stream: YamuxStream, rest: memoryview) -> int:
         """Write one data frame from the front of ``rest``; returns how much of it went."""
@@ -193,9 +210,14 @@ class YamuxConnection(IMuxedConn):
         return len(frame) - 12
 
     async def _write_and_release(self, frame: bytes) -> None:
+        """Write whole frames; once begun they are finished even if the caller is cancelled (row 2)."""
         try:
             if self._closed:
                 raise MuxedStreamReset
+            if self._owed:
+                frame = bytes(self._owed) + frame
+                self._owed.clear()
+                self._owing = trio.Event()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_TIMEOUT_S) as scope:
                 await self.secured.write(frame)
             if scope.cancelled_caught:
@@ -225,11 +247,7 @@ class YamuxConnection(IMuxedConn):
                 if self._closed:
                     return
                 self._apply(event.kind, event.stream)
-            if replies:
-                try:
-                    await self.send(replies, is_bulk=False)
-                except MuxedStreamReset:
-                    return
+            self.owe(replies)
 
     def _apply(self, kind: str, stream_id: int) -> None:
         state = self.core.streams.get(stream_id)
@@ -248,17 +266,11 @@ class YamuxConnection(IMuxedConn):
             self.forget_if_done(stream_id)
 
     async def _ping(self) -> None:
-        while True:
-            if self.core.unanswered_pings >= MAX_UNANSWERED_PINGS:
-                logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
-                self._fail()
-                return
-            with trio.move_on_after(PING_INTERVAL_S):
-                try:
-                    await self.send(self.core.ping(trio.current_time()), is_bulk=False)
-                except MuxedStreamReset:
-                    return
-                await trio.sleep_forever()
+        while self.core.unanswered_pings < MAX_UNANSWERED_PINGS:
+            self.owe(self.core.ping(trio.current_time()))
+            await trio.sleep(PING_INTERVAL_S)
+        logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
+        self._fail()
 
     def forget_if_done(self, stream_id: int) -> None:
         """Drop a stream that the core has forgotten: no event for it will come any more."""

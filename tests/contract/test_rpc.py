@@ -1,0 +1,47 @@
+"""Calls between two processes, over libp2p and over the simulator."""
+
+from __future__ import annotations
+
+import trio
+
+from swarmd.net.api import Purpose
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import AnyMessage, Hello, Ping, Pong
+from swarmd.values import PeerId
+from tests.contract.conftest import Pair
+
+
+class Answering:
+    def hello(self) -> Hello:
+        return Hello()
+
+    def admit(self, peer: PeerId, hello: Hello) -> None: ...
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        assert isinstance(message, Ping)
+        await channel.send(Pong(re=message.id), bytes(message.want_bytes))
+        return True
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None: ...
+
+
+async def test_two_that_answer_each_other_at_length_do_not_wait_for_each_other(pair: Pair) -> None:
+    """Over one channel they would: whoever sends an answer reads nothing, and no window holds 4 MiB."""
+    async with pair() as networks, trio.open_nursery() as nursery:
+        rpcs = [Rpc(network, Answering()) for network in networks]
+        for rpc in rpcs:
+            await nursery.start(rpc.run)
+        await rpcs[0].channel(networks[1].peer_id, "bulk")
+        n_bytes: list[int] = []
+
+        async def ask(rpc: Rpc, peer: PeerId) -> None:
+            _, frame = await rpc.call(peer, lambda i: Ping(id=i, want_bytes=4 * 2**20), b"", 20.0, "bulk")
+            n_bytes.append(len(frame.payload))
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as both:
+                both.start_soon(ask, rpcs[0], networks[1].peer_id)
+                both.start_soon(ask, rpcs[1], networks[0].peer_id)
+        assert n_bytes == [4 * 2**20] * 2
+        nursery.cancel_scope.cancel()
