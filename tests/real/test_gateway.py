@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -152,10 +153,12 @@ def test_who_goes_away_gives_the_servers_their_room_back(stage: Stage, is_stream
 def test_a_server_killed_in_the_middle_changes_no_answer(stage: Stage, expected: dict[str, str]) -> None:
     pauses: list[float] = []
     n_running: list[float] = []
+    begun = itertools.count(1)
     once = threading.Lock()
 
     def strike(n: int) -> None:
-        if n == 4 and once.acquire(blocking=False):
+        """When most have begun: the first may have ended before the last one comes."""
+        if n == 4 and next(begun) > 0.7 * N_STREAMS and once.acquire(blocking=False):
             n_running.append(stage.gateway.metric("swarmd_num_requests_running"))
             stage.volunteers[1].signal(signal.SIGKILL, "both")
 
@@ -169,7 +172,7 @@ def test_a_server_killed_in_the_middle_changes_no_answer(stage: Stage, expected:
         with ThreadPoolExecutor(N_STREAMS) as pool:
             for question, text in pool.map(one, range(N_STREAMS)):
                 assert text == expected[question]
-        assert n_running == [N_STREAMS], "all of them were under way"
+        assert [n > 0.6 * N_STREAMS for n in n_running] == [True], "most of them were under way"
         print(f"longest pause {max(pauses):.2f} s")
     finally:
         revive(stage.swarm, stage.volunteers)
