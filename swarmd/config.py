@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmd.errors import ConfigError
+from swarmd.hours import Hours
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,22 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """The table ``[policy]``: when this machine works for others. What cannot be checked here counts as broken.
+
+    ``hours`` as ``mon-fri 22:00-08:00, sat, sun``, local time, "" is always; ``idle_minutes`` since keyboard or mouse
+    was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of the CPU, in °C, 0 does
+    not look.
+    """
+
+    hours: str = ""
+    idle_minutes: int = 0
+    on_battery: bool = False
+    not_while: str = ""
+    hottest_c: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a daemon can be told.
 
@@ -116,6 +133,7 @@ class Config:
     hub: bool = True
     hosted: tuple[Serve, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
+    policy: PolicyConfig = PolicyConfig()
 
     def to_host(self) -> tuple[Serve, ...]:
         """What this daemon serves, one entry for each worker; none with ``serve`` false."""
@@ -133,6 +151,9 @@ class Config:
         _check_choice("training_runs", self.training_runs, TRAINING)
         if self.gateway.running < 1 or self.gateway.waiting < 0:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
+        if self.policy.idle_minutes < 0 or not 0 <= self.policy.hottest_c < float("inf"):
+            raise ConfigError("policy.idle_minutes and policy.hottest_c cannot be negative or infinite")
+        Hours.parse(self.policy.hours)
         if self.tuning_share > 1:
             raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")
         if self.direct_port > 65_535:
@@ -156,7 +177,8 @@ class Config:
         return self
 
 
-TABLES = ("hosted", "gateway")  # of config.toml: no flag and no variable says all of one
+TableT = TypeVar("TableT", GatewayConfig, PolicyConfig)
+TABLES = ("hosted", "gateway", "policy")  # of config.toml: no flag and no variable says all of one
 # What settings were called before 0.2; they still count, with a warning.
 OLD_NAMES = {"training_mib": "tuning_mib", "training_share": "tuning_share", "training": "training_runs"}
 
@@ -184,7 +206,11 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
         written = read_toml(path)
         if isinstance(written.get("serve"), list):
             tables = written.pop("serve")
-        config = replace(config, gateway=_gateway(written.pop("gateway", {}), str(path)))
+        config = replace(
+            config,
+            gateway=_one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path)),
+            policy=_one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path)),
+        )
         config = _apply(config, written, str(path))
     names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
     from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
@@ -217,15 +243,15 @@ def _table(config: Config, table: Any, source: str) -> Serve:
     return Serve(**{**defaults, **_settings(table, Serve(), "serve", "[[serve]]", source)})
 
 
-def _gateway(table: Any, source: str) -> GatewayConfig:
-    """The table ``[gateway]``."""
+def _one_table(table: Any, like: TableT, name: str, source: str) -> TableT:
+    """A table that there is one of; what it leaves out is as in ``like``."""
     if not isinstance(table, dict):
-        raise ConfigError(f"{source}: gateway is a table [gateway], not {table!r}")
-    return GatewayConfig(**_settings(table, GatewayConfig(), "gateway", "[gateway]", source))
+        raise ConfigError(f"{source}: {name} is a table [{name}], not {table!r}")
+    return replace(like, **_settings(table, like, name, f"[{name}]", source))
 
 
 def _settings(
-    table: dict[str, Any], like: Serve | GatewayConfig, prefix: str, shown: str, source: str
+    table: dict[str, Any], like: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
 ) -> dict[str, Any]:
     """What a table says, each setting of the type that it has in ``like``. Raises ConfigError."""
     types = {f.name: type(getattr(like, f.name)) for f in fields(like)}

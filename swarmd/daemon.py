@@ -35,6 +35,7 @@ from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
+from swarmd.node.presence import Presence
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
 from swarmd.protocol.frames import Frame
@@ -121,7 +122,8 @@ class Daemon:
         )
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)
-        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, self.gateway)
+        self.presence = Presence(config.policy, self._rest, home.pause_file) if home else None
+        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, self.gateway, self.presence)
         self._certificate = member.certificate
         self._understands = world.understands
         self._home = home
@@ -142,6 +144,8 @@ class Daemon:
                 nursery.start_soon(give_back)
             if self.gateway is not None:
                 nursery.start_soon(self.gateway.run)
+            if self.presence is not None:
+                await nursery.start(self.presence.run)
             await nursery.start(self.hosts.run)
             task_status.started()
             await self._stopping.wait()
@@ -158,6 +162,11 @@ class Daemon:
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
+
+    def _rest(self, reason: str) -> None:
+        """Work for nobody, for a reason; "" goes on."""
+        self.hosts.rest(reason)
+        self.runs.rest(reason)
 
     async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
         await self._hurry.wait()

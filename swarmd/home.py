@@ -66,6 +66,11 @@ class Home:
         return self.folder / "standing.json"
 
     @property
+    def pause_file(self) -> Path:
+        """Until when its owner has paused this machine."""
+        return self.folder / "pause.json"
+
+    @property
     def weights(self) -> Path:
         """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
         return self.folder / "weights"
@@ -115,7 +120,15 @@ class Home:
         self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
 
     def leave(self) -> None:
-        for name in ("swarm.json", "node.key", "founder.key", "catalog.bin", "peers.json", "standing.json"):
+        for name in (
+            "swarm.json",
+            "node.key",
+            "founder.key",
+            "catalog.bin",
+            "peers.json",
+            "standing.json",
+            "pause.json",
+        ):
             (self.folder / name).unlink(missing_ok=True)
 
     def swarm(self) -> SwarmFile:

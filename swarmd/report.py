@@ -13,11 +13,13 @@ import psutil
 import trio
 
 import swarmd.status as answers
+from swarmd.config import load
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.hosts import Hosts
+from swarmd.node.presence import Presence
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.status import ChainRow, PeerRow, SpanRow
@@ -26,7 +28,7 @@ from swarmd.values import ModelId, Span
 
 
 class Owner:
-    """See the module. ``stop`` ends the daemon."""
+    """See the module. ``stop`` ends the daemon; without a home there is nobody who could pause it."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Owner:
         home: Home | None,
         stop: Callable[[], None],
         gateway: GatewayProcess | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.runs = runs
         self.stop = stop
@@ -45,6 +48,7 @@ class Owner:
         self._hosts = hosts
         self._home = home
         self._gateway = gateway
+        self._presence = presence
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -72,6 +76,7 @@ class Owner:
             balance=first.balance if first else None,
             memory_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
             gateway=self._gateway.snapshot() if self._gateway else None,
+            policy=self._presence.snapshot() if self._presence else None,
         )
 
     def peers(self) -> answers.PeersAnswer:
@@ -213,12 +218,14 @@ class Owner:
         return answers.RemoveAnswer(freed_bytes=n_bytes)
 
     def reload(self) -> answers.ReloadAnswer:
-        """Take over a catalog and models that the command line changed."""
+        """Take over a catalog, models and rules that the command line changed. Raises ConfigError."""
         if self._home is not None:
             self._store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
             if raw is not None:
                 self._around.exchange.merge_catalog_untrusted(raw)
+            if self._presence is not None:
+                self._presence.follow(load(self._home.folder).policy)
             self._directory.announce_soon()
         return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
 
@@ -226,10 +233,26 @@ class Owner:
         """Stop serving; the daemon stays a member and goes on when told to resume."""
         return answers.DrainAnswer(draining=True, sessions=self._hosts.drain(model))
 
+    def pause(self, seconds: str) -> answers.PauseAnswer:
+        """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
+        presence, n = self._present(), len(self._hosts.sessions())
+        presence.pause(float(seconds) if seconds else None)
+        return answers.PauseAnswer(sessions=n, policy=presence.snapshot())
+
     def resume(self, model: str) -> answers.ResumeAnswer:
-        """Serve again after a drain."""
-        self._hosts.resume(model)
-        return answers.ResumeAnswer(serving=True)
+        """Serve again after a drain; without a model, after a pause too."""
+        was_paused = self._presence is not None and self._presence.is_paused and not model
+        if self._presence is not None and was_paused:
+            self._presence.resume()
+        if list(self._hosts) or not was_paused:
+            self._hosts.resume(model)
+        policy = self._presence.snapshot() if self._presence else None
+        return answers.ResumeAnswer(serving=policy is None or policy.may_work, policy=policy)
+
+    def _present(self) -> Presence:
+        if self._presence is None:
+            raise ConfigError("this daemon follows no policy: it keeps nothing on a disk")
+        return self._presence
 
     def _hash_of(self, name: str) -> ModelId:
         return self._directory.view().catalog.hash_of(name)

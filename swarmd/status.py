@@ -204,6 +204,14 @@ class GatewayStatus(Status, frozen=True, kw_only=True):
     restarts: int
 
 
+class PolicyStatus(Status, frozen=True, kw_only=True):
+    """May this machine work for others, why (not), and when time changes that (seconds since 1970)."""
+
+    may_work: bool
+    why: str
+    changes_at: float | None
+
+
 class DaemonStatus(Status, frozen=True, kw_only=True):
     """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``."""
 
@@ -225,6 +233,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     balance: BalanceStatus | None
     memory_mib: float
     gateway: GatewayStatus | None = None
+    policy: PolicyStatus | None = None
 
 
 class ChainRow(Status, frozen=True, kw_only=True):
@@ -244,142 +253,6 @@ class WhyAnswer(Status, frozen=True, kw_only=True):
     sessions: tuple[SessionRow, ...]
     chains: dict[str, ChainRow]
     standing: dict[str, StandingRow] = {}
-
-
-# --- training runs ---------------------------------------------------------------------------------------------
-
-
-class RunPeerRow(Status, frozen=True, kw_only=True):
-    """Another member of a run, by its own record."""
-
-    peer: str
-    role: str
-    update: int
-    samples: int
-    samples_per_s: float
-    status: str
-
-
-class RoundRow(Status, frozen=True, kw_only=True):
-    """How long the phases of a round took, in seconds, and who was left out of it."""
-
-    gather_s: float
-    average_s: float
-    commit_s: float
-    n_members: int
-    n_reducers: int
-    expected_s: float
-    left_out: tuple[str, ...]
-
-
-class RunRow(Status, frozen=True, kw_only=True):
-    """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
-
-    ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
-    """
-
-    run: str
-    name: str
-    role: str
-    state: str
-    why: str
-    update: int
-    updates: int | None
-    head: str
-    state_update: int | None
-    state_digest: str | None
-    state_bytes: int | None
-    parameters: int | None
-    gathered: int
-    target: int
-    left_s: float | None
-    samples_per_s: float
-    anchors: tuple[str, ...]
-    losses: tuple[float, ...]
-    samples: int
-    samples_gathered: int
-    samples_counted: int
-    samples_wasted: int
-    average_here: float | None
-    rounds_led: int
-    rounds_failed: int
-    last_round: RoundRow | None
-    last_part_s: float | None
-    catch_ups: int
-    snapshots_fetched: int
-    last_catch_up_s: float | None
-    death_costs_at_most_s: float
-    peers: tuple[RunPeerRow, ...]
-    shunned: tuple[str, ...]
-    device: str = ""
-    worker: int | None = None
-    failure: str = ""
-
-
-class OtherRunRow(Status, frozen=True, kw_only=True):
-    """A run of the swarm that this daemon takes no part in."""
-
-    run: str
-    name: str
-    peers: int
-    update: int
-
-
-class RunsAnswer(Status, frozen=True, kw_only=True):
-    runs: tuple[RunRow, ...]
-    others: tuple[OtherRunRow, ...]
-    training: str
-
-
-class PlanMemberRow(Status, frozen=True, kw_only=True):
-    """Which part of the vector a member would reduce, and its links."""
-
-    peer: str
-    computes: bool
-    reduces: float
-    up_bytes_per_s: float | None
-    down_bytes_per_s: float | None
-
-
-class PlanAnswer(Status, frozen=True, kw_only=True):
-    """The next round as the linear program divides it."""
-
-    run: str
-    bytes: int
-    expected_s: float
-    equal_parts_s: float
-    why: str
-    members: tuple[PlanMemberRow, ...]
-
-
-class JoinRunAnswer(Status, frozen=True, kw_only=True):
-    run: str
-    name: str
-    role: str
-
-
-class PauseRunAnswer(Status, frozen=True, kw_only=True):
-    run: str
-    paused: bool
-
-
-class LeaveRunAnswer(Status, frozen=True, kw_only=True):
-    run: str
-    left: bool
-
-
-class OrderAnswer(Status, frozen=True, kw_only=True):
-    run: str
-    state: str
-    anchors: tuple[str, ...]
-
-
-class CheckpointAnswer(Status, frozen=True, kw_only=True):
-    """Where a run's state was written, and its vector's layout: (name, shape) of each tensor."""
-
-    path: str
-    layout: tuple[tuple[str, tuple[int, ...]], ...]
-    update: int
 
 
 # --- answers of single routes ----------------------------------------------------------------------------------
@@ -428,8 +301,14 @@ class DrainAnswer(Status, frozen=True, kw_only=True):
     sessions: int
 
 
+class PauseAnswer(Status, frozen=True, kw_only=True):
+    sessions: int
+    policy: PolicyStatus
+
+
 class ResumeAnswer(Status, frozen=True, kw_only=True):
     serving: bool
+    policy: PolicyStatus | None = None
 
 
 class DownAnswer(Status, frozen=True, kw_only=True):

@@ -18,7 +18,9 @@ LAYERS = {
     "swarmd.errors": 0,
     "swarmd.config": 0,
     "swarmd.folders": 0,
+    "swarmd.hours": 0,
     "swarmd.status": 0,
+    "swarmd.run_status": 0,
     "swarmd.protocol": 1,
     "swarmd.plan": 1,
     "swarmd.home": 2,
@@ -142,7 +144,6 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 50
 # Longer for a reason, and never longer than this: the numbers may only shrink, and an entry that is not needed goes.
 LONG_FILES = {
     "swarmd/protocol/messages.py": (540, "every header of the wire, in one place to look it up"),
-    "swarmd/status.py": (443, "every answer of the control API, structs only"),
     "swarmd/node/hosting.py": (457, "one thing that is served, from choosing to pausing"),
     "swarmd/node/server.py": (468, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),

@@ -11,7 +11,7 @@ import typer
 from swarmd_cli.main import app
 
 from swarmd import errors
-from swarmd.config import Config
+from swarmd.config import TABLES, Config, PolicyConfig
 
 ROOT = Path(__file__).parent.parent
 OPERATING = (ROOT / "docs" / "operating.md").read_text()
@@ -20,10 +20,12 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_setting_is_documented() -> None:
     for field in dataclasses.fields(Config):
-        if field.name in ("hosted", "gateway"):
-            assert {"hosted": "[[serve]]", "gateway": "[gateway]"}[field.name] in OPERATING
+        if field.name in TABLES:
+            assert ("[[serve]]" if field.name == "hosted" else f"[{field.name}]") in OPERATING
             continue
         assert f"| {field.name} | SWARMD_{field.name.upper()} |" in OPERATING, field.name
+    for field in dataclasses.fields(PolicyConfig):
+        assert f"\n{field.name} = " in OPERATING, field.name
 
 
 def flags_of(command: Any) -> set[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from swarmd.folders import SOCKET, default_folder
 if TYPE_CHECKING:
     from swarmd.home import Home
 
+WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
 _chosen: list[Path | None] = [None]
 
 
@@ -48,6 +51,16 @@ def is_running() -> bool:
         ask("status", timeout_s=3.0)
     except SwarmError:
         return False
+    return True
+
+
+def wait_until(is_done: Callable[[], bool]) -> bool:
+    """Look ten times a second for as long as a daemon may take to leave; did it?"""
+    deadline = time.monotonic() + WAIT_S
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
     return True
 
 

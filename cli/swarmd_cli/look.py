@@ -27,6 +27,8 @@ def status(as_json: Json = False) -> None:
         ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
         ["directory", now["directory"]["reason"]],
     ]
+    if (policy := now["policy"]) is not None:
+        rows.append(["policy", policy["why"]])
     for hosting in now["hosting"]:
         rows += _hosting_rows(hosting)
     if not now["hosting"]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import chat, gateway, generate, look, member, models, service, train, tune
+from swarmd_cli import chat, gateway, generate, look, member, models, policy, service, train, tune
 from swarmd_cli.context import set_home
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -43,6 +43,7 @@ app.command()(member.leave)
 app.command()(member.up)
 app.command()(member.down)
 app.command()(member.drain)
+app.command()(policy.pause)
 app.command()(member.resume)
 app.command()(look.status)
 app.command()(look.peers)
@@ -57,6 +58,7 @@ app.command()(tune.tune)
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(models.app, name="models")
 app.add_typer(train.app, name="train")
+app.add_typer(policy.app, name="policy")
 app.add_typer(service.app, name="service")
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running
-
-WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
+from swarmd_cli.context import ask, home, is_running, wait_until
 
 
 def init(
@@ -162,17 +159,17 @@ def drain(model: Served = "") -> None:
         rows = [h for h in ask("status")["hosting"] if not model or model == (h["serving"] or {}).get("name")]
         return all(h["serving"] is None for h in rows)
 
-    is_done = _wait_until(is_drained)
+    is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
 
 
 def resume(model: Served = "") -> None:
-    """Serve again after a drain.
+    """Serve again after a drain or a pause.
 
     Example: swarmd resume
     """
-    ask("resume", "POST", model=model)
-    print("serving again: swarmd status")
+    answer = ask("resume", "POST", model=model)
+    print("serving again: swarmd status" if answer["serving"] else f"not yet: {answer['policy']['why']}")
 
 
 def down() -> None:
@@ -181,18 +178,8 @@ def down() -> None:
     Example: swarmd down
     """
     ask("down", "POST")
-    is_done = _wait_until(lambda: not home().socket.exists())
+    is_done = wait_until(lambda: not home().socket.exists())
     print("stopped" if is_done else "the daemon was told to stop and is still at it")
-
-
-def _wait_until(is_done: Callable[[], bool]) -> bool:
-    """Look ten times a second for as long as a daemon may take to leave; did it?"""
-    deadline = time.monotonic() + WAIT_S
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _new_invite(days: float) -> str:

@@ -29,7 +29,7 @@ from swarmd.plan.training import Allowance
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, WorkerFailed
+from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Rest, Tick, WorkerFailed
 from swarmd.values import Span
 from swarmd.wire.history import Budget
 from swarmd.wire.tensors import DTYPES
@@ -56,6 +56,7 @@ class Worker:
         self._engine: Engine | None = None
         self._training: Training
         self._allowance = Allowance(0.0)
+        self._rests = False
         self._n_own = 0
         self._ticked_at = 0.0
         self._measure_at = 0.0
@@ -89,7 +90,9 @@ class Worker:
 
     @property
     def _has_work(self) -> bool:
-        return self._engine is not None and (self._engine.has_work or self._training.has_work)
+        if self._engine is None or self._rests:
+            return False
+        return self._engine.has_work or self._training.has_work
 
     def _train(self) -> tuple[list[bytes], float]:
         """Compute some of what fine-tuning waits for; returns its answers, or how long decoding leaves it no time."""
@@ -104,7 +107,7 @@ class Worker:
 
     def _measure_while_idle(self) -> None:
         """While nothing comes, measure, pass by pass: a frame that arrives waits for one of these at most."""
-        while self._engine is not None and not self._has_work:
+        while self._engine is not None and not self._has_work and not self._rests:
             wait_s = max(IDLE_S, self._measure_at - time.monotonic())
             if select.select([self._connection], [], [], wait_s)[0]:
                 return
@@ -162,6 +165,9 @@ class Worker:
         if isinstance(message, LoadSpan):
             self._n_own += 1
             return [messages.framed(self._load(message))]
+        if isinstance(message, Rest):
+            self._rests, self._n_own = True, self._n_own + 1
+            return []
         assert self._engine is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):
             self._n_own += 1

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import swarmd.run_status as run_status
 import swarmd.status as answers
 from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
@@ -33,19 +34,19 @@ SCHEMA = 1  # of what is answered; raised when a field changes its meaning
 class ControlledRuns(Protocol):
     """What it can ask of a daemon's training runs."""
 
-    def status(self) -> answers.RunsAnswer: ...
+    def status(self) -> run_status.RunsAnswer: ...
 
-    def plan(self, name: str) -> answers.PlanAnswer: ...
+    def plan(self, name: str) -> run_status.PlanAnswer: ...
 
-    def pause(self, name: str, is_paused: bool) -> answers.PauseRunAnswer: ...
+    def pause(self, name: str, is_paused: bool) -> run_status.PauseRunAnswer: ...
 
-    async def join(self, name: str, role: str) -> answers.JoinRunAnswer: ...
+    async def join(self, name: str, role: str) -> run_status.JoinRunAnswer: ...
 
-    async def leave(self, name: str) -> answers.LeaveRunAnswer: ...
+    async def leave(self, name: str) -> run_status.LeaveRunAnswer: ...
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> answers.OrderAnswer: ...
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> run_status.OrderAnswer: ...
 
-    async def checkpoint(self, name: str) -> answers.CheckpointAnswer: ...
+    async def checkpoint(self, name: str) -> run_status.CheckpointAnswer: ...
 
 
 class Controlled(Protocol):
@@ -83,6 +84,8 @@ class Controlled(Protocol):
 
     def drain(self, model: str) -> answers.DrainAnswer: ...
 
+    def pause(self, seconds: str) -> answers.PauseAnswer: ...
+
     def resume(self, model: str) -> answers.ResumeAnswer: ...
 
 
@@ -115,22 +118,23 @@ VERBS = (
     Verb("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), ("model",), "POST"),
     Verb("reload", answers.ReloadAnswer, lambda d, q: d.reload(), (), "POST"),
     Verb("drain", answers.DrainAnswer, lambda d, q: d.drain(**q), ("model",), "POST"),
+    Verb("pause", answers.PauseAnswer, lambda d, q: d.pause(**q), ("seconds",), "POST"),
     Verb("resume", answers.ResumeAnswer, lambda d, q: d.resume(**q), ("model",), "POST"),
     Verb("down", answers.DownAnswer, lambda d, q: answers.DownAnswer(stopping=True), (), "POST"),
-    Verb("train", answers.RunsAnswer, lambda d, q: d.runs.status()),
-    Verb("train/plan", answers.PlanAnswer, lambda d, q: d.runs.plan(**q), ("name",)),
-    Verb("train/join", answers.JoinRunAnswer, lambda d, q: d.runs.join(**q), ("name", "role"), "POST"),
-    Verb("train/pause", answers.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], True), ("name",), "POST"),
-    Verb("train/unpause", answers.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], False), ("name",), "POST"),
-    Verb("train/leave", answers.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), ("name",), "POST"),
+    Verb("train", run_status.RunsAnswer, lambda d, q: d.runs.status()),
+    Verb("train/plan", run_status.PlanAnswer, lambda d, q: d.runs.plan(**q), ("name",)),
+    Verb("train/join", run_status.JoinRunAnswer, lambda d, q: d.runs.join(**q), ("name", "role"), "POST"),
+    Verb("train/pause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], True), ("name",), "POST"),
+    Verb("train/unpause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], False), ("name",), "POST"),
+    Verb("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), ("name",), "POST"),
     Verb(
         "train/order",
-        answers.OrderAnswer,
+        run_status.OrderAnswer,
         lambda d, q: d.runs.order(q["name"], q["state"], tuple(a for a in q["anchors"].split(",") if a)),
         ("name", "state", "anchors"),
         "POST",
     ),
-    Verb("train/checkpoint", answers.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), ("name",), "POST"),
+    Verb("train/checkpoint", run_status.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), ("name",), "POST"),
 )
 
 

@@ -25,6 +25,7 @@ from swarmd.node.balancer import Balancer
 from swarmd.node.choosing import Around, choose_blocks
 from swarmd.node.hops import Deliver
 from swarmd.node.lanes import Lanes
+from swarmd.node.leaving import leave
 from swarmd.node.served import Served
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Handlers, WorkerLink, WorkerStatus
@@ -39,8 +40,6 @@ from swarmd.values import Decision, ModelId, PeerId, Span
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.5  # a model that is added is served as soon as a person looks
-DRAIN_S = 15.0  # for sessions to be taken over elsewhere
-LANES_DRAIN_S = 2.0  # micro-batches take tens of ms; what has not ended by then goes again elsewhere
 RETRY_S = 5.0  # after blocks could not be had
 ROUND_TRIPS_IN_RECORD = 8  # a record has 8 KiB for everything; chains need the links to neighbours only
 NEWS_SHARE = 0.2  # of what was announced last: a change that others should know
@@ -56,6 +55,13 @@ class State(StrEnum):
     DRAINING = "draining"
     PAUSED = "paused"
     FAILED = "failed"
+
+
+class Hold(StrEnum):
+    """Why nothing is served: its owner drained it, or wants the machine now (``plan.policy``)."""
+
+    DRAIN = "drain"
+    POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class Hosting:
         self._serving: _Serving | None = None
         self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
         self._next: tuple[ModelId, Decision[Span]] | None = None  # what a move decided
-        self._paused = ""  # why, while its owner wants nothing served here
+        self._held: dict[Hold, str] = {}  # why nothing is to be served here
         self._changed_mind = trio.Event()
         self._left_record: list[dict[str, Any]] = []
         self._at_most = 0  # blocks; lower once a worker could not load as many
@@ -148,19 +154,18 @@ class Hosting:
         elif self._serving is not None and purpose == "training":
             self._serving.lanes.peer_gone(peer)
 
-    def pause(self, reason: str) -> int:
-        """Serve nothing until ``resume``; returns how many sessions have to be taken over elsewhere."""
-        self._paused = reason
+    def hold(self, hold: Hold, reason: str) -> int:
+        """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
+        self._held[hold] = reason
         self._changed_mind.set()
         if self._serving is None:
             self._set(State.PAUSED, reason)
             return 0
         return len(self._serving.server.sessions())
 
-    def resume(self) -> None:
-        """Serve again after a pause."""
-        if self._paused:
-            self._paused = ""
+    def release(self, hold: Hold) -> None:
+        """Serve again, unless something else is against it."""
+        if self._held.pop(hold, ""):
             self._changed_mind.set()
 
     async def drain(self) -> None:
@@ -171,9 +176,7 @@ class Hosting:
         n = len(serving.server.sessions())
         self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
         self._around.directory.announce_soon()  # as draining
-        left = await serving.server.drain(DRAIN_S)
-        await serving.lanes.drain(LANES_DRAIN_S)
-        logger.info("drained: %s", f"{left} hops were not taken over in {DRAIN_S:.0f} s" if left else "no session left")
+        await leave(serving.server, serving.lanes, serving.worker, Hold.POLICY in self._held)
 
     # --- serving ---------------------------------------------------------------------------------------------
 
@@ -185,8 +188,8 @@ class Hosting:
             task_status.started()
             while True:
                 self._changed_mind = trio.Event()
-                if self._paused:
-                    self._set(State.PAUSED, self._paused)
+                if self._held:
+                    self._set(State.PAUSED, next(iter(self._held.values())))
                     await self._changed_mind.wait()
                     continue
                 await self._until_changed_mind(self._choose_and_serve)

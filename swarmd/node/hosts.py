@@ -12,7 +12,7 @@ from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.choosing import Around
-from swarmd.node.hosting import Hosting, State
+from swarmd.node.hosting import Hold, Hosting, State
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
@@ -108,14 +108,22 @@ class Hosts:
         chosen = [h for h in self._named(model) if h.state is not State.PAUSED]
         if not chosen:
             raise ConfigError("this daemon serves no blocks: there is nothing to drain")
-        return sum(hosting.pause(PAUSED_BY_DRAIN) for hosting in chosen)
+        return sum(hosting.hold(Hold.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
 
     def resume(self, model: str = "") -> None:
         """Serve again after a drain."""
         if not self._hostings:
             raise ConfigError("this daemon was started with --no-serve: start it without")
         for hosting in self._named(model):
-            hosting.resume()
+            hosting.release(Hold.DRAIN)
+
+    def rest(self, reason: str) -> None:
+        """Stop all at once for a reason; "" serves again."""
+        for hosting in self._hostings:
+            if reason:
+                hosting.hold(Hold.POLICY, reason)
+            else:
+                hosting.release(Hold.POLICY)
 
     def _named(self, model: str) -> list[Hosting]:
         if not model:

@@ -36,6 +36,10 @@ class LoadSpan(Message, tag="load", frozen=True):
     spill_folder: FilePath = ""
 
 
+class Rest(Message, tag="rest", frozen=True):
+    """Daemon to worker: compute nothing more; caches may still be handed over."""
+
+
 class LoadAdapter(Message, tag="load_adapter", frozen=True):
     """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
 

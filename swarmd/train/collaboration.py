@@ -24,7 +24,7 @@ from torch import nn
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
 from swarmd.protocol.recipe import Recipe, Run, is_called
 from swarmd.protocol.records import RunRecord, ends_at
-from swarmd.status import RunRow
+from swarmd.run_status import RunRow
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
 from swarmd.train.report import report

@@ -12,7 +12,7 @@ from swarmd.plan import partition, progress
 from swarmd.plan.partition import Member
 from swarmd.plan.progress import Progress
 from swarmd.protocol.records import PeerRecord
-from swarmd.status import PlanAnswer, PlanMemberRow, RoundRow, RunPeerRow, RunRow
+from swarmd.run_status import PlanAnswer, PlanMemberRow, RoundRow, RunPeerRow, RunRow
 from swarmd.train.trainer import Trainer
 from swarmd.values import PeerId
 

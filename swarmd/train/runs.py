@@ -27,7 +27,7 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.recipe import Run, RunOrder, is_called, sign_order
-from swarmd.status import (
+from swarmd.run_status import (
     CheckpointAnswer,
     JoinRunAnswer,
     LeaveRunAnswer,
@@ -86,6 +86,7 @@ class Runs:
         self._root = root
         self._rng = rng
         self._taken: dict[RunId, _Taken] = {}
+        self._resting = ""
         self._tasks = Tasks()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -192,9 +193,16 @@ class Runs:
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
         taken = self._taken[self._one_taken(name)]
-        taken.trainer.pause(is_paused)
+        taken.trainer.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
         return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
+
+    def rest(self, reason: str) -> None:
+        """Compute nothing for any run, for a reason; "" goes on."""
+        self._resting = reason
+        for taken in self._taken.values():
+            taken.trainer.pause(reason, "policy")
+        self._directory.announce_soon()
 
     # --- what the daemon asks ----------------------------------------------------------------------------------
 
@@ -224,6 +232,7 @@ class Runs:
     def _begin(self, run: Run, folder: RunFolder) -> None:
         trainer, source = self._make(run, folder)
         taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
+        trainer.pause(self._resting, "policy")
         self._tasks.start_soon(self._live, taken, folder)
 
     def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:

@@ -89,7 +89,7 @@ class Trainer:
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
         self._is_computing = False
         self._may_compute = False
-        self._is_paused = False
+        self._paused: dict[str, str] = {}  # by whom: why
         self._announced_rate = 0.0
         self._announced_head = b""
         self._tasks = Tasks()
@@ -198,7 +198,7 @@ class Trainer:
         """Why nothing is computed now; "" when something is."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return "paused here" if self._is_paused else self.ledger.finished()
+        return next(filter(None, self._paused.values()), "") or self.ledger.finished()
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
@@ -315,10 +315,10 @@ class Trainer:
             if await self.chronicle.look_for_orders():
                 self._world.announce()
 
-    def pause(self, is_paused: bool) -> None:
-        """The owner of this machine wants it back, or gives it again."""
-        self._is_paused = is_paused
-        self._may_compute &= not is_paused
+    def pause(self, reason: str, by: str = "owner") -> None:
+        """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
+        self._paused[by] = reason
+        self._may_compute &= not reason
         self._news.notify()
 
     # --- what others ask ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+import swarmd.run_status as run_status
 import swarmd.status as answers
 from swarmd.errors import ConfigError, NoRoute
 from swarmd.node.control import SCHEMA, VERBS, application, openapi
@@ -18,11 +19,11 @@ OPENAPI = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
 
 
 class PlayedRuns:
-    async def join(self, name: str, role: str) -> answers.JoinRunAnswer:
-        return answers.JoinRunAnswer(run="r" * 64, name=name, role=role)
+    async def join(self, name: str, role: str) -> run_status.JoinRunAnswer:
+        return run_status.JoinRunAnswer(run="r" * 64, name=name, role=role)
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> answers.OrderAnswer:
-        return answers.OrderAnswer(run="r" * 64, state=state, anchors=anchors)
+    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> run_status.OrderAnswer:
+        return run_status.OrderAnswer(run="r" * 64, state=state, anchors=anchors)
 
 
 class PlayedDaemon:

@@ -13,7 +13,8 @@ from trio.testing import MockClock
 from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
-from swarmd.node.hosting import DRAIN_S, Hosting, State
+from swarmd.node.hosting import Hosting, State
+from swarmd.node.leaving import DRAIN_S
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 

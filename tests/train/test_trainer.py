@@ -112,7 +112,7 @@ async def test_who_pauses_leads_nobody(virtual_time: MockClock) -> None:
     async with training(seed=12) as world:
         await world.until(6)
         usual_s = np.mean(await world.pace())
-        world.trainers()[0].trainer.pause(True)
+        world.trainers()[0].trainer.pause("paused here")
         await world.until(world.epoch + 2)
         assert np.mean(await world.pace()) < 2 * usual_s
 

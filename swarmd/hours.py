@@ -1,0 +1,66 @@
+"""Hours of the week, as a person writes them: ``mon-fri 22:00-08:00, sat, sun``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from swarmd.errors import ConfigError
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+DAY_MIN = 24 * 60  # minutes
+WEEK_MIN = 7 * DAY_MIN
+_DAY = "|".join(DAYS)
+_PART = re.compile(
+    rf"(?:({_DAY})(?:-({_DAY}))?)?\s*(?:(\d\d?):(\d\d)\s*-\s*(\d\d?):(\d\d))?", re.IGNORECASE
+)  # days, times, or both
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Parts of a week. ``parts``: [start, end) in minutes since Monday 0:00, local time; none of them is always."""
+
+    text: str = ""
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Hours:
+        """Read what a person wrote; times that end before they begin go on until the next day. Raises ConfigError."""
+        parts = [part for piece in text.split(",") if piece.strip() for part in _read(piece.strip(), text)]
+        return cls(text.strip(), tuple(parts))
+
+    def include(self, at: datetime) -> bool:
+        """Are they on at ``at``, local time?"""
+        minute = _minute(at)
+        return not self.parts or any(a <= minute < b or a <= minute + WEEK_MIN < b for a, b in self.parts)
+
+    def next_change(self, at: datetime) -> datetime | None:
+        """When they next begin or end; None: never."""
+        minute, now = _minute(at), self.include(at)
+        whole = at.replace(second=0, microsecond=0)
+        ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
+        changes = (whole + timedelta(minutes=minutes) for minutes in ahead)
+        return next((change for change in changes if self.include(change) != now), None)
+
+
+def _minute(at: datetime) -> int:
+    return at.weekday() * DAY_MIN + at.hour * 60 + at.minute
+
+
+def _read(piece: str, text: str) -> list[tuple[int, int]]:
+    found = _PART.fullmatch(piece)
+    if found is None:
+        raise ConfigError(f"hours are written as mon-fri 22:00-08:00, sat, sun; {piece!r} in {text!r} is not")
+    first, last, *times = found.groups()
+    begin, end = 0, DAY_MIN
+    if times[0] is not None:
+        begin, end = (60 * int(times[i]) + int(times[i + 1]) for i in (0, 2))
+        if begin >= DAY_MIN or end > DAY_MIN or int(times[1]) > 59 or int(times[3]) > 59:
+            raise ConfigError(f"times of day go from 0:00 to 24:00, not {piece!r}")
+        if end <= begin:
+            end += DAY_MIN
+    day = DAYS.index(first.lower()) if first else 0
+    n_days = (DAYS.index(last.lower()) - day) % 7 + 1 if last else 1 if first else 7
+    days = [(day + n) % 7 for n in range(n_days)]
+    return [(d * DAY_MIN + begin, d * DAY_MIN + end) for d in days]

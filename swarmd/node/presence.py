@@ -1,0 +1,200 @@
+"""What its owner allows this machine, followed: reads what is the case, decides, and has work stop and go on.
+
+What cannot be read is None, and ``plan.policy`` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+import trio
+
+from swarmd.config import PolicyConfig, split
+from swarmd.errors import ConfigError
+from swarmd.folders import write_file
+from swarmd.hours import Hours
+from swarmd.net.api import TaskStatus
+from swarmd.plan.policy import Pause, Rules, Sensors, Verdict, decide
+from swarmd.protocol.untrusted import read_json
+from swarmd.status import PolicyStatus
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 5.0  # a person who sits down waits for so long at most, unless they say swarmd pause
+CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
+SEAT_TIMEOUT_S = 2.0  # for logind to answer
+
+
+class _PauseFile(msgspec.Struct, frozen=True):
+    until: float | None  # seconds since 1970; None: until its owner says otherwise
+
+
+class Presence:
+    """See the module. ``act`` is told why nothing may work, or "" when it may; ``file`` keeps a pause over restarts."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        act: Callable[[str], None],
+        file: Path,
+        sense: Callable[[Rules], Awaitable[Sensors]] | None = None,
+    ) -> None:
+        self._act = act
+        self._file = file
+        self._sense = sense or partial(trio.to_thread.run_sync, read_sensors)
+        self._pause = recall(file)
+        self._sensors = Sensors(datetime.now())
+        self._changed = trio.Event()
+        self.rules = rules_of(config)
+        self.verdict = Verdict(True, "has not looked yet")
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look again and again, until cancelled; it has started once it has looked."""
+        self.look(await self._sense(self.rules))
+        task_status.started()
+        while True:
+            with trio.move_on_after(LOOK_INTERVAL_S):
+                await self._changed.wait()
+            self._changed = trio.Event()
+            self.look(await self._sense(self.rules))
+
+    def look(self, sensors: Sensors) -> None:
+        """Decide, and act when that is another decision."""
+        self._sensors = sensors
+        before, self.verdict = (
+            self.verdict,
+            decide(self.rules, sensors, self._pause, self.verdict.may_work),
+        )
+        if self.verdict.may_work != before.may_work:
+            logger.info("%s", self.verdict.reason)
+        if self.verdict.may_work != before.may_work or (not before.may_work and self.verdict.reason != before.reason):
+            self._act("" if self.verdict.may_work else self.verdict.reason)
+
+    def follow(self, config: PolicyConfig) -> None:
+        """The owner has changed the rules."""
+        self.rules = rules_of(config)
+        self._changed.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """By its owner's own word."""
+        return self._pause is not None
+
+    def pause(self, for_s: float | None) -> None:
+        """Stop at once, for so long or until ``resume``. Raises ConfigError when that cannot be written down."""
+        until = None if for_s is None else time.time() + for_s
+        write_file(self._file, msgspec.json.encode(_PauseFile(until)))
+        self._set(_pause_of(until))
+
+    def resume(self) -> None:
+        """End a pause; the rules count again."""
+        self._file.unlink(missing_ok=True)
+        self._set(None)
+
+    def _set(self, pause: Pause | None) -> None:
+        self._pause = pause
+        self.look(replace(self._sensors, now=datetime.now()))
+        self._changed.set()
+
+    def snapshot(self) -> PolicyStatus:
+        changes_at = self.verdict.changes_at
+        return PolicyStatus(
+            may_work=self.verdict.may_work,
+            why=self.verdict.reason,
+            changes_at=changes_at.timestamp() if changes_at else None,
+        )
+
+
+def rules_of(config: PolicyConfig) -> Rules:
+    """The settings as rules. Raises ConfigError."""
+    return Rules(
+        hours=Hours.parse(config.hours),
+        untouched_s=60.0 * config.idle_minutes,
+        on_battery=config.on_battery,
+        not_while=split(config.not_while),
+        hottest_c=config.hottest_c,
+    )
+
+
+def read_sensors(rules: Rules) -> Sensors:
+    """Read what the rules ask for."""
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return Sensors(
+        now=datetime.now(),
+        untouched_s=_untouched_s() if rules.untouched_s else None,
+        on_battery=battery is not None and battery.power_plugged is False,
+        programs=_programs() if rules.not_while else frozenset(),
+        hottest_c=_hottest_c() if rules.hottest_c else None,
+    )
+
+
+def _programs() -> frozenset[str]:
+    names = (process.info["name"] or "" for process in psutil.process_iter(["name"]))
+    return frozenset(name.lower().removesuffix(".exe") for name in names)
+
+
+def _hottest_c() -> float | None:
+    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
+    return max(found, default=None)
+
+
+def _untouched_s() -> float | None:
+    """Since somebody typed or moved a mouse: at a seat by logind, at terminals by when they were last read from."""
+    seat = _seat_untouched_s()
+    at_terminals = [_terminal_untouched_s(user.terminal) for user in psutil.users() if user.terminal]
+    known = [s for s in (seat, *at_terminals) if s is not None]
+    return min(known, default=None)
+
+
+def _seat_untouched_s() -> float | None:
+    """None where there is no logind; for ever at a machine without a seat."""
+    if shutil.which("loginctl") is None:
+        return None
+    command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SEAT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    if done.returncode and "seat0" in done.stderr:
+        return math.inf
+    if said.get("IdleHint") == "no":
+        return 0.0
+    since_us = said.get("IdleSinceHint", "")
+    return time.time() - int(since_us) / 1e6 if said.get("IdleHint") == "yes" and since_us.isdigit() else None
+
+
+def _terminal_untouched_s(terminal: str) -> float | None:
+    with suppress(OSError):
+        return time.time() - os.stat(f"/dev/{terminal}").st_atime
+    return None
+
+
+def _pause_of(until: float | None) -> Pause:
+    return Pause(None if until is None else datetime.fromtimestamp(until))
+
+
+def recall(file: Path) -> Pause | None:
+    """The pause that was written down."""
+    if not file.is_file():
+        return None
+    try:
+        kept = read_json(file, _PauseFile, "pause again, or resume")
+    except ConfigError as error:
+        logger.warning("%s; it stays paused until then", error)
+        return Pause()
+    return _pause_of(kept.until)

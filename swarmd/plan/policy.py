@@ -1,0 +1,114 @@
+"""When this machine works for the swarm: what its owner allows, held against what is the case.
+
+A rule that cannot be checked here counts as broken: the owner asked for it, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from swarmd.hours import Hours
+
+COOLER_C = 10.0  # than the limit, before a machine that was too hot works again
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the owner allows; ``untouched_s`` and ``hottest_c`` of 0 are no rule. ``not_while``: names of programs."""
+
+    hours: Hours = field(default_factory=Hours)
+    untouched_s: float = 0.0
+    on_battery: bool = False
+    not_while: tuple[str, ...] = ()
+    hottest_c: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sensors:
+    """What is the case, in local time; None: cannot be read here. ``untouched_s``: since keyboard or mouse was used."""
+
+    now: datetime
+    untouched_s: float | None = None
+    on_battery: bool = False
+    programs: frozenset[str] = frozenset()
+    hottest_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The owner wants the machine for themselves; ``until`` None: until they say otherwise."""
+
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """May it work, why (not), and when that changes next, if time alone can change it."""
+
+    may_work: bool
+    reason: str
+    changes_at: datetime | None = None
+
+
+def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, is_working: bool = True) -> Verdict:
+    """Work unless the owner or one of their rules says no; the first that does is the reason."""
+    now = sensors.now
+    if pause is not None and (pause.until is None or now < pause.until):
+        until = "swarmd resume" if pause.until is None else told(pause.until, now)
+        return Verdict(False, f"paused by its owner until {until}", pause.until)
+    change = rules.hours.next_change(now)
+    if not rules.hours.include(now):
+        when = f": next {told(change, now)}" if change else ""
+        return Verdict(False, f"outside its hours ({rules.hours.text}){when}", change)
+    for verdict in (
+        _battery(rules, sensors),
+        _programs(rules, sensors),
+        _untouched(rules, sensors),
+        _heat(rules, sensors, is_working),
+    ):
+        if verdict is not None:
+            return verdict
+    until = f"until {told(change, now)}" if change else "no rule of its owner is against it"
+    return Verdict(True, f"works for the swarm: {until}", change)
+
+
+def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if sensors.on_battery and not rules.on_battery:
+        return Verdict(False, "on battery: works again when it is plugged in")
+    return None
+
+
+def _programs(rules: Rules, sensors: Sensors) -> Verdict | None:
+    running = [name for name in rules.not_while if name.lower() in sensors.programs]
+    if not running:
+        return None
+    return Verdict(False, f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}")
+
+
+def _untouched(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if not rules.untouched_s:
+        return None
+    if sensors.untouched_s is None:
+        return Verdict(False, "only when nobody uses it, and whether somebody does cannot be read here")
+    left_s = rules.untouched_s - sensors.untouched_s
+    if left_s <= 0:
+        return None
+    at = sensors.now + timedelta(seconds=left_s)
+    return Verdict(False, f"somebody uses it: at {told(at, sensors.now)} at the earliest", at)
+
+
+def _heat(rules: Rules, sensors: Sensors, is_working: bool) -> Verdict | None:
+    if not rules.hottest_c:
+        return None
+    if sensors.hottest_c is None:
+        return Verdict(False, f"not above {rules.hottest_c:g} °C, and no temperature can be read here")
+    again_c = rules.hottest_c - COOLER_C
+    if sensors.hottest_c <= (rules.hottest_c if is_working else again_c):
+        return None
+    return Verdict(False, f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}")
+
+
+def told(at: datetime, now: datetime) -> str:
+    """A time as a person says it today: with the day only when it is another one."""
+    return at.strftime("%H:%M" if at.date() == now.date() else "%a %H:%M")

@@ -1,0 +1,138 @@
+"""What a daemon says of training runs: rows and answers of the control API, as those of ``status``."""
+
+from __future__ import annotations
+
+from swarmd.status import Status
+
+
+class RunPeerRow(Status, frozen=True, kw_only=True):
+    """Another member of a run, by its own record."""
+
+    peer: str
+    role: str
+    update: int
+    samples: int
+    samples_per_s: float
+    status: str
+
+
+class RoundRow(Status, frozen=True, kw_only=True):
+    """How long the phases of a round took, in seconds, and who was left out of it."""
+
+    gather_s: float
+    average_s: float
+    commit_s: float
+    n_members: int
+    n_reducers: int
+    expected_s: float
+    left_out: tuple[str, ...]
+
+
+class RunRow(Status, frozen=True, kw_only=True):
+    """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
+
+    ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
+    """
+
+    run: str
+    name: str
+    role: str
+    state: str
+    why: str
+    update: int
+    updates: int | None
+    head: str
+    state_update: int | None
+    state_digest: str | None
+    state_bytes: int | None
+    parameters: int | None
+    gathered: int
+    target: int
+    left_s: float | None
+    samples_per_s: float
+    anchors: tuple[str, ...]
+    losses: tuple[float, ...]
+    samples: int
+    samples_gathered: int
+    samples_counted: int
+    samples_wasted: int
+    average_here: float | None
+    rounds_led: int
+    rounds_failed: int
+    last_round: RoundRow | None
+    last_part_s: float | None
+    catch_ups: int
+    snapshots_fetched: int
+    last_catch_up_s: float | None
+    death_costs_at_most_s: float
+    peers: tuple[RunPeerRow, ...]
+    shunned: tuple[str, ...]
+    device: str = ""
+    worker: int | None = None
+    failure: str = ""
+
+
+class OtherRunRow(Status, frozen=True, kw_only=True):
+    """A run of the swarm that this daemon takes no part in."""
+
+    run: str
+    name: str
+    peers: int
+    update: int
+
+
+class RunsAnswer(Status, frozen=True, kw_only=True):
+    runs: tuple[RunRow, ...]
+    others: tuple[OtherRunRow, ...]
+    training: str
+
+
+class PlanMemberRow(Status, frozen=True, kw_only=True):
+    """Which part of the vector a member would reduce, and its links."""
+
+    peer: str
+    computes: bool
+    reduces: float
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+
+
+class PlanAnswer(Status, frozen=True, kw_only=True):
+    """The next round as the linear program divides it."""
+
+    run: str
+    bytes: int
+    expected_s: float
+    equal_parts_s: float
+    why: str
+    members: tuple[PlanMemberRow, ...]
+
+
+class JoinRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    name: str
+    role: str
+
+
+class PauseRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    paused: bool
+
+
+class LeaveRunAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    left: bool
+
+
+class OrderAnswer(Status, frozen=True, kw_only=True):
+    run: str
+    state: str
+    anchors: tuple[str, ...]
+
+
+class CheckpointAnswer(Status, frozen=True, kw_only=True):
+    """Where a run's state was written, and its vector's layout: (name, shape) of each tensor."""
+
+    path: str
+    layout: tuple[tuple[str, tuple[int, ...]], ...]
+    update: int

@@ -1,0 +1,108 @@
+"""What the rules say is done: once for each change, at once for a pause, and a pause outlives its daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.config import PolicyConfig
+from swarmd.errors import ConfigError
+from swarmd.node import presence as presence_module
+from swarmd.node.presence import LOOK_INTERVAL_S, Presence, read_sensors, rules_of
+from swarmd.plan.policy import Rules, Sensors
+
+
+class World:
+    """Sensors that a test sets, and what was done."""
+
+    def __init__(self, folder: Path, **rules: object) -> None:
+        self.sensors = Sensors(datetime.now())
+        self.done: list[str] = []
+        self.file = folder / "pause.json"
+        self.presence = self.another(PolicyConfig(**rules))  # type: ignore[arg-type]
+
+    def another(self, config: PolicyConfig) -> Presence:
+        return Presence(config, self.done.append, self.file, self.sense)
+
+    async def sense(self, rules: Rules) -> Sensors:
+        return replace(self.sensors, now=datetime.now())
+
+
+async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path) -> None:
+    world = World(tmp_path, not_while="game")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(world.presence.run)
+        await trio.sleep(3 * LOOK_INTERVAL_S)
+        assert world.done == [], "nothing is against it"
+        world.sensors = replace(world.sensors, programs=frozenset({"game"}))
+        await trio.sleep(3 * LOOK_INTERVAL_S)
+        world.sensors = replace(world.sensors, programs=frozenset())
+        await trio.sleep(3 * LOOK_INTERVAL_S)
+        assert world.done == ["not while game runs", ""]
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_is_against_it_at_the_start_is_known_before_anything_is_served(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.sensors = replace(world.sensors, on_battery=True)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(world.presence.run)
+        assert world.done == ["on battery: works again when it is plugged in"]
+        nursery.cancel_scope.cancel()
+
+
+def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.presence.pause(7_200)
+    assert not world.presence.snapshot().may_work
+    assert len(world.done) == 1
+    again = world.another(PolicyConfig())
+    again.look(Sensors(datetime.now()))
+    assert again.verdict.reason == world.presence.verdict.reason
+    again.look(Sensors(datetime.now() + timedelta(hours=3)))
+    assert again.verdict.may_work
+    again.resume()
+    assert not world.file.exists()
+    world.another(PolicyConfig()).look(Sensors(datetime.now()))
+    assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
+
+
+def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "pause.json").write_text("{")
+    world = World(tmp_path)
+    world.presence.look(Sensors(datetime.now()))
+    assert world.presence.verdict.reason.endswith("until swarmd resume")
+    assert "pause again, or resume" in caplog.text
+
+
+def test_rules_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hours are written as"):
+        World(tmp_path, hours="at night")
+
+
+def test_sensors_are_read_here_as_far_as_there_are_any() -> None:
+    name = psutil.Process().name().lower()
+    asked = read_sensors(rules_of(PolicyConfig(not_while=name, idle_minutes=5, hottest_c=90)))
+    assert name in asked.programs
+    assert asked.untouched_s is None or asked.untouched_s >= 0
+    assert asked.hottest_c is None or -20 < asked.hottest_c < 150
+    assert read_sensors(Rules()).programs == frozenset(), "nobody asked"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
+)
+def test_a_seat_as_logind_describes_it(said: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = presence_module.subprocess.CompletedProcess([], 0, said.replace("=5", "=5000000"), "")
+    monkeypatch.setattr(presence_module.shutil, "which", lambda name: "/usr/bin/loginctl")
+    monkeypatch.setattr(presence_module.subprocess, "run", lambda *a, **k: done)
+    monkeypatch.setattr(presence_module.time, "time", lambda: 100.0)
+    monkeypatch.setattr(presence_module.psutil, "users", lambda: [])
+    assert read_sensors(Rules(untouched_s=60)).untouched_s == expected

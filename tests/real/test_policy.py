@@ -1,0 +1,90 @@
+"""The owner comes first, on real processes: a pause and rules end a server's work, and sessions go on elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+import swarmd
+from tests.cli.test_commands import swarmd as command
+from tests.real.faults import generate, inputs_for
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.test_drain import N_TOKENS, generate_while
+
+pytestmark = pytest.mark.slow
+
+
+def answers(volunteer: Volunteer) -> bool:
+    try:
+        return bool(volunteer.ask("status"))
+    except httpx.TransportError:
+        return False
+
+
+def rests(swarm: LocalSwarm, volunteer: Volunteer, why: str) -> None:
+    """Wait until nothing of a server is left but its daemon, which says why."""
+    swarm.wait(lambda: volunteer.ask("status")["serving"] is None, f"rest: {why}")
+    status = volunteer.ask("status")
+    assert why in status["policy"]["why"]
+    assert why in status["hosting"][0]["why"]
+    assert volunteer.process is not None
+    names = [" ".join(p.cmdline()) for p in psutil.Process(volunteer.process.pid).children(recursive=True)]
+    assert not [name for name in names if "compute" in name], "the memory of its worker is free"
+
+
+def test_a_pause_in_mid_sentence_loses_nothing_and_lasts_until_its_owner_says_otherwise(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        a, b, heir = swarm.serving((0, 3), (3, 6), (2, 6))
+        with swarmd.connect(home=a.home.folder) as client:
+            model = client.model("demo", chain=swarm.hops((a, 0, 3), (b, 3, 6)))
+            expected = generate(model, "greedy", inputs_for("greedy", 1024, 3), N_TOKENS, 3)
+            out = generate_while(
+                model, "greedy", 10, lambda: b.ask("pause", "POST", seconds="7200")
+            )  # which takes no longer than that
+            (repair,) = model.last_session.statistics.repairs
+            blamed = model.last_session.statistics.blamed
+        assert torch.equal(out.sequences, expected.sequences)
+        assert repair.handed_over or repair.replayed_ops
+        assert not blamed
+        assert heir.ask("status")["policy"]["may_work"]
+        rests(swarm, b, "paused by its owner until")
+        b.stop()
+        b.start()
+        swarm.wait(lambda: answers(b), "its control socket", b)
+        rests(swarm, b, "paused by its owner until")
+        assert command("resume", home=b.home.folder).stdout == "serving again: swarmd status\n"
+        swarm.wait_online()
+
+
+def test_rules_are_followed_while_it_runs(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        (volunteer,) = swarm.serving((0, 6))
+        home = volunteer.home.folder
+
+        def rule(name: str, value: str) -> str:
+            done = command("policy", "set", name, value, home=home)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        game = shutil.copy(shutil.which("sleep") or "/bin/sleep", tmp_path / "swarmd-game")
+        rule("not_while", "swarmd-game")
+        with subprocess.Popen([game, "600"]) as running:
+            try:
+                rests(swarm, volunteer, "not while swarmd-game runs")
+                assert "not yet: not while" in command("resume", home=home).stdout
+            finally:
+                running.kill()
+        swarm.wait_online()
+        rule("hours", "mon 0:00-0:01" if psutil.time.localtime().tm_wday else "wed 0:00-0:01")
+        rests(swarm, volunteer, "outside its hours")
+        rule("hours", "")
+        swarm.wait_online()
+        if "no temperature" in rule("hottest_c", "85"):
+            rests(swarm, volunteer, "no temperature can be read here")
