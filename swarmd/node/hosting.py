@@ -25,7 +25,7 @@ from swarmd.node.balancer import Balancer
 from swarmd.node.choosing import Around, choose_blocks
 from swarmd.node.hops import Deliver
 from swarmd.node.lanes import Lanes
-from swarmd.node.leaving import leave
+from swarmd.node.leaving import Hold, leave
 from swarmd.node.served import Served
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Handlers, WorkerLink, WorkerStatus
@@ -57,13 +57,6 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-class Hold(StrEnum):
-    """Why nothing is served: its owner drained it, or wants the machine now (``plan.policy``)."""
-
-    DRAIN = "drain"
-    POLICY = "policy"
-
-
 @dataclass(frozen=True, slots=True)
 class _Serving:
     """What is served while it is served."""
@@ -89,6 +82,7 @@ class Hosting:
         self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
         self._next: tuple[ModelId, Decision[Span]] | None = None  # what a move decided
         self._held: dict[Hold, str] = {}  # why nothing is to be served here
+        self._is_urgent = trio.Event()  # its owner wants the machine now
         self._changed_mind = trio.Event()
         self._left_record: list[dict[str, Any]] = []
         self._at_most = 0  # blocks; lower once a worker could not load as many
@@ -157,6 +151,8 @@ class Hosting:
     def hold(self, hold: Hold, reason: str) -> int:
         """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
         self._held[hold] = reason
+        if hold is Hold.POLICY:
+            self._is_urgent.set()
         self._changed_mind.set()
         if self._serving is None:
             self._set(State.PAUSED, reason)
@@ -167,6 +163,8 @@ class Hosting:
         """Serve again, unless something else is against it."""
         if self._held.pop(hold, ""):
             self._changed_mind.set()
+        if Hold.POLICY not in self._held:
+            self._is_urgent = trio.Event()
 
     async def drain(self) -> None:
         """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
@@ -176,7 +174,7 @@ class Hosting:
         n = len(serving.server.sessions())
         self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
         self._around.directory.announce_soon()  # as draining
-        await leave(serving.server, serving.lanes, serving.worker, Hold.POLICY in self._held)
+        await leave(serving.server, serving.lanes, serving.worker, self._is_urgent)
 
     # --- serving ---------------------------------------------------------------------------------------------
 

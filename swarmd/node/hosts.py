@@ -12,7 +12,8 @@ from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.choosing import Around
-from swarmd.node.hosting import Hold, Hosting, State
+from swarmd.node.hosting import Hosting, State
+from swarmd.node.leaving import Hold
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,

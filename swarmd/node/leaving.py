@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from enum import StrEnum
 
 import trio
 
@@ -21,24 +22,30 @@ WIND_DOWN_S = 0.6  # after which nothing is computed for a pause: what was asked
 GRACE_S = 3.0  # for caches to be handed over; then the worker ends, and its memory is free
 
 
-async def leave(server: Server, lanes: Lanes, worker: WorkerLink, is_urgent: bool) -> int:
-    """Take no new work and give away what is here; returns how many hops were not taken over.
+class Hold(StrEnum):
+    """Why nothing is served: its owner drained it, or wants the machine now (``plan.policy``)."""
 
-    ``is_urgent``: the owner wants the machine, so computing ends at once, and all of it soon.
+    DRAIN = "drain"
+    POLICY = "policy"
+
+
+async def leave(server: Server, lanes: Lanes, worker: WorkerLink, is_urgent: trio.Event) -> None:
+    """Take no new work and give away what is here, within a bounded time.
+
+    ``is_urgent``, which may be set meanwhile: its owner wants the machine, so computing ends at once, all else soon.
     """
-    left = len(server.sessions())
     async with trio.open_nursery() as nursery:
-        if is_urgent:
-            nursery.start_soon(_rest, worker)
-        with trio.move_on_after(GRACE_S if is_urgent else DRAIN_S + LANES_DRAIN_S):
-            left = await server.drain(DRAIN_S)
-            await lanes.drain(LANES_DRAIN_S)
+        nursery.start_soon(_hurry, is_urgent, worker, nursery.cancel_scope)
+        await server.drain(DRAIN_S)
+        await lanes.drain(LANES_DRAIN_S)
         nursery.cancel_scope.cancel()
+    left = len(server.sessions())
     logger.info("drained: %s", f"{left} hops were not taken over" if left else "no session left")
-    return left
 
 
-async def _rest(worker: WorkerLink) -> None:
+async def _hurry(is_urgent: trio.Event, worker: WorkerLink, scope: trio.CancelScope) -> None:
+    await is_urgent.wait()
+    scope.deadline = trio.current_time() + GRACE_S
     await trio.sleep(WIND_DOWN_S)
     with suppress(WorkerLost):
         await worker.send(framed(Rest()))

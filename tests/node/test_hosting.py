@@ -14,7 +14,7 @@ from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
 from swarmd.node.hosting import Hosting, State
-from swarmd.node.leaving import DRAIN_S
+from swarmd.node.leaving import DRAIN_S, GRACE_S
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
@@ -77,6 +77,29 @@ async def test_what_is_drained_before_it_serves_does_not_begin(virtual_time: Moc
         await trio.sleep(60)
         assert not found.is_online
         assert found.snapshot().worker is None
+
+
+@pytest.mark.parametrize("drains_before", [False, True])
+async def test_who_wants_the_machine_waits_for_the_grace_and_no_longer(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, drains_before: bool
+) -> None:
+    """Its sessions are taken over by nobody; a drain would wait for that as long as drains do."""
+    async with hosting() as (found, daemon, _):
+        await until(found, State.ONLINE)
+        assert found._serving is not None
+        monkeypatch.setattr(found._serving.server, "drain", trio.sleep)
+        if drains_before:
+            daemon.hosts.drain()
+            await trio.sleep(2)
+        begun = trio.current_time()
+        daemon.hosts.rest("its owner plays")
+        await until(found, State.PAUSED)
+        assert GRACE_S <= trio.current_time() - begun < GRACE_S + 0.5 < DRAIN_S
+        daemon.hosts.rest("")
+        await trio.sleep(60)
+        assert found.state is (State.PAUSED if drains_before else State.ONLINE), "a drain ends with resume only"
+        daemon.hosts.resume()
+        await until(found, State.ONLINE)
 
 
 async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: MockClock) -> None:
