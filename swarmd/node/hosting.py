@@ -150,10 +150,11 @@ class Hosting:
 
     def hold(self, hold: Hold, reason: str) -> int:
         """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
+        if hold not in self._held:
+            self._changed_mind.set()
         self._held[hold] = reason
         if hold is Hold.POLICY:
             self._is_urgent.set()
-        self._changed_mind.set()
         if self._serving is None:
             self._set(State.PAUSED, reason)
             return 0

@@ -199,10 +199,11 @@ class Runs:
 
     def rest(self, reason: str) -> None:
         """Compute nothing for any run, for a reason; "" goes on."""
+        if bool(reason) != bool(self._resting):
+            self._directory.announce_soon()
         self._resting = reason
         for taken in self._taken.values():
             taken.trainer.pause(reason, "policy")
-        self._directory.announce_soon()
 
     # --- what the daemon asks ----------------------------------------------------------------------------------
 
