@@ -23,7 +23,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"swarmd {version('swarmd')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -31,6 +40,9 @@ def options(
     home: Annotated[
         Path | None, typer.Option("--home", envvar="SWARMD_HOME", help="Folder that holds all state.")
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     set_home(home)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,8 @@ def test_a_rule_that_is_set_is_shown_and_explained_without_a_daemon(tmp_path: Pa
     assert "if it were: not while" not in swarmd("policy", "explain")
     assert "the daemon is not running" in swarmd("policy", "set", "hottest_c", "85.5")
     assert "85.5" in swarmd("policy", "show")
+
+
+def test_the_short_help_and_the_version_are_where_people_look() -> None:
+    assert CliRunner().invoke(app, ["pause", "-h"]).stdout.startswith("Usage:")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"swarmd {version('swarmd')}\n"
