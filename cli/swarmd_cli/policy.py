@@ -76,14 +76,13 @@ def explain() -> None:
 
     Example: swarmd policy explain
     """
+    if is_running():
+        print(ask("status")["policy"]["why"])
+        return
     from swarmd import config
     from swarmd.node import presence
     from swarmd.plan.policy import decide
 
-    if is_running():
-        policy = ask("status")["policy"]
-        print(policy["why"])
-        return
     rules = presence.rules_of(config.load(home().folder).policy)
     verdict = decide(rules, presence.read_sensors(rules), presence.recall(home().pause_file))
     print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")

@@ -60,6 +60,7 @@ def test_help_has_an_example_for_every_verb() -> None:
     verbs = re.findall(r"^  (\w+) ", top.stdout.split("Commands:")[1], re.MULTILINE)
     assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= set(verbs)
     groups = {"models": ["ls", "add"], "service": ["install", "uninstall", "status", "logs"]}
+    groups["policy"] = ["show", "set", "explain"]
     groups["train"] = ["start", "join", "stop", "pause", "resume", "anchors", "status", "plan", "export"]
     for verb in verbs:
         for words in [[verb, sub] for sub in groups[verb]] if verb in groups else [[verb]]:
@@ -68,7 +69,17 @@ def test_help_has_an_example_for_every_verb() -> None:
 
 
 HEAVY = {"torch", "transformers", "libp2p", "trio", "httpx", "hypercorn", "starlette", "scipy", "numpy", "cryptography"}
-READING = (["status"], ["peers"], ["ps"], ["why"], ["ping", "x"], ["train", "status"], ["train", "plan"], ["drain"])
+READING = (
+    ["status"],
+    ["peers"],
+    ["ps"],
+    ["why"],
+    ["ping", "x"],
+    ["train", "status"],
+    ["train", "plan"],
+    ["drain"],
+    ["pause"],
+)
 
 
 @pytest.mark.parametrize("words", [["--help"], *READING], ids=" ".join)
