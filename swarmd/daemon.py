@@ -35,7 +35,7 @@ from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
-from swarmd.node.presence import Presence
+from swarmd.node.presence import Presence, verdict_now
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
 from swarmd.protocol.frames import Frame
@@ -250,7 +250,8 @@ class Daemon:
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
     """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
     swarm = home.swarm()
-    with home.locked(), closing(Prestarted(config.serve)) as workers:
+    at_once = config.serve and verdict_now(config.policy, home.pause_file).may_work
+    with home.locked(), closing(Prestarted(at_once)) as workers:
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
         from swarmd.net.libp2p.host import Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore

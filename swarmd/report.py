@@ -26,6 +26,8 @@ from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, Span
 
+LONGEST_PAUSE_S = 366 * 86_400  # who wants none for longer leaves
+
 
 class Owner:
     """See the module. ``stop`` ends the daemon; without a home there is nobody who could pause it."""
@@ -217,16 +219,16 @@ class Owner:
         self._directory.announce_soon()
         return answers.RemoveAnswer(freed_bytes=n_bytes)
 
-    def reload(self) -> answers.ReloadAnswer:
+    async def reload(self) -> answers.ReloadAnswer:
         """Take over a catalog, models and rules that the command line changed. Raises ConfigError."""
         if self._home is not None:
             self._store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
             if raw is not None:
                 self._around.exchange.merge_catalog_untrusted(raw)
-            if self._presence is not None:
-                self._presence.follow(load(self._home.folder).policy)
             self._directory.announce_soon()
+            if self._presence is not None:
+                await self._presence.follow(load(self._home.folder).policy)
         return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
 
     def drain(self, model: str) -> answers.DrainAnswer:
@@ -236,7 +238,9 @@ class Owner:
     def pause(self, seconds: str) -> answers.PauseAnswer:
         """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
         presence, n = self._present(), len(self._hosts.sessions())
-        presence.pause(float(seconds) if seconds else None)
+        if seconds and not (seconds.isdecimal() and 0 < int(seconds) <= LONGEST_PAUSE_S):
+            raise ConfigError(f"a pause takes 1 to {LONGEST_PAUSE_S} seconds, not {seconds!r}")
+        presence.pause(int(seconds) if seconds else None)
         return answers.PauseAnswer(sessions=n, policy=presence.snapshot())
 
     def resume(self, model: str) -> answers.ResumeAnswer:

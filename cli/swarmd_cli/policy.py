@@ -29,7 +29,11 @@ def pause(
     n = asked["sessions"]
     print(f"{asked['policy']['why']}; {n} session{'' if n == 1 else 's'} to go on elsewhere", flush=True)
     is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
-    print("all memory is free; swarmd resume works again" if is_done else "the daemon is still at it: swarmd status")
+    print(
+        "nothing is served here any more; swarmd resume works again"
+        if is_done
+        else "the daemon is still at it: swarmd status"
+    )
 
 
 @app.command()
@@ -80,11 +84,9 @@ def explain() -> None:
         print(ask("status")["policy"]["why"])
         return
     from swarmd import config
-    from swarmd.node import presence
-    from swarmd.plan.policy import decide
+    from swarmd.node.presence import verdict_now
 
-    rules = presence.rules_of(config.load(home().folder).policy)
-    verdict = decide(rules, presence.read_sensors(rules), presence.recall(home().pause_file))
+    verdict = verdict_now(config.load(home().folder).policy, home().pause_file)
     print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")
 
 

@@ -160,6 +160,9 @@ class Hosting:
             return 0
         return len(self._serving.server.sessions())
 
+    def is_held(self, hold: Hold) -> bool:
+        return hold in self._held
+
     def release(self, hold: Hold) -> None:
         """Serve again, unless something else is against it."""
         if self._held.pop(hold, ""):

@@ -12,7 +12,7 @@ from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.choosing import Around
-from swarmd.node.hosting import Hosting, State
+from swarmd.node.hosting import Hosting
 from swarmd.node.leaving import Hold
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
@@ -106,7 +106,7 @@ class Hosts:
 
     def drain(self, model: str = "") -> int:
         """Stop serving a model ("": all) until ``resume``; returns how many sessions are to be taken over."""
-        chosen = [h for h in self._named(model) if h.state is not State.PAUSED]
+        chosen = [h for h in self._named(model) if not h.is_held(Hold.DRAIN)]
         if not chosen:
             raise ConfigError("this daemon serves no blocks: there is nothing to drain")
         return sum(hosting.hold(Hold.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)

@@ -37,8 +37,8 @@ async def leave(server: Server, lanes: Lanes, worker: WorkerLink, is_urgent: tri
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_hurry, is_urgent, worker, nursery.cancel_scope)
         await server.drain(DRAIN_S)
-        await lanes.drain(LANES_DRAIN_S)
         nursery.cancel_scope.cancel()
+    await lanes.drain(0.0 if is_urgent.is_set() else LANES_DRAIN_S)
     left = len(server.sessions())
     logger.info("drained: %s", f"{left} hops were not taken over" if left else "no session left")
 

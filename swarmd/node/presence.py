@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -33,8 +34,10 @@ from swarmd.status import PolicyStatus
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 5.0  # a person who sits down waits for so long at most, unless they say swarmd pause
+SENSE_INTERVAL_S = 5.0  # a person who sits down waits for so long at most, unless they say swarmd pause
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
+POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
+SUPPLY = ("type", "scope", "status", "online")  # files in it
 SEAT_TIMEOUT_S = 2.0  # for logind to answer
 
 
@@ -63,41 +66,49 @@ class Presence:
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look again and again, until cancelled; it has started once it has looked."""
-        self.look(await self._sense(self.rules))
+        await self._sense_and_look()
         task_status.started()
         while True:
-            with trio.move_on_after(LOOK_INTERVAL_S):
+            with trio.move_on_after(SENSE_INTERVAL_S):
                 await self._changed.wait()
             self._changed = trio.Event()
-            self.look(await self._sense(self.rules))
+            await self._sense_and_look()
+
+    async def _sense_and_look(self) -> None:
+        rules = self.rules
+        sensors = await self._sense(rules)
+        if rules is self.rules:  # else those that count now have been looked at meanwhile
+            self.look(sensors)
 
     def look(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
         before, self.verdict = (
             self.verdict,
-            decide(self.rules, sensors, self._pause, self.verdict.may_work),
+            decide(self.rules, sensors, self._pause, self.verdict.rule == "hottest_c"),
         )
         if self.verdict.may_work != before.may_work:
             logger.info("%s", self.verdict.reason)
-        if self.verdict.may_work != before.may_work or (not before.may_work and self.verdict.reason != before.reason):
+        if self.verdict.rule != before.rule:
             self._act("" if self.verdict.may_work else self.verdict.reason)
 
-    def follow(self, config: PolicyConfig) -> None:
-        """The owner has changed the rules."""
-        self.rules = rules_of(config)
-        self._changed.set()
+    async def follow(self, config: PolicyConfig) -> None:
+        """The owner has changed the rules. Raises ConfigError."""
+        rules = rules_of(config)
+        sensors = await self._sense(rules)
+        self.rules = rules
+        self.look(sensors)
 
     @property
     def is_paused(self) -> bool:
         """By its owner's own word."""
-        return self._pause is not None
+        return self.verdict.rule == "pause"
 
     def pause(self, for_s: float | None) -> None:
-        """Stop at once, for so long or until ``resume``. Raises ConfigError when that cannot be written down."""
+        """Stop at once, for so long or until ``resume``. Raises ConfigError when a restart would forget it."""
         until = None if for_s is None else time.time() + for_s
-        write_file(self._file, msgspec.json.encode(_PauseFile(until)))
         self._set(_pause_of(until))
+        write_file(self._file, msgspec.json.encode(_PauseFile(until)))
 
     def resume(self) -> None:
         """End a pause; the rules count again."""
@@ -118,6 +129,12 @@ class Presence:
         )
 
 
+def verdict_now(config: PolicyConfig, file: Path) -> Verdict:
+    """What is decided before, or without, a daemon. Raises ConfigError."""
+    rules = rules_of(config)
+    return decide(rules, read_sensors(rules), recall(file))
+
+
 def rules_of(config: PolicyConfig) -> Rules:
     """The settings as rules. Raises ConfigError."""
     return Rules(
@@ -131,14 +148,30 @@ def rules_of(config: PolicyConfig) -> Rules:
 
 def read_sensors(rules: Rules) -> Sensors:
     """Read what the rules ask for."""
-    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     return Sensors(
         now=datetime.now(),
         untouched_s=_untouched_s() if rules.untouched_s else None,
-        on_battery=battery is not None and battery.power_plugged is False,
+        on_battery=not rules.on_battery and _on_battery(),
         programs=_programs() if rules.not_while else frozenset(),
         hottest_c=_hottest_c() if rules.hottest_c else None,
     )
+
+
+def _on_battery() -> bool:
+    """Does a battery of the machine itself, not that of a mouse, give the power?"""
+    if sys.platform != "linux":
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        return battery is not None and battery.power_plugged is False
+    supplies = [{name: _said(folder / name) for name in SUPPLY} for folder in POWER_SUPPLIES.glob("*")]
+    own = [supply for supply in supplies if supply["scope"] != "Device"]
+    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in own)
+    return not is_plugged_in and any((s["type"], s["status"]) == ("Battery", "Discharging") for s in own)
+
+
+def _said(file: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return file.read_text().strip()
+    return ""
 
 
 def _programs() -> frozenset[str]:
@@ -147,9 +180,12 @@ def _programs() -> frozenset[str]:
 
 
 def _hottest_c() -> float | None:
-    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
-    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
-    return max(found, default=None)
+    try:
+        sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    except (OSError, ValueError) as error:
+        logger.info("no temperature can be read: %s", error)
+        return None
+    return max((reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())), default=None)
 
 
 def _untouched_s() -> float | None:
@@ -197,4 +233,8 @@ def recall(file: Path) -> Pause | None:
     except ConfigError as error:
         logger.warning("%s; it stays paused until then", error)
         return Pause()
-    return _pause_of(kept.until)
+    try:
+        return _pause_of(kept.until)
+    except (ValueError, OverflowError, OSError):
+        logger.warning("%s names no time: it stays paused until swarmd resume", file)
+        return Pause()

@@ -44,28 +44,29 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """May it work, why (not), and when that changes next, if time alone can change it."""
+    """May it work, why (not), when that changes next if time alone can change it, and which rule is against it."""
 
     may_work: bool
     reason: str
     changes_at: datetime | None = None
+    rule: str = ""
 
 
-def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, is_working: bool = True) -> Verdict:
+def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> Verdict:
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
         until = "swarmd resume" if pause.until is None else told(pause.until, now)
-        return Verdict(False, f"paused by its owner until {until}", pause.until)
+        return Verdict(False, f"paused by its owner until {until}", pause.until, "pause")
     change = rules.hours.next_change(now)
     if not rules.hours.include(now):
         when = f": next {told(change, now)}" if change else ""
-        return Verdict(False, f"outside its hours ({rules.hours.text}){when}", change)
+        return Verdict(False, f"outside its hours ({rules.hours.text}){when}", change, "hours")
     for verdict in (
         _battery(rules, sensors),
         _programs(rules, sensors),
         _untouched(rules, sensors),
-        _heat(rules, sensors, is_working),
+        _heat(rules, sensors, was_too_hot),
     ):
         if verdict is not None:
             return verdict
@@ -75,40 +76,51 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, is_workin
 
 def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:
     if sensors.on_battery and not rules.on_battery:
-        return Verdict(False, "on battery: works again when it is plugged in")
+        return Verdict(False, "on battery: works again when it is plugged in", None, "on_battery")
     return None
 
 
 def _programs(rules: Rules, sensors: Sensors) -> Verdict | None:
-    running = [name for name in rules.not_while if name.lower() in sensors.programs]
+    running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
     if not running:
         return None
-    return Verdict(False, f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}")
+    return Verdict(False, f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", None, "not_while")
 
 
 def _untouched(rules: Rules, sensors: Sensors) -> Verdict | None:
     if not rules.untouched_s:
         return None
     if sensors.untouched_s is None:
-        return Verdict(False, "only when nobody uses it, and whether somebody does cannot be read here")
+        return Verdict(
+            False, "only when nobody uses it, and whether somebody does cannot be read here", None, "idle_minutes"
+        )
     left_s = rules.untouched_s - sensors.untouched_s
     if left_s <= 0:
         return None
     at = sensors.now + timedelta(seconds=left_s)
-    return Verdict(False, f"somebody uses it: at {told(at, sensors.now)} at the earliest", at)
+    return Verdict(False, f"somebody uses it: at {told(at, sensors.now)} at the earliest", at, "idle_minutes")
 
 
-def _heat(rules: Rules, sensors: Sensors, is_working: bool) -> Verdict | None:
+def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> Verdict | None:
     if not rules.hottest_c:
         return None
     if sensors.hottest_c is None:
-        return Verdict(False, f"not above {rules.hottest_c:g} °C, and no temperature can be read here")
+        return Verdict(
+            False, f"not above {rules.hottest_c:g} °C, and no temperature can be read here", None, "hottest_c"
+        )
     again_c = rules.hottest_c - COOLER_C
-    if sensors.hottest_c <= (rules.hottest_c if is_working else again_c):
+    if sensors.hottest_c <= (again_c if was_too_hot else rules.hottest_c):
         return None
-    return Verdict(False, f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}")
+    return Verdict(
+        False,
+        f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}",
+        None,
+        "hottest_c",
+    )
 
 
 def told(at: datetime, now: datetime) -> str:
-    """A time as a person says it today: with the day only when it is another one."""
-    return at.strftime("%H:%M" if at.date() == now.date() else "%a %H:%M")
+    """A time as a person says it now: with the day only when it is another one."""
+    if at.date() == now.date():
+        return at.strftime("%H:%M")
+    return at.strftime("%a %H:%M" if at - now < timedelta(days=6) else "%Y-%m-%d %H:%M")

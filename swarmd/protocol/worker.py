@@ -37,7 +37,7 @@ class LoadSpan(Message, tag="load", frozen=True):
 
 
 class Rest(Message, tag="rest", frozen=True):
-    """Daemon to worker: compute nothing more; caches may still be handed over."""
+    """Daemon to worker: begin no other pass; caches of sessions that wait for none may still be handed over."""
 
 
 class LoadAdapter(Message, tag="load_adapter", frozen=True):

@@ -233,7 +233,6 @@ class Runs:
     def _begin(self, run: Run, folder: RunFolder) -> None:
         trainer, source = self._make(run, folder)
         taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
-        trainer.pause(self._resting, "policy")
         self._tasks.start_soon(self._live, taken, folder)
 
     def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
@@ -250,7 +249,9 @@ class Runs:
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        return Trainer(world, run, folder.role, source, folder, partial(self._getter, folder)), source
+        trainer = Trainer(world, run, folder.role, source, folder, partial(self._getter, folder))
+        trainer.pause(self._resting, "policy")
+        return trainer, source
 
     async def _live(self, taken: _Taken, folder: RunFolder) -> None:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from trio.testing import MockClock
 from swarmd.config import PolicyConfig
 from swarmd.errors import ConfigError
 from swarmd.node import presence as presence_module
-from swarmd.node.presence import LOOK_INTERVAL_S, Presence, read_sensors, rules_of
+from swarmd.node.presence import SENSE_INTERVAL_S, Presence, read_sensors, rules_of, verdict_now
 from swarmd.plan.policy import Rules, Sensors
 
 
@@ -38,12 +39,12 @@ async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path
     world = World(tmp_path, not_while="game")
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
-        await trio.sleep(3 * LOOK_INTERVAL_S)
+        await trio.sleep(3 * SENSE_INTERVAL_S)
         assert world.done == [], "nothing is against it"
         world.sensors = replace(world.sensors, programs=frozenset({"game"}))
-        await trio.sleep(3 * LOOK_INTERVAL_S)
+        await trio.sleep(3 * SENSE_INTERVAL_S)
         world.sensors = replace(world.sensors, programs=frozenset())
-        await trio.sleep(3 * LOOK_INTERVAL_S)
+        await trio.sleep(3 * SENSE_INTERVAL_S)
         assert world.done == ["not while game runs", ""]
         nursery.cancel_scope.cancel()
 
@@ -71,6 +72,13 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
     assert not world.file.exists()
     world.another(PolicyConfig()).look(Sensors(datetime.now()))
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
+
+
+def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert verdict_now(PolicyConfig(), world.file).may_work
+    world.presence.pause(None)
+    assert not verdict_now(PolicyConfig(), world.file).may_work
 
 
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,3 +114,43 @@ def test_a_seat_as_logind_describes_it(said: str, expected: float | None, monkey
     monkeypatch.setattr(presence_module.time, "time", lambda: 100.0)
     monkeypatch.setattr(presence_module.psutil, "users", lambda: [])
     assert read_sensors(Rules(untouched_s=60)).untouched_s == expected
+
+
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ({}, False),
+        ({"hidpp_battery_0": {"type": "Battery", "scope": "Device", "status": "Discharging"}}, False),
+        ({"BAT0": {"type": "Battery", "status": "Discharging"}, "AC": {"type": "Mains", "online": "0"}}, True),
+        ({"BAT0": {"type": "Battery", "status": "Discharging"}, "AC": {"type": "Mains", "online": "1"}}, False),
+        ({"BAT0": {"type": "Battery", "status": "Full"}}, False),
+    ],
+    ids=["none", "a mouse", "a laptop", "plugged in", "full"],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' files")
+def test_a_battery_is_that_of_the_machine(
+    supplies: dict[str, dict[str, str]], expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, files in supplies.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text + "\n")
+    monkeypatch.setattr(presence_module, "POWER_SUPPLIES", tmp_path)
+    assert read_sensors(Rules()).on_battery is expected
+
+
+async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.sensors = replace(world.sensors, programs=frozenset({"game"}))
+    world.presence.look(world.sensors)
+    await world.presence.follow(PolicyConfig(not_while="game"))
+    assert world.presence.snapshot().why == "not while game runs"
+    assert world.done == ["not while game runs"]
+
+
+@pytest.mark.parametrize("until", ["1e12", "1e300", "-1e300"])
+def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
+    (tmp_path / "pause.json").write_text(f'{{"until":{until}}}')
+    world = World(tmp_path)
+    world.presence.look(Sensors(datetime.now()))
+    assert world.presence.verdict.reason.endswith("until swarmd resume")

@@ -88,6 +88,7 @@ def test_a_battery_is_not_for_others_unless_its_owner_says_so() -> None:
 
 
 def test_named_programs_come_first() -> None:
+    assert not decide(Rules(not_while=("game.exe",)), Sensors(NOON, programs=frozenset({"game"}))).may_work
     rules = Rules(not_while=("Steam", "blender"))
     verdict = decide(rules, Sensors(NOON, programs=frozenset({"steam", "bash"})))
     assert (verdict.may_work, verdict.reason) == (False, "not while Steam runs")
@@ -106,6 +107,6 @@ def test_a_hot_machine_cools_down_before_it_works_again() -> None:
     rules = Rules(hottest_c=85)
     assert decide(rules, Sensors(NOON, hottest_c=85)).may_work
     assert decide(rules, Sensors(NOON, hottest_c=86)).reason == "too hot: 86 °C, limit 85; again at 75"
-    assert not decide(rules, Sensors(NOON, hottest_c=80), is_working=False).may_work
-    assert decide(rules, Sensors(NOON, hottest_c=75), is_working=False).may_work
+    assert not decide(rules, Sensors(NOON, hottest_c=80), was_too_hot=True).may_work
+    assert decide(rules, Sensors(NOON, hottest_c=75), was_too_hot=True).may_work
     assert "no temperature" in decide(rules, Sensors(NOON)).reason
