@@ -83,10 +83,8 @@ class Presence:
     def look(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
-        before, self.verdict = (
-            self.verdict,
-            decide(self.rules, sensors, self._pause, self.verdict.rule == "hottest_c"),
-        )
+        before = self.verdict
+        self.verdict = decide(self.rules, sensors, self._pause, before.rule == "hottest_c")
         if self.verdict.may_work != before.may_work:
             logger.info("%s", self.verdict.reason)
         if self.verdict.rule != before.rule:
