@@ -27,6 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 TRAINING = ("asked", "off")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
+LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")

@@ -13,7 +13,7 @@ import psutil
 import trio
 
 import swarmd.status as answers
-from swarmd.config import load
+from swarmd.config import LONGEST_PAUSE_S, load
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.node.choosing import Around
@@ -25,8 +25,6 @@ from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, Span
-
-LONGEST_PAUSE_S = 366 * 86_400  # who wants none for longer leaves
 
 
 class Owner:

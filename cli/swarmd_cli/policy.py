@@ -14,7 +14,6 @@ from swarmd_cli.context import ask, home, is_running, print_json, table, wait_un
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
-LONGEST_S = 366 * 86_400  # a pause that is longer is a swarmd leave
 
 
 def pause(
@@ -80,9 +79,13 @@ def explain() -> None:
 
     Example: swarmd policy explain
     """
-    if is_running():
+    from swarmd.errors import DaemonNotRunning, NotJoined
+
+    try:
         print(ask("status")["policy"]["why"])
         return
+    except (DaemonNotRunning, NotJoined):
+        pass
     from swarmd import config
     from swarmd.node.presence import verdict_now
 
@@ -101,11 +104,12 @@ HELP = {
 
 def seconds_of(text: str) -> int:
     """Read 90m, 2h, 1d or 1h30m. Raises ConfigError."""
+    from swarmd.config import LONGEST_PAUSE_S
     from swarmd.errors import ConfigError
 
     parts = re.findall(r"(\d+)([mhd])", text.strip().lower())
     seconds = sum(int(n) * UNITS_S[unit] for n, unit in parts)
-    if "".join(n + unit for n, unit in parts) != text.strip().lower() or not 0 < seconds <= LONGEST_S:
+    if "".join(n + unit for n, unit in parts) != text.strip().lower() or not 0 < seconds <= LONGEST_PAUSE_S:
         raise ConfigError(f"--for takes a time such as 90m, 2h or 1d, at most 366d, not {text!r}")
     return seconds
 

@@ -62,7 +62,7 @@ class Presence:
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
         self.rules = rules_of(config)
-        self.verdict = Verdict(True, "has not looked yet")
+        self.verdict = Verdict("has not looked yet")
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look again and again, until cancelled; it has started once it has looked."""

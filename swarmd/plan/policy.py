@@ -44,12 +44,15 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """May it work, why (not), when that changes next if time alone can change it, and which rule is against it."""
+    """Why it may work or not, which rule is against it (""), and when that changes next if time alone can change it."""
 
-    may_work: bool
     reason: str
-    changes_at: datetime | None = None
     rule: str = ""
+    changes_at: datetime | None = None
+
+    @property
+    def may_work(self) -> bool:
+        return not self.rule
 
 
 def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> Verdict:
@@ -57,11 +60,11 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
         until = "swarmd resume" if pause.until is None else told(pause.until, now)
-        return Verdict(False, f"paused by its owner until {until}", pause.until, "pause")
+        return Verdict(f"paused by its owner until {until}", "pause", pause.until)
     change = rules.hours.next_change(now)
     if not rules.hours.include(now):
         when = f": next {told(change, now)}" if change else ""
-        return Verdict(False, f"outside its hours ({rules.hours.text}){when}", change, "hours")
+        return Verdict(f"outside its hours ({rules.hours.text}){when}", "hours", change)
     for verdict in (
         _battery(rules, sensors),
         _programs(rules, sensors),
@@ -71,12 +74,12 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
         if verdict is not None:
             return verdict
     until = f"until {told(change, now)}" if change else "no rule of its owner is against it"
-    return Verdict(True, f"works for the swarm: {until}", change)
+    return Verdict(f"works for the swarm: {until}", changes_at=change)
 
 
 def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:
     if sensors.on_battery and not rules.on_battery:
-        return Verdict(False, "on battery: works again when it is plugged in", None, "on_battery")
+        return Verdict("on battery: works again when it is plugged in", "on_battery")
     return None
 
 
@@ -84,39 +87,31 @@ def _programs(rules: Rules, sensors: Sensors) -> Verdict | None:
     running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
     if not running:
         return None
-    return Verdict(False, f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", None, "not_while")
+    return Verdict(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
 
 
 def _untouched(rules: Rules, sensors: Sensors) -> Verdict | None:
     if not rules.untouched_s:
         return None
     if sensors.untouched_s is None:
-        return Verdict(
-            False, "only when nobody uses it, and whether somebody does cannot be read here", None, "idle_minutes"
-        )
+        return Verdict("only when nobody uses it, and whether somebody does cannot be read here", "idle_minutes")
     left_s = rules.untouched_s - sensors.untouched_s
     if left_s <= 0:
         return None
     at = sensors.now + timedelta(seconds=left_s)
-    return Verdict(False, f"somebody uses it: at {told(at, sensors.now)} at the earliest", at, "idle_minutes")
+    return Verdict(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
 
 
 def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> Verdict | None:
     if not rules.hottest_c:
         return None
     if sensors.hottest_c is None:
-        return Verdict(
-            False, f"not above {rules.hottest_c:g} °C, and no temperature can be read here", None, "hottest_c"
-        )
+        return Verdict(f"not above {rules.hottest_c:g} °C, and no temperature can be read here", "hottest_c")
     again_c = rules.hottest_c - COOLER_C
     if sensors.hottest_c <= (again_c if was_too_hot else rules.hottest_c):
         return None
-    return Verdict(
-        False,
-        f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}",
-        None,
-        "hottest_c",
-    )
+    reason = f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}"
+    return Verdict(reason, "hottest_c")
 
 
 def told(at: datetime, now: datetime) -> str:
