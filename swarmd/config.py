@@ -91,6 +91,7 @@ class Config:
     """Everything a daemon can be told.
 
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
+    ``relay`` connects members that nobody can dial to others, where this machine can be dialled.
     ``model`` may name several, comma-separated: each gets a worker of its own. ``hosted``, the tables ``[[serve]]``,
     says more of each; what a table leaves out is as the setting of that name.
     ``max_blocks`` bounds what "auto" takes; 0 is as many as fit.
@@ -113,6 +114,7 @@ class Config:
     exchange: bool = True
     direct: bool = True
     direct_port: int = 0
+    relay: bool = True
     serve: bool = True
     model: str = ""
     blocks: str = "auto"

@@ -24,7 +24,7 @@ import trio
 from swarmd.config import Config, split
 from swarmd.errors import ConfigError, Refused
 from swarmd.home import Home, by_peer
-from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus
+from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus, Ways
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
@@ -36,6 +36,7 @@ from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.presence import Presence, verdict_now
+from swarmd.node.reachability import Reachability
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
 from swarmd.protocol.frames import Frame
@@ -79,6 +80,7 @@ class Surroundings:
     rng: random.Random
     start_worker: Starter
     understands: Understanding = OURS
+    ways: Ways | None = None
 
 
 class Daemon:
@@ -123,7 +125,11 @@ class Daemon:
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)
         self.presence = Presence(config.policy, self._rest, home.pause_file) if home else None
-        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, self.gateway, self.presence)
+        self.reachability = (
+            Reachability(world.ways, self.rpc, self.directory, world.rng, config.relay) if world.ways else None
+        )
+        owned = (self.gateway, self.presence, self.reachability)
+        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
         self._certificate = member.certificate
         self._understands = world.understands
         self._home = home
@@ -146,6 +152,8 @@ class Daemon:
                 nursery.start_soon(self.gateway.run)
             if self.presence is not None:
                 await nursery.start(self.presence.run)
+            if self.reachability is not None:
+                nursery.start_soon(self.reachability.run)
             await nursery.start(self.hosts.run)
             task_status.started()
             await self._stopping.wait()
@@ -243,6 +251,7 @@ class Daemon:
             "down_bytes_per_s": links.down_bytes_per_s,
             "up_since": self._up_since,
             "holds": self.store.donor.holds(),
+            **(self.reachability.announced() if self.reachability else {}),
         }
         return [peer, *self.hosts.records(), *self.runs.records()]
 
@@ -265,7 +274,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
         member = Member(swarm.keys, identity, swarm.certificate, *known)
-        world = Surroundings(network, records, time.time, random.Random(), workers.start)
+        world = Surroundings(network, records, time.time, random.Random(), workers.start, ways=libp2p)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
 

@@ -20,11 +20,12 @@ from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.hosts import Hosts
 from swarmd.node.presence import Presence
+from swarmd.node.reachability import Reachability
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
-from swarmd.values import ModelId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 
 class Owner:
@@ -39,6 +40,7 @@ class Owner:
         stop: Callable[[], None],
         gateway: GatewayProcess | None = None,
         presence: Presence | None = None,
+        reachability: Reachability | None = None,
     ) -> None:
         self.runs = runs
         self.stop = stop
@@ -49,6 +51,7 @@ class Owner:
         self._home = home
         self._gateway = gateway
         self._presence = presence
+        self._reachability = reachability
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -77,6 +80,7 @@ class Owner:
             memory_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
             gateway=self._gateway.snapshot() if self._gateway else None,
             policy=self._presence.snapshot() if self._presence else None,
+            reach=self._reachability.snapshot() if self._reachability else None,
         )
 
     def peers(self) -> answers.PeersAnswer:
@@ -115,6 +119,8 @@ class Owner:
                     down_bytes_per_s=record.down_bytes_per_s,
                     round_trip_ms=ms(trips.get(peer)),
                     spans=spans,
+                    reach=record.reach or "unknown",
+                    way=self._way_to(peer),
                     standing=self._around.rpc.standing.row(peer),
                 )
             )
@@ -199,9 +205,13 @@ class Owner:
             raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
         try:
             trip_ms = ms(await self._directory.ping(matches[0]))
-            return answers.PingAnswer(peer=matches[0], round_trip_ms=trip_ms, error=None)
+            way = self._way_to(matches[0])
+            return answers.PingAnswer(peer=matches[0], round_trip_ms=trip_ms, error=None, way=way)
         except PeerError as error:
             return answers.PingAnswer(peer=matches[0], round_trip_ms=None, error=str(error))
+
+    def _way_to(self, peer: PeerId) -> str | None:
+        return self._reachability.way_to(peer) if self._reachability else None
 
     # --- doing -----------------------------------------------------------------------------------------------
 

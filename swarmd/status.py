@@ -121,8 +121,24 @@ class StandingRow(Status, frozen=True, kw_only=True):
     faults: tuple[FaultRow, ...]
 
 
+class ReachStatus(Status, frozen=True, kw_only=True):
+    """Whether others can connect to this machine (``state``: unknown, open or closed, as members measured it), and why.
+
+    ``relays`` it is reached through; it ``offers`` to relay for others, and is ``relaying`` so many circuits.
+    """
+
+    state: str
+    why: str
+    relays: tuple[str, ...]
+    offers: bool
+    relaying: int
+
+
 class PeerRow(Status, frozen=True, kw_only=True):
-    """A member of the swarm, by its own record; None is not measured."""
+    """A member of the swarm, by its own record; None is not measured.
+
+    ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
+    """
 
     peer: str
     is_self: bool
@@ -139,6 +155,8 @@ class PeerRow(Status, frozen=True, kw_only=True):
     down_bytes_per_s: float | None
     round_trip_ms: float | None
     spans: tuple[SpanRow, ...]
+    reach: str = "unknown"
+    way: str | None = None
     standing: StandingRow | None = None
 
 
@@ -234,6 +252,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     memory_mib: float
     gateway: GatewayStatus | None = None
     policy: PolicyStatus | None = None
+    reach: ReachStatus | None = None
 
 
 class ChainRow(Status, frozen=True, kw_only=True):
@@ -279,9 +298,12 @@ class AddressesAnswer(Status, frozen=True, kw_only=True):
 
 
 class PingAnswer(Status, frozen=True, kw_only=True):
+    """``way``: as in PeerRow."""
+
     peer: str
     round_trip_ms: float | None
     error: str | None
+    way: str | None = None
 
 
 class PullAnswer(Status, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ def status(as_json: Json = False) -> None:
         ["swarm", f"{now['swarm']}, {now['members']} member{'' if now['members'] == 1 else 's'} known"],
         ["this peer", now["peer"]],
         ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
+        *([["reachable", reach_text(now["reach"])]] if now["reach"] else []),
         ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
         ["directory", now["directory"]["reason"]],
     ]
@@ -40,6 +41,12 @@ def status(as_json: Json = False) -> None:
     for model in now["models"]:
         rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
     table("Status", ["", ""], rows)
+
+
+def reach_text(reach: dict[str, Any]) -> str:
+    """Whether others can connect to this machine, and what it does for them, in a line."""
+    relaying = f"; it relays {reach['relaying']} circuits for others" if reach["relaying"] else ""
+    return f"{reach['state']}: {reach['why']}{relaying}"
 
 
 def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
@@ -102,7 +109,7 @@ def peers(as_json: Json = False) -> None:
 
 def _peer_lines(peer: dict[str, Any]) -> str:
     """Two or more lines for one peer: what it serves, and what it has."""
-    away = "this one" if peer["is_self"] else f"{number(peer['round_trip_ms'], ' ms')} away"
+    away = "this one" if peer["is_self"] else f"{number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
     lines = [f"{peer['peer']}  ({away})"]
     for span in peer["spans"]:
         speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
@@ -120,6 +127,13 @@ def _peer_lines(peer: dict[str, Any]) -> str:
         f"  up {rate(peer['up_bytes_per_s'])}, down {rate(peer['down_bytes_per_s'])}, version {peer['version']}"
     )
     return "\n".join(lines)
+
+
+def _way_text(peer: dict[str, Any]) -> str:
+    """How a member is connected with this daemon; for one that is not, whether it could be dialled."""
+    if peer["way"] is None:
+        return ", not connected; nobody can dial it" if peer["reach"] == "closed" else ", not connected"
+    return f", {peer['way']}"
 
 
 def standing_text(standing: dict[str, Any]) -> str:
@@ -153,7 +167,7 @@ def ps(as_json: Json = False) -> None:
 
 
 def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")], as_json: Json = False) -> None:
-    """Measure the round trip to a peer.
+    """Measure the round trip to a peer, and say whether it is connected directly or through a relay.
 
     Example: swarmd ping 7xQm4kHc
     """
@@ -163,7 +177,7 @@ def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.
     if as_json:
         print_json(answer)
     elif answer["error"] is None:
-        print(f"{answer['peer']}: {answer['round_trip_ms']} ms")
+        print(f"{answer['peer']}: {answer['round_trip_ms']} ms{', ' + answer['way'] if answer['way'] else ''}")
     if answer["error"] is not None:
         raise SwarmUnavailable(f"{answer['peer']}: {answer['error']}")
 
@@ -248,6 +262,12 @@ def _examine() -> list[tuple[str, bool, str]]:
     now = ask("status")
     others = now["members"] - 1
     checks.append(("other members", others > 0, f"{others} known; {now['directory']['reason']}"))
+    if (reach := now["reach"]) is not None:
+        is_reached = reach["state"] == "open" or bool(reach["relays"])
+        remedy = (
+            "" if reach["state"] != "closed" else "; faster: have the router forward its TCP port (docs/operating.md)"
+        )
+        checks.append(("reached by others", is_reached, reach["why"] + remedy))
     for hosting in now["hosting"]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")

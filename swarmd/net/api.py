@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
 
+Way = Literal["direct", "relayed"]
 Purpose = Literal["interactive", "bulk", "weights", "training", "averaging", "ticket"]
 PURPOSES: tuple[Purpose, ...] = (
     "interactive",
@@ -74,6 +76,29 @@ class Network(Protocol):
 
     async def disconnect(self, peer: PeerId) -> None:
         """End every connection to a peer."""
+
+
+class Ways(Protocol):
+    """What a peer behind a router needs to be reached, and what it can do for others. All raise PeerError."""
+
+    async def ask_dial_back(self, peer: PeerId) -> Answer:
+        """Have a member try to connect to this peer."""
+
+    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+        """Be reachable through a relay until that ends; calls ``held`` once it is so."""
+
+    def announce_also(self, addresses: tuple[str, ...]) -> None:
+        """Name these addresses beside the interfaces' own, as multiaddrs that end in /p2p/ID."""
+
+    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
+        """Connect those to others that this says yes to; None: nobody."""
+
+    @property
+    def n_relayed(self) -> int:
+        """How many circuits go through this peer now."""
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        """How this peer is connected with another; None when it is not."""
 
 
 class RecordStore(Protocol):

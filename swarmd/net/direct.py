@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from swarmd.errors import PeerError, Unreachable
-from swarmd.net.api import Network, Purpose, Stream, StreamHandler
+from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.handles import is_scarce
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
@@ -63,7 +63,10 @@ class Inner(Network, Protocol):
     """A network that also tells where a connected peer is, and carries tickets."""
 
     def remote_host(self, peer: PeerId) -> str | None:
-        """The IP address of a live connection to ``peer``."""
+        """Where a connected peer could be dialled again; None when it cannot, or is not connected."""
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        """How a peer is connected; None when it is not."""
 
 
 class DirectStream:
@@ -183,7 +186,7 @@ class DirectNetwork:
             try:
                 return await self._dial(peer, purpose)
             except PeerError as error:
-                if self._inner.remote_host(peer) is None:
+                if self._inner.way_to(peer) is None:
                     raise
                 self._without[peer] = trio.current_time() + AGAIN_AFTER_S
                 logger.debug("libp2p carries the frames for %s: %s", peer, error)
@@ -200,7 +203,7 @@ class DirectNetwork:
         ticket = await self._ask_ticket(peer)
         host = self._inner.remote_host(peer)
         if host is None:
-            raise Unreachable(f"the connection to {peer} ended")
+            raise Unreachable(f"{peer} cannot be dialled")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is pinned, whatever name it bears

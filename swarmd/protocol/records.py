@@ -56,7 +56,8 @@ class PeerRecord(Record, tag="peer", frozen=True):
 
     ``minor``, ``codecs`` and ``needs`` say what it understands, so that others use nothing else with it; the defaults
     are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
-    [start, end) (weights.folder says what a group is).
+    [start, end) (weights.folder says what a group is). ``reach``: whether others can dial it (unknown, open or closed,
+    as measured); ``relays``: it connects members that nobody can dial to others.
     """
 
     addresses: Addresses = ()
@@ -72,6 +73,8 @@ class PeerRecord(Record, tag="peer", frozen=True):
     up_bytes_per_s: Rate | None = None
     down_bytes_per_s: Rate | None = None
     up_since: Count = 0
+    reach: Name = ""
+    relays: bool = False
     holds: Annotated[
         dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
     ] = {}

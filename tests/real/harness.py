@@ -31,11 +31,12 @@ INVITED_FOR_S = 86_400  # longer than any test or siege
 
 @dataclass
 class Volunteer:
-    """One daemon process and its home."""
+    """One daemon process and its home. ``inside`` goes before its command (tests.real.netlab)."""
 
     home: Home
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
@@ -50,12 +51,12 @@ class Volunteer:
         arguments = ["--home", str(self.home.folder), "up", *self.arguments]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.environment}
         with (self.home.folder / "daemon.log").open("ab") as log:
-            if forks.IS_ON:
+            if forks.IS_ON and not self.inside:
                 environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
                 server = forks.server(*forks.DAEMON)
                 self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1)
                 return
-            command = [sys.executable, "-m", "swarmd_cli.main", *arguments]
+            command = [*self.inside, sys.executable, "-m", "swarmd_cli.main", *arguments]
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
@@ -97,14 +98,28 @@ class LocalSwarm:
     folder: Path
     volunteers: list[Volunteer] = field(default_factory=list)
 
-    def add(self, *arguments: str, models: dict[str, Path] | None = None, **environment: str) -> Volunteer:
+    def add(
+        self,
+        *arguments: str,
+        models: dict[str, Path] | None = None,
+        listen: str = "/ip4/127.0.0.1/tcp/0",
+        inside: tuple[str, ...] = (),
+        **environment: str,
+    ) -> Volunteer:
         """Start a volunteer; the first one founds the swarm."""
-        volunteer = self.prepare(*arguments, models=models, **environment)
+        volunteer = self.prepare(*arguments, models=models, listen=listen, **environment)
+        volunteer.inside = inside
         volunteer.start()
         self.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
         return volunteer
 
-    def prepare(self, *arguments: str, models: dict[str, Path] | None = None, **environment: str) -> Volunteer:
+    def prepare(
+        self,
+        *arguments: str,
+        models: dict[str, Path] | None = None,
+        listen: str = "/ip4/127.0.0.1/tcp/0",
+        **environment: str,
+    ) -> Volunteer:
         """Make a volunteer's home; it is not started."""
         home = Home(self.folder / f"peer{len(self.volunteers)}")
         if not self.volunteers:
@@ -113,7 +128,7 @@ class LocalSwarm:
             self.join(home)
         for name, model_folder in (models or {}).items():
             add_model(home, name, model_folder)
-        volunteer = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", *arguments), environment)
+        volunteer = Volunteer(home, ("--listen", listen, *arguments), environment)
         self.volunteers.append(volunteer)
         return volunteer
 

@@ -49,7 +49,7 @@ class OverConnection(IRawConnection):
         return [Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")]
 
     def get_connection_type(self) -> ConnectionType:
-        return ConnectionType.DIRECT
+        return ConnectionType.DIRECT if self.get_remote_address() else ConnectionType.RELAYED
 
 
 class BufferedConnection(OverConnection):

@@ -1,7 +1,7 @@
 """py-libp2p's Swarm with its connection faults handled (rows 1, 8, 9, 12, 13 and 17 of docs/libp2p-faults.md).
 
 * 1: whatever escapes a stream handler resets that stream, not the host;
-* 8, 9: dialling tries each address in turn, without the pause of happy-eyeballs and without a negative cache;
+* 8, 9: dialling tries the likeliest address first and the next soon after, without a negative cache;
 * 13: inbound upgrades have a short deadline, and one address cannot take all the pending slots;
 * 17: little is read of a connection before the other side has shown its key;
 * the auto-connector, which dials whatever was ever heard of, is off.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import trio
@@ -24,13 +26,18 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+from libp2p.security.pnet.protector import new_protected_conn
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.transport.exceptions import OpenConnectionError
+from libp2p.transport.exceptions import OpenConnectionError, SecurityUpgradeFailure
+from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
+from swarmd.net.interfaces import expand, networks
 from swarmd.net.libp2p.noise import OverConnection
 from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.plan.dialing import Attempt, attempts, is_circuit
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +68,14 @@ class HandshakeError(SwarmException):
     """Somebody listens there, but the upgrade to an encrypted connection failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What became of one address; ``is_garbled``: something answered that is not of this swarm."""
+
+    told: str
+    is_garbled: bool
+
+
 class OurMuxer(MuxerMultistream):
     """Negotiates yamux as the library does, then builds our connection instead of the library's."""
 
@@ -86,10 +101,16 @@ class IdleConnector(AutoConnector):
 class GuardedSwarm(Swarm):
     """A Swarm that a remote peer cannot end."""
 
+    circuits_of: dict[ID, tuple[str, ...]]
+    """Addresses through relays, which are not in the peerstore: the library would read them as the relays' own."""
+    dial_circuit: Callable[[str, ID], Awaitable[IRawConnection]]
+
     def _init_connection_management(self) -> None:
         super()._init_connection_management()
         self.auto_connector = IdleConnector(swarm=self)
         self._pending_by_address: Counter[str] = Counter()
+        self._tcp = TCP()
+        self.circuits_of = {}
 
     def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
         async def guarded(stream: INetStream) -> None:
@@ -103,27 +124,93 @@ class GuardedSwarm(Swarm):
         super().set_stream_handler(guarded)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
-        """Reuse a live connection, or try each known address until one answers."""
+        """Reuse a live connection, or try all known addresses, the likeliest first (plan.dialing)."""
         live = [c for c in self.get_connections(peer_id) if not c.is_closed]
         if live:
             return live
+        if len(self.get_connections()) >= self.connection_config.max_connections:
+            raise SwarmException(f"{self.connection_config.max_connections} connections are open already")
         try:
-            addresses = self.peerstore.addrs(peer_id)
+            addresses = [str(address) for address in self.peerstore.addrs(peer_id)]
         except PeerStoreError:
             addresses = []
-        refused: list[str] = []
-        garbled: list[str] = []
-        for address in addresses:
+        addresses += self.circuits_of.get(peer_id, ())
+        return [await self._first(attempts(addresses, networks(), self._own()), peer_id)]
+
+    def _own(self) -> list[str]:
+        return list(expand(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs())))
+
+    async def _first(self, planned: list[Attempt], peer_id: ID) -> INetConn:
+        """The connection of whichever attempt succeeds first. Raises SwarmException with what became of each."""
+        won: list[INetConn] = []
+        failed: dict[int, Failure] = {}
+        turns = [trio.Event() for _ in planned]
+
+        async def wait_and_try(index: int, attempt: Attempt) -> None:
+            with trio.move_on_after(attempt.after_s):
+                await turns[index].wait()
+            connection, failure = await self._try(attempt.address, peer_id)
+            if connection is not None:
+                won.append(connection)
+                nursery.cancel_scope.cancel()
+            elif failure is not None:
+                failed[index] = failure
+                following = next((i for i in range(len(planned)) if i not in failed), None)
+                if following is not None:
+                    turns[following].set()
+
+        async with trio.open_nursery() as nursery:
+            for index, attempt in enumerate(planned):
+                nursery.start_soon(wait_and_try, index, attempt)
+        if won:
+            return won[0]
+        told = ", ".join(failed[i].told for i in sorted(failed)) or "no address of it is known that leads there"
+        if any(failure.is_garbled for failure in failed.values()):
+            raise HandshakeError(f"the swarm key does not match, or something else listens at {told}")
+        raise SwarmException(f"cannot reach {peer_id}: {told}")
+
+    async def _try(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
+        """One attempt: the connection, or why there is none."""
+        is_there, caused = False, "no answer in time"
+        with trio.move_on_after(UPGRADE_TIMEOUT_S):
+            raw: IRawConnection | None = None
             try:
-                with trio.fail_after(UPGRADE_TIMEOUT_S / min(len(addresses), 2)):
-                    return [await self.dial_addr(address, peer_id)]
-            except (SwarmException, trio.TooSlowError) as error:
-                causes = _causes(error)
-                nobody = any(isinstance(cause, OpenConnectionError) for cause in causes)
-                (refused if nobody else garbled).append(f"{address} ({_words(nobody, causes[-1])})")
-        if garbled:
-            raise HandshakeError(f"the swarm key does not match, or something else listens at {', '.join(garbled)}")
-        raise SwarmException(f"cannot reach {peer_id}: {', '.join(refused) or 'no address is known'}")
+                raw = await self._wire(address, peer_id)
+                is_there = True
+                return await self.upgrade_outbound_raw_conn(raw, peer_id), None
+            except OpenConnectionError as error:
+                caused = str(error) if is_circuit(address) else "connection refused"
+            except SwarmException as error:
+                root = _causes(error)[-1]
+                if isinstance(root, PeerIDMismatchesPubkey):
+                    return None, Failure(f"{address} (another peer answers there)", is_garbled=False)
+                if not isinstance(root, trio.TooSlowError):
+                    caused = f"the handshake failed: {type(root).__name__}"
+            except BaseException:
+                if raw is not None:
+                    with trio.CancelScope(shield=True), trio.move_on_after(1):
+                        await raw.close()
+                raise
+        return None, Failure(f"{address} ({caused})", is_garbled=is_there and not is_circuit(address))
+
+    async def answers(self, address: str, peer_id: ID) -> bool:
+        """Does a peer answer at an address, with its key, over a connection made and ended for that?"""
+        raw: IRawConnection | None = None
+        try:
+            raw = await self._wire(address, peer_id)
+            await self.upgrader.upgrade_security(raw, True, peer_id)
+        except (OpenConnectionError, SecurityUpgradeFailure):
+            return False
+        finally:
+            if raw is not None:
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await raw.close()
+        return True
+
+    async def _wire(self, address: str, peer_id: ID) -> IRawConnection:
+        """The bytes of a connection, before anything is said over them. Raises OpenConnectionError."""
+        raw = await (self.dial_circuit(address, peer_id) if is_circuit(address) else self._tcp.dial(Multiaddr(address)))
+        return new_protected_conn(raw, self.psk) if self.psk is not None else raw
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
         if is_scarce(_handle_of(raw_conn)):
@@ -184,11 +271,3 @@ def _causes(error: BaseException) -> list[BaseException]:
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
     return causes
-
-
-def _words(nobody: bool, root: BaseException) -> str:
-    if nobody:
-        return "connection refused"
-    return (
-        "no answer in time" if isinstance(root, trio.TooSlowError) else f"the handshake failed: {type(root).__name__}"
-    )

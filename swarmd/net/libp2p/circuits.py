@@ -1,0 +1,234 @@
+"""Connections through a third member, for peers that nobody can dial: one asks a relay, which knows the other.
+
+As libp2p's circuit relay v2 has it: who cannot be dialled holds a *reservation* with a relay, by a stream that it
+keeps open; who wants to reach it asks that relay for a *circuit*, and both make their own encrypted connection over
+it, so that the relay sees bytes only. py-libp2p's own closes the circuits of others (row 15) and cannot be dialled
+(row 14). Only members are relayed, in limited number; a circuit that moves much lets all others go first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import trio
+from libp2p.abc import IRawConnection
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from multiaddr import Multiaddr
+
+from swarmd.errors import PeerError, Unreachable
+from swarmd.net.libp2p.stream import Libp2pStream
+from swarmd.net.libp2p.wire import read, write
+from swarmd.protocol.fields import Name, Text
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_RESERVATIONS = 128  # members that a relay keeps reachable
+MAX_CIRCUITS = 256  # of a relay, at once
+MAX_CIRCUITS_OF_PEER = 32  # that one member asked for: as many peers as a long chain has, and some more
+ANSWER_TIMEOUT_S = 3.0  # for a relay that has the other peer at hand
+BULK_BYTES_PER_S = 262_144  # a circuit that moves more lets others go first: tokens move less
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """To a relay: a circuit to ``target``, or, if that is empty, a reservation."""
+
+    target: Name = ""
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True):
+    """From a relay: ``why_not`` is empty, and the bytes of the other side follow."""
+
+    why_not: Text = ""
+
+
+class Caller(msgspec.Struct, frozen=True, array_like=True):
+    """From a relay to who holds a reservation: the bytes of ``peer`` follow."""
+
+    peer: Name = ""
+
+
+class Streams(Protocol):
+    """What circuits need of the network that they belong to."""
+
+    peer_id: PeerId
+
+    async def open_for_relay(self, peer: PeerId) -> Libp2pStream:
+        """A stream to ask a relay with; dials it."""
+
+    async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:
+        """A stream to who holds a reservation here; never dials."""
+
+    async def take_in(self, connection: IRawConnection) -> None:
+        """Upgrade a connection that somebody else began."""
+
+
+class Circuits:
+    """One network's circuits. ``may_relay`` says for whom this peer relays, None for nobody."""
+
+    def __init__(self, network: Streams) -> None:
+        self.may_relay: Callable[[PeerId], bool] | None = None
+        self._network = network
+        self._reserved: Counter[PeerId] = Counter()
+        self._asked: Counter[PeerId] = Counter()
+
+    @property
+    def n_open(self) -> int:
+        """How many circuits go through this peer now."""
+        return self._asked.total()
+
+    # --- as one of the two ends ------------------------------------------------------------------------------
+
+    async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
+        """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
+        stream = await self._ask(relay, Ask())
+        try:
+            held()
+            await stream.receive()
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+
+    async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
+        """Have a relay connect this peer to another. Raises PeerError."""
+        return Circuit(await self._ask(relay, Ask(target)), is_initiator=True)
+
+    async def _ask(self, relay: PeerId, ask: Ask) -> Libp2pStream:
+        is_granted = False
+        stream = await self._network.open_for_relay(relay)
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT_S):
+                await write(stream, ask)
+                granted = await read(stream, Granted)
+            is_granted = not granted.why_not
+        except trio.TooSlowError:
+            raise Unreachable(f"the relay {relay} did not answer within {ANSWER_TIMEOUT_S} s") from None
+        finally:
+            if not is_granted:
+                with trio.CancelScope(shield=True):
+                    await stream.reset()
+        if granted.why_not:
+            raise Unreachable(f"the relay {relay} says: {granted.why_not}")
+        return stream
+
+    async def called(self, stream: Libp2pStream) -> None:
+        """A relay brings somebody who wants to connect to this peer."""
+        with trio.fail_after(ANSWER_TIMEOUT_S):
+            await read(stream, Caller)
+        await self._network.take_in(Circuit(stream, is_initiator=False))
+
+    # --- as the relay ----------------------------------------------------------------------------------------
+
+    async def asked(self, stream: Libp2pStream) -> None:
+        """Somebody asks this peer to relay."""
+        with trio.fail_after(ANSWER_TIMEOUT_S):
+            ask = await read(stream, Ask)
+        if why_not := self._why_not(stream.peer, ask.target):
+            await write(stream, Granted(why_not))
+            await stream.aclose()
+        elif ask.target:
+            await self._connect(stream, PeerId(ask.target))
+        else:
+            await self._keep(stream)
+
+    def _why_not(self, peer: PeerId, target: str) -> str:
+        if self.may_relay is None:
+            return "this member does not relay"
+        if not self.may_relay(peer):
+            return "you are no member that it knows"
+        if not target:
+            is_full = len(self._reserved) >= MAX_RESERVATIONS and peer not in self._reserved
+            return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""
+        if target not in self._reserved:
+            return f"{target} has no reservation here"
+        if self._asked[peer] >= MAX_CIRCUITS_OF_PEER or self.n_open >= MAX_CIRCUITS:
+            return f"{self._asked[peer]} circuits of yours and {self.n_open} in all are open"
+        return ""
+
+    async def _keep(self, stream: Libp2pStream) -> None:
+        peer = stream.peer
+        self._reserved[peer] += 1
+        try:
+            await write(stream, Granted())
+            await stream.receive()
+        finally:
+            self._reserved = self._reserved - Counter([peer])
+            await stream.reset()
+
+    async def _connect(self, stream: Libp2pStream, target: PeerId) -> None:
+        self._asked[stream.peer] += 1
+        other: Libp2pStream | None = None
+        try:
+            other = await self._network.open_to_reserved(target)
+            await write(other, Caller(stream.peer))
+            await write(stream, Granted())
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_pour, stream, other, nursery.cancel_scope)
+                nursery.start_soon(_pour, other, stream, nursery.cancel_scope)
+        except PeerError as error:
+            if other is None:
+                await write(stream, Granted(f"{target} is gone: {error}"[:200]))
+        finally:
+            self._asked = self._asked - Counter([stream.peer])
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+                if other is not None:
+                    await other.reset()
+
+
+async def _pour(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
+    """Pass bytes on until either end is gone, which ends the other direction as well."""
+    since, moved = trio.current_time(), 0
+    try:
+        while data := await source.receive():
+            now = trio.current_time()
+            if now - since > 1.0:
+                since, moved = now, 0
+            moved += len(data)
+            sink.yield_to_others(moved > BULK_BYTES_PER_S)
+            await sink.send(data)
+    except PeerError:
+        pass
+    finally:
+        scope.cancel()
+
+
+class Circuit(IRawConnection):
+    """A stream of a relay as the wire of a connection."""
+
+    def __init__(self, stream: Libp2pStream, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
+        self._stream = stream
+        self._rest = b""
+
+    async def write(self, data: bytes) -> None:
+        try:
+            await self._stream.send(data)
+        except PeerError as error:
+            raise ConnectionClosedError(str(error)) from None
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self._rest:
+            try:
+                self._rest = await self._stream.receive()
+            except PeerError as error:
+                raise ConnectionClosedError(str(error)) from None
+        taken, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
+        return taken
+
+    async def close(self) -> None:
+        await self._stream.reset()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return None
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return []
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.RELAYED

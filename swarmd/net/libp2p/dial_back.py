@@ -1,0 +1,97 @@
+"""Can others connect to this peer? It asks one to try, as libp2p's AutoNAT does (specs, autonat).
+
+Whoever is asked tries only the host that the asker comes from, with a connection of its own that shows both keys, and
+ends it: nobody can be made to knock elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+import msgspec
+import trio
+
+from swarmd.errors import Unreachable
+from swarmd.net.libp2p.stream import Libp2pStream
+from swarmd.net.libp2p.wire import read, write
+from swarmd.plan.reachability import Answer
+from swarmd.protocol.fields import Text
+from swarmd.values import PeerId
+
+MAX_PORTS = 4  # that a peer listens on, or has announced
+MAX_AT_ONCE = 16  # attempts for others
+ATTEMPT_TIMEOUT_S = 3.0  # TCP and Noise; a router that drops everything says nothing
+ANSWER_TIMEOUT_S = 5.0  # for an attempt that fails, and the way
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+Ports = Annotated[tuple[Port, ...], msgspec.Meta(max_length=MAX_PORTS)]
+
+
+class Try(msgspec.Struct, frozen=True, array_like=True):
+    """Ask to be dialled at these ports of the address that this comes from."""
+
+    ports: Ports = ()
+
+
+class Tried(msgspec.Struct, frozen=True, array_like=True):
+    """What came of it: the address, and the ports where the asker answered."""
+
+    host: Text = ""
+    open_ports: Ports = ()
+
+
+class Dialler(Protocol):
+    """What this needs of the network that it belongs to."""
+
+    async def open_dial_back(self, peer: PeerId) -> Libp2pStream: ...
+
+    async def answers(self, host: str, port: int, peer: PeerId) -> bool:
+        """Does ``peer`` itself answer at an address, over a new connection?"""
+
+
+class DialBack:
+    """Both sides of it."""
+
+    def __init__(self, network: Dialler) -> None:
+        self._network = network
+        self._tried_for: set[PeerId] = set()
+
+    async def ask(self, peer: PeerId, ports: tuple[int, ...]) -> Answer:
+        """Raises PeerError when the other cannot say."""
+        stream = await self._network.open_dial_back(peer)
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT_S):
+                await write(stream, Try(ports[:MAX_PORTS]))
+                tried = await read(stream, Tried)
+        except trio.TooSlowError:
+            raise Unreachable(f"{peer} did not say within {ANSWER_TIMEOUT_S} s whether it can connect here") from None
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+        if not tried.host:
+            raise Unreachable(f"{peer} does not try to connect here now")
+        return Answer(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
+
+    async def asked(self, stream: Libp2pStream) -> None:
+        """Somebody wants to be dialled."""
+        with trio.fail_after(ANSWER_TIMEOUT_S):
+            wanted = await read(stream, Try)
+        remote, peer = stream.remote_address, stream.peer
+        if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
+            await write(stream, Tried())
+            return
+        found: list[int] = []
+
+        async def attempt(port: int) -> None:
+            with trio.move_on_after(ATTEMPT_TIMEOUT_S):
+                if await self._network.answers(remote[0], port, peer):
+                    found.append(port)
+
+        self._tried_for.add(peer)
+        try:
+            async with trio.open_nursery() as nursery:
+                for port in set(wanted.ports):
+                    nursery.start_soon(attempt, port)
+        finally:
+            self._tried_for.discard(peer)
+        await write(stream, Tried(remote[0], tuple(sorted(found))))

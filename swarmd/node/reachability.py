@@ -1,0 +1,172 @@
+"""Whether others can connect to this peer, and what follows: it looks for relays, or relays for others itself.
+
+The judgement is plan.reachability's; here members are asked, reservations are held, and both are announced.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import trio
+
+from swarmd.errors import PeerError
+from swarmd.net.api import Way, Ways
+from swarmd.net.rpc import Rpc
+from swarmd.node.directory import Directory
+from swarmd.plan.dialing import host_of, is_circuit
+from swarmd.plan.reachability import N_ASKED, Answer, Reach, choose_relays, forwarded, is_near, judge
+from swarmd.protocol.records import PeerRecord
+from swarmd.status import ReachStatus
+from swarmd.values import Decision, PeerId
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 2.0  # whether there are new members to ask, or relays
+ASK_AGAIN_S = 600.0  # routers and their leases change seldom
+NO_RELAY_S = 60.0  # for one that did not answer, or said no
+MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
+
+
+class Reachability:
+    """See the module. ``offers``: whether this machine relays for others when it can be reached."""
+
+    def __init__(self, ways: Ways, rpc: Rpc, directory: Directory, rng: random.Random, offers: bool) -> None:
+        self._ways = ways
+        self._rpc = rpc
+        self._directory = directory
+        self._rng = rng
+        self._offers = offers
+        self._answers: dict[PeerId, tuple[Answer, float]] = {}
+        self._asked_at: dict[PeerId, float] = {}
+        self._relays: list[PeerId] = []
+        self._trying: set[PeerId] = set()
+        self._refused_at: dict[PeerId, float] = {}
+        self._wake = trio.Event()
+        self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._wake = trio.Event()
+                await self._ask()
+                self._judge()
+                for relay in self._missing_relays():
+                    self._trying.add(relay)
+                    nursery.start_soon(self._hold, relay)
+                with trio.move_on_after(LOOK_INTERVAL_S * self._rng.uniform(0.75, 1.25)):
+                    await self._wake.wait()
+
+    def snapshot(self) -> ReachStatus:
+        relays = tuple(str(peer) for peer in self._relays)
+        why = f"{self.reach.reason}{'' if self.reach.action != 'closed' else self._through()}"
+        return ReachStatus(
+            state=self.reach.action, why=why, relays=relays, offers=self._is_relay, relaying=self._ways.n_relayed
+        )
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        return self._ways.way_to(peer)
+
+    def announced(self) -> dict[str, object]:
+        """What this peer's record says of it."""
+        return {"reach": self.reach.action, "relays": self._is_relay}
+
+    @property
+    def _is_relay(self) -> bool:
+        return self._offers and self.reach.action == "open"
+
+    def _through(self) -> str:
+        if not self._relays:
+            return "; no member relays for it yet"
+        return f"; it is reached through {' and '.join(peer[-8:] for peer in self._relays)}"
+
+    # --- asking ----------------------------------------------------------------------------------------------
+
+    def _own_hosts(self) -> set[str]:
+        return {str(host_of(a)) for a in self._rpc.network.addresses() if not is_circuit(a)}
+
+    async def _ask(self) -> None:
+        """Have one more member try, until enough from outside have; all again after a while."""
+        now, own = trio.current_time(), self._own_hosts()
+        fresh = {p: a for p, (a, at) in self._answers.items() if now - at < ASK_AGAIN_S}
+        if not own or sum(not is_near(answer, own) for answer in fresh.values()) >= N_ASKED:
+            return
+        others = [
+            peer
+            for peer in sorted(self._directory.view().peers)
+            if peer != self._rpc.network.peer_id and now - self._asked_at.get(peer, -ASK_AGAIN_S) >= ASK_AGAIN_S
+        ]
+        if not others:
+            return
+        peer = self._rng.choice(others)
+        self._asked_at[peer] = now
+        try:
+            self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
+            self._answers[peer] = (await self._ways.ask_dial_back(peer), now)
+        except PeerError as error:
+            logger.debug("%s does not say whether it can connect here: %s", peer, error)
+
+    def _judge(self) -> None:
+        own = self._own_hosts()
+        oldest = trio.current_time() - 2 * ASK_AGAIN_S
+        self._answers = {p: (a, at) for p, (a, at) in self._answers.items() if at > oldest}
+        answers = [answer for answer, _ in self._answers.values()]
+        before = self.reach
+        self.reach = judge(answers, own) if own else Decision("closed", "it does not listen")
+        if self.reach.action != before.action:
+            logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
+            self._ways.relay_for(self._is_known if self._is_relay else None)
+            self._announce()
+
+    def _is_known(self, peer: PeerId) -> bool:
+        return peer in self._directory.exchange.members
+
+    # --- relays ----------------------------------------------------------------------------------------------
+
+    def _missing_relays(self) -> list[PeerId]:
+        if self.reach.action != "closed":
+            return []
+        now, trips = trio.current_time(), self._directory.links.round_trip_s
+        offering = {
+            PeerId(record.peer): trips.get(PeerId(record.peer))
+            for record in self._directory.view().peers.values()
+            if record.relays and record.peer != self._rpc.network.peer_id
+        }
+        usable = {p: s for p, s in offering.items() if now - self._refused_at.get(p, -NO_RELAY_S) >= NO_RELAY_S}
+        busy = [*self._relays, *self._trying]
+        return [peer for peer in choose_relays(usable, [p for p in busy if p in usable]) if peer not in busy]
+
+    async def _hold(self, relay: PeerId) -> None:
+        """Be reachable through one relay, until that ends or nobody needs it."""
+
+        def held() -> None:
+            self._trying.discard(relay)
+            self._relays.append(relay)
+            self._announce()
+
+        try:
+            await self._ways.hold_reservation(relay, held)
+        except PeerError as error:
+            logger.info("not reachable through %s: %s", relay, error)
+        finally:
+            self._trying.discard(relay)
+            if relay in self._relays:
+                self._relays.remove(relay)
+                self._announce()
+            self._refused_at[relay] = trio.current_time()
+            self._wake.set()
+
+    def _announce(self) -> None:
+        """Name what leads here beside this machine's own addresses, and tell others."""
+        me, view = self._rpc.network.peer_id, self._directory.view()
+        answers = (answer for answer, _ in self._answers.values())
+        also = [
+            f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{me}"
+            for host, port in forwarded(answers, self._own_hosts())
+        ]
+        for relay in self._relays:
+            record = view.peers.get(relay)
+            direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
+            also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
+        self._ways.announce_also(tuple(also))
+        self._directory.announce_soon()

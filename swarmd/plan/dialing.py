@@ -1,0 +1,91 @@
+"""In which order to try a peer's addresses, and when: the likeliest first, the next soon after it (RFC 8305).
+
+Homes have the same private addresses everywhere: one of another network leads to nobody, or to somebody else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CIRCUIT = "/p2p-circuit"
+STAGGER_S = 0.05  # between attempts that are as likely: most answer within that
+HEAD_START_S = 0.25  # of likelier ones, as RFC 8305 recommends
+
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+CARRIER = ipaddress.ip_network("100.64.0.0/10")  # shared by a carrier's customers (RFC 6598)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Try ``address`` (a multiaddr) so many seconds after the first one, or once all before have failed."""
+
+    address: str
+    after_s: float
+
+
+def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Iterable[str] = ()) -> list[Attempt]:
+    """Order a peer's multiaddrs for a machine with these networks and addresses of its own.
+
+    First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits; private
+    addresses of other networks only where there is nothing else.
+    """
+    mine, networks = {_bare(address) for address in own}, tuple(networks)
+    ranked = [(_rank(address, networks), address) for address in dict.fromkeys(addresses) if _bare(address) not in mine]
+    if any(rank != ELSEWHERE for rank, _ in ranked):
+        ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
+    ordered: list[Attempt] = []
+    at_s, before = 0.0, None
+    for rank, address in sorted(ranked, key=lambda pair: pair[0]):
+        if before is not None:
+            at_s += STAGGER_S if rank == before else HEAD_START_S
+        ordered.append(Attempt(address, at_s))
+        before = rank
+    return ordered
+
+
+NEAR, PUBLIC_6, PUBLIC, RELAYED, ELSEWHERE = range(5)
+
+
+def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
+    if is_circuit(address):
+        return RELAYED
+    host = host_of(address)
+    if host is None:
+        return PUBLIC  # a name
+    if any(host in network for network in networks):
+        return NEAR
+    if is_private(host):
+        return ELSEWHERE
+    return PUBLIC_6 if host.version == 6 else PUBLIC
+
+
+def is_circuit(address: str) -> bool:
+    return CIRCUIT in address
+
+
+def is_private(host: IpAddress) -> bool:
+    """Does this address mean another machine in each network?"""
+    return host.is_loopback or host.is_link_local or host.is_private or host in CARRIER
+
+
+def host_of(address: str) -> IpAddress | None:
+    """The IP address of a multiaddr; None for a name or what is none."""
+    parts = address.split("/")
+    try:
+        return ipaddress.ip_address(parts[2]) if parts[1] in ("ip4", "ip6") else None
+    except (IndexError, ValueError):
+        return None
+
+
+def relay_of(address: str) -> tuple[str, str] | None:
+    """The peer id and the multiaddr of the relay that a circuit address names; None when it names none."""
+    through, found, _ = address.partition(CIRCUIT)
+    where, _, relay = through.rpartition("/p2p/")
+    return (relay, where) if found and where and relay else None
+
+
+def _bare(address: str) -> str:
+    return address if is_circuit(address) else address.split("/p2p/")[0]

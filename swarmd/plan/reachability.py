@@ -1,0 +1,74 @@
+"""Can others connect to this machine? Judged by what several members say who tried (as AutoNAT does), and who relays.
+
+A member tries the address that it sees this peer come from, at the ports that this peer listens on: so it can be used
+to knock at nobody else's door, and a port that a router forwards is found without being announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Literal
+
+from swarmd.plan.dialing import is_private
+from swarmd.values import Decision, PeerId
+
+N_ASKED = 3  # members: one may be behind a firewall of its own, or lie
+N_RELAYS = 2  # one may die: the other is there already
+
+Reach = Literal["unknown", "open", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one member found: the host that it sees this peer at, and which ports of it answered as this peer."""
+
+    by: PeerId
+    host: str
+    open_ports: tuple[int, ...]
+
+
+def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[Reach]:
+    """Open when all could connect, closed when anybody could not: whoever announces a relay too loses nothing.
+
+    Neighbours, who see a private address of an interface here, only count where nobody else was asked.
+    """
+    if not answers:
+        return Decision("unknown", "no member has tried to connect yet")
+    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
+    counted = outside or answers
+    failed = [answer for answer in counted if not answer.open_ports]
+    who = "members" if outside else "members in the same network"
+    if not failed:
+        return Decision("open", f"{len(counted)} {who} could connect to it")
+    hosts = ", ".join(sorted({answer.host for answer in failed}))
+    return Decision("closed", f"{len(failed)} of {len(counted)} {who} could not connect to it at {hosts}")
+
+
+def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
+    """Does it come from the same network, so that it says nothing of others?"""
+    try:
+        return answer.host in own_hosts and is_private(ip_address(answer.host))
+    except ValueError:
+        return False
+
+
+def forwarded(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[tuple[str, int], ...]:
+    """Hosts and ports that lead here although no interface has the address: a router forwards them."""
+    found = {(a.host, port) for a in answers for port in a.open_ports if a.host not in own_hosts}
+    return tuple(sorted(found))
+
+
+def choose_relays(
+    round_trips_s: Mapping[PeerId, float | None], current: Collection[PeerId], n: int = N_RELAYS
+) -> tuple[PeerId, ...]:
+    """Of the members that offer to relay: those that do so now, then the nearest; the unmeasured come last."""
+    kept = [peer for peer in current if peer in round_trips_s]
+
+    def distance(peer: PeerId) -> tuple[float, str]:
+        trip = round_trips_s[peer]
+        return (float("inf") if trip is None else trip), peer
+
+    others = sorted((peer for peer in round_trips_s if peer not in kept), key=distance)
+    return tuple([*kept, *others][:n])

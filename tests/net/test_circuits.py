@@ -1,0 +1,155 @@
+"""Connections through a relay, over real libp2p: whoever has no address of its own is reached all the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from swarmd.errors import Unreachable
+from swarmd.net.api import Stream
+from swarmd.net.libp2p import circuits
+from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.values import PeerId
+from tests.net.test_libp2p_faults import echo, network
+
+pytestmark = pytest.mark.usefixtures("deadline")
+
+
+@pytest.fixture
+async def deadline() -> AsyncIterator[None]:
+    with trio.fail_after(30):
+        yield
+
+
+class Place:
+    """A relay that listens, a server that does not and holds a reservation, a client that does neither."""
+
+    def __init__(self) -> None:
+        self.relay, self.server, self.client = network(), network(listen=()), network(listen=())
+        self.held = trio.CancelScope()
+
+    def meet(self, *others: Libp2pNetwork) -> None:
+        """All know the relay, and the server's address through it."""
+        (where,) = self.relay.addresses()
+        for other in (self.server, self.client, *others):
+            other.learn(self.relay.peer_id, (where,))
+            other.learn(self.server.peer_id, (f"{where}/p2p-circuit/p2p/{self.server.peer_id}",))
+
+
+@asynccontextmanager
+async def place() -> AsyncIterator[Place]:
+    made = Place()
+    made.relay.circuits.may_relay = lambda peer: True
+    made.server.set_handler("interactive", echo)
+    async with made.relay.running(), made.server.running(), made.client.running(), trio.open_nursery() as nursery:
+        made.meet()
+
+        held = trio.Event()
+
+        async def hold() -> None:
+            with made.held:
+                await made.server.circuits.reserve(made.relay.peer_id, held.set)
+
+        nursery.start_soon(hold)
+        await held.wait()
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+async def said(stream: Stream, data: bytes) -> bytes:
+    await stream.send(data)
+    back = b""
+    while len(back) < len(data):
+        back += await stream.receive()
+    return back
+
+
+async def test_who_cannot_be_dialled_is_reached_through_a_relay() -> None:
+    async with place() as p:
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        assert stream.peer == p.server.peer_id
+        data = bytes(range(256)) * 4_096
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send, data)
+            back = b""
+            while len(back) < len(data):
+                back += await stream.receive()
+        assert back == data
+        assert p.client.remote_host(p.server.peer_id) is None, "nobody knows where the other end is"
+        assert p.relay.circuits.n_open == 1
+
+
+async def test_a_circuit_that_is_closed_leaves_others_alone() -> None:
+    """Row 15."""
+    second = network(listen=())
+    async with place() as p, second.running():
+        p.meet(second)
+        first = await p.client.open_stream(p.server.peer_id, "interactive")
+        other = await second.open_stream(p.server.peer_id, "interactive")
+        await p.client.disconnect(p.server.peer_id)
+        with pytest.raises(Unreachable):
+            await said(first, b"x")
+        assert await said(other, b"still here") == b"still here"
+
+
+async def test_a_relay_that_dies_ends_its_circuits_at_once() -> None:
+    async with place() as p:
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        await p.relay.disconnect(p.client.peer_id)
+        with pytest.raises(Unreachable), trio.fail_after(2):
+            await said(stream, b"x")
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        assert await said(stream, b"again") == b"again"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda p: p.held.cancel(), "has no reservation here"),
+        (lambda p: setattr(p.relay.circuits, "may_relay", None), "does not relay"),
+        (lambda p: setattr(p.relay.circuits, "may_relay", lambda peer: False), "no member that it knows"),
+    ],
+)
+async def test_a_relay_says_why_not(change: object, why: str) -> None:
+    async with place() as p:
+        change(p)  # type: ignore[operator]
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        with pytest.raises(Unreachable, match=why):
+            await p.client.open_stream(p.server.peer_id, "interactive")
+
+
+async def test_nobody_takes_all_the_circuits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circuits, "MAX_CIRCUITS_OF_PEER", 1)
+    async with place() as p:
+        await p.client.open_stream(p.server.peer_id, "interactive")
+        with pytest.raises(Unreachable, match="1 circuits of yours and 1 in all are open"):
+            await p.client.circuits.dial(p.relay.peer_id, p.server.peer_id)
+
+
+async def test_a_false_address_leads_nowhere_within_seconds() -> None:
+    async with place() as p:
+        (where,) = p.relay.addresses()
+        missing = network().peer_id
+        for address in (
+            f"{where}/p2p-circuit",
+            "/p2p-circuit",
+            f"/p2p/{missing}/p2p-circuit",
+            f"{where}/p2p-circuit/x",
+        ):
+            p.client.learn(missing, (address,))
+            with pytest.raises(Unreachable), trio.fail_after(5):
+                await p.client.open_stream(missing, "interactive")
+
+
+async def test_whoever_sends_nonsense_to_a_relay_ends_its_own_stream_only() -> None:
+    async with place() as p:
+        for nonsense in (b"\xff\xff", b"\x00\x03\xc1\xc1\xc1", b"\x00\x01\x90" + bytes(50), b""):
+            stream = await p.client.open_for_relay(p.relay.peer_id)
+            await stream.send(nonsense or b"\x00")
+            await stream.aclose()
+        stream = await p.client.open_stream(PeerId(p.server.peer_id), "interactive")
+        assert await said(stream, b"fine") == b"fine"

@@ -1,0 +1,167 @@
+"""Two relays and a router in between, in virtual time: members are asked, relays held, and both announced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Unreachable
+from swarmd.net.api import Way
+from swarmd.node.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
+from swarmd.plan.reachability import Answer
+from swarmd.protocol.records import PeerRecord
+from swarmd.values import PeerId
+
+ME = PeerId("ME")
+
+
+class World:
+    """What a peer meets: members that can connect to it or not, of which some relay."""
+
+    def __init__(self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True) -> None:
+        self.host, self.can_connect = host, can_connect
+        self.asked: list[PeerId] = []
+        self.held: dict[PeerId, trio.CancelScope] = {}
+        self.unwilling: set[PeerId] = set()
+        self.also: tuple[str, ...] = ()
+        self.may_relay: Callable[[PeerId], bool] | None = None
+        self.n_announced = 0
+        self.n_relayed = 0
+        self.records: dict[PeerId, PeerRecord] = {}
+        addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
+        directory: Any = SimpleNamespace(
+            view=lambda: SimpleNamespace(peers=self.records),
+            exchange=SimpleNamespace(addresses_of=lambda peer: (), members={PeerId("member")}),
+            links=SimpleNamespace(round_trip_s={PeerId("R1"): 0.2, PeerId("R2"): 0.1, PeerId("R3"): 0.3}),
+            announce_soon=self.announce_soon,
+        )
+        rpc: Any = SimpleNamespace(
+            network=SimpleNamespace(peer_id=ME, addresses=lambda: addresses, learn=lambda peer, found: None)
+        )
+        self.me = Reachability(self, rpc, directory, random.Random(0), True)
+        self.add("ME", relays=True)
+
+    def add(self, *peers: str, relays: bool = False) -> None:
+        for peer in peers:
+            self.records[PeerId(peer)] = PeerRecord(
+                peer=peer,
+                sequence=1,
+                issued_at=0,
+                expires_at=1,
+                certificate=(),
+                relays=relays,
+                addresses=(f"/ip4/5.0.9.9/tcp/1/p2p/{peer}", f"/ip4/1.1.1.1/tcp/1/p2p/X/p2p-circuit/p2p/{peer}"),
+            )
+
+    def announce_soon(self) -> None:
+        self.n_announced += 1
+
+    async def ask_dial_back(self, peer: PeerId) -> Answer:
+        self.asked.append(peer)
+        await trio.sleep(0.1)
+        if peer in self.unwilling:
+            raise Unreachable("no")
+        return Answer(peer, self.host, (4117,) if self.can_connect else ())
+
+    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+        await trio.sleep(0.1)
+        if relay in self.unwilling:
+            raise Unreachable("full")
+        with trio.CancelScope() as self.held[relay]:
+            held()
+            await trio.sleep_forever()
+
+    def announce_also(self, addresses: tuple[str, ...]) -> None:
+        self.also = addresses
+
+    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
+        self.may_relay = may_relay
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        return None
+
+
+@asynccontextmanager
+async def living(world: World) -> AsyncIterator[World]:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.me.run)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only(virtual_time: MockClock) -> None:
+    world = World(can_connect=True)
+    world.add("A", "B", "C", "D", "E")
+    async with living(world):
+        await trio.sleep(60)
+        assert len(world.asked) == 3
+        assert world.me.announced() == {"reach": "open", "relays": True}
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
+        assert world.may_relay is not None
+        assert world.may_relay(PeerId("member"))
+        assert not world.may_relay(PeerId("stranger"))
+        await trio.sleep(ASK_AGAIN_S)
+        assert len(world.asked) > 3, "routers change"
+
+
+async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.add("R1", "R2", "R3", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.announced() == {"reach": "closed", "relays": False}
+        assert world.may_relay is None
+        assert set(world.held) == {"R1", "R2"}
+        assert sorted(world.also) == [f"/ip4/5.0.9.9/tcp/1/p2p/{r}/p2p-circuit/p2p/ME" for r in ("R1", "R2")]
+        assert "could not connect to it at 5.0.1.2; it is reached through" in world.me.snapshot().why
+
+
+async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("R1", "R2", "R3", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        said = world.n_announced
+        world.held["R2"].cancel()
+        await trio.sleep(1)
+        assert set(world.me.snapshot().relays) == {"R1", "R3"}
+        assert world.n_announced > said
+
+
+async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("R1", relays=True)
+    world.unwilling = {PeerId("R1")}
+    world.add("A")
+    async with living(world):
+        await trio.sleep(NO_RELAY_S / 2)
+        assert "no member relays for it yet" in world.me.snapshot().why
+        world.unwilling = set()
+        await trio.sleep(NO_RELAY_S)
+        assert world.me.snapshot().relays == ("R1",)
+
+
+async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.unwilling = {PeerId("A")}
+    async with living(world):
+        await trio.sleep(60)
+        assert world.asked == ["A"]
+        assert world.me.reach.action == "unknown"
+
+
+async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: MockClock) -> None:
+    world = World(listens=False)
+    world.add("R1", relays=True)
+    async with living(world):
+        await trio.sleep(5)
+        assert world.asked == []
+        assert world.me.snapshot().relays == ("R1",)

@@ -1,0 +1,53 @@
+"""What follows from what members say who tried to connect."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmd.plan.reachability import Answer, choose_relays, forwarded, judge
+from swarmd.values import PeerId
+
+A, B, C, D = map(PeerId, "ABCD")
+HOME = ("192.168.1.2", "fd00::2")
+ROUTER = "5.0.1.2"
+
+
+def test_nobody_asked_is_not_known() -> None:
+    assert judge([], HOME).action == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("answers", "reach"),
+    [
+        ([Answer(A, "192.168.1.2", (4117,))], "open"),
+        ([Answer(A, "192.168.1.2", ())], "closed"),
+        ([Answer(A, ROUTER, ())], "closed"),
+        ([Answer(A, ROUTER, (4117,))], "open"),
+        ([Answer(A, "192.168.1.2", (4117,)), Answer(B, ROUTER, ())], "closed"),
+        ([Answer(A, "192.168.1.2", ()), Answer(B, ROUTER, (4117,))], "open"),
+        ([Answer(A, ROUTER, (4117,)), Answer(B, "5.0.9.9", ())], "closed"),
+        ([Answer(A, "no address", ())], "closed"),
+    ],
+)
+def test_who_asks_from_outside_counts_and_one_failure_is_enough(answers: list[Answer], reach: str) -> None:
+    assert judge(answers, HOME).action == reach
+
+
+def test_a_public_machine_sees_its_own_address() -> None:
+    assert judge([Answer(A, ROUTER, (4117,)), Answer(B, ROUTER, (4117,))], [ROUTER]).reason == (
+        "2 members could connect to it"
+    )
+
+
+def test_a_port_that_a_router_forwards_is_found() -> None:
+    answers = [Answer(A, ROUTER, (4117,)), Answer(B, "192.168.1.2", (4117,)), Answer(C, ROUTER, (4117,))]
+    assert forwarded(answers, HOME) == ((ROUTER, 4117),)
+
+
+def test_relays_are_the_nearest_and_those_in_use_stay() -> None:
+    trips = {A: 0.2, B: 0.01, C: None, D: 0.05}
+    assert choose_relays(trips, []) == (B, D)
+    assert choose_relays(trips, [C]) == (C, B)
+    assert choose_relays(trips, [PeerId("gone"), A]) == (A, B)
+    assert choose_relays({C: None}, []) == (C,)
+    assert choose_relays({}, [A]) == ()

@@ -1,0 +1,146 @@
+"""Homes behind routers, in network namespaces that this process makes and removes: needs root, ``ip`` and ``nft``.
+
+The middle is one namespace that forwards between public hosts, each on a link of its own, and no route leads out of
+it. Every home has the same private addresses, as homes do. A router is Linux' own masquerade, which lets in only what
+was asked for (a port-restricted NAT): ``cone`` keeps ports, so that others can meet them, ``symmetric`` takes a new one
+for each connection; a router behind a router is a carrier's NAT. ``forward`` opens a port by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+Nat = Literal["cone", "symmetric"]
+MASQUERADE = {"cone": "masquerade", "symmetric": "masquerade fully-random"}
+FILTER = "ct state established,related accept"
+
+
+def missing() -> str:
+    """Why namespaces cannot be made here; "" when they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    return f"{' and '.join(absent)} is not installed" if absent else ""
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Place:
+    """One namespace. ``inside`` goes before a command that is to run there."""
+
+    lab: Lab
+    name: str
+    address: str = ""
+    n_within: int = 0
+    lan: str = ""
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.name)
+
+    def do(self, command: str) -> str:
+        return run(*self.inside, "sh", "-c", command)
+
+    def home(self, name: str) -> Place:
+        """A machine in this router's home network."""
+        self.n_within += 1
+        place = self.lab.place(name)
+        place.address = f"{self.lan}.{self.n_within + 1}"
+        link = self.lab.link(self, place)
+        self.do(f"ip link set {link}a master lan && ip link set {link}a up")
+        place.do(f"ip addr add {place.address}/24 dev {link}b && ip link set {link}b up")
+        place.do(f"ip route add default via {self.lan}.1")
+        return place
+
+    def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1") -> Place:
+        """A router in this one's network."""
+        return self.lab.route(self.home(name), nat, lan)
+
+    def forward(self, port: int, to: Place) -> None:
+        """What people set by hand: connections to a port of the router go to a machine at home."""
+        self.do(
+            "nft add chain ip nat in '{ type nat hook prerouting priority -100; }' && "
+            f"nft add rule ip nat in ip daddr {self.address} tcp dport {port} dnat to {to.address}:{port} && "
+            f"nft insert rule ip nat forward tcp dport {port} accept"
+        )
+
+
+@dataclass
+class Lab:
+    """All places of one test."""
+
+    prefix: str
+    places: list[Place] = field(default_factory=list)
+    middle: Place = field(init=False)
+    _links: Iterator[int] = field(default_factory=itertools.count)
+    n_public: int = 0
+
+    def place(self, name: str) -> Place:
+        place = Place(self, f"{self.prefix}-{name}")
+        run("ip", "netns", "add", place.name)
+        self.places.append(place)
+        place.do("ip link set lo up && sysctl -qw net.ipv4.ip_forward=1")
+        return place
+
+    def link(self, a: Place, b: Place) -> str:
+        """A cable between two places; its ends are NAMEa and NAMEb."""
+        name = f"l{next(self._links)}"
+        run("ip", "link", "add", f"{name}a", "netns", a.name, "type", "veth", "peer", f"{name}b", "netns", b.name)
+        return name
+
+    def public(self, name: str) -> Place:
+        """A machine with a public address of its own."""
+        self.n_public += 1
+        place = self.place(name)
+        link, net = self.link(self.middle, place), f"5.0.{self.n_public}"
+        place.address = f"{net}.2"
+        self.middle.do(f"ip addr add {net}.1/30 dev {link}a && ip link set {link}a up")
+        place.do(f"ip addr add {net}.2/30 dev {link}b && ip link set {link}b up && ip route add default via {net}.1")
+        return place
+
+    def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1") -> Place:
+        """A home's router, with a public address."""
+        return self.route(self.public(name), nat, lan)
+
+    def route(self, place: Place, nat: Nat, lan: str) -> Place:
+        """Make a place a router of a network behind it."""
+        place.lan = lan
+        place.do(f"ip link add lan type bridge && ip addr add {lan}.1/24 dev lan && ip link set lan up")
+        place.do(
+            "nft add table ip nat && "
+            "nft add chain ip nat out '{ type nat hook postrouting priority 100; }' && "
+            f"nft add rule ip nat out oifname != lan {MASQUERADE[nat]} && "
+            "nft add chain ip nat forward '{ type filter hook forward priority 0; policy drop; }' && "
+            f"nft add rule ip nat forward {FILTER} && nft add rule ip nat forward iifname lan accept && "
+            "nft add chain ip nat in_itself '{ type filter hook input priority 0; }' && "
+            "nft add rule ip nat in_itself iifname != lan ct state new drop"
+        )
+        return place
+
+
+@contextmanager
+def laid() -> Iterator[Lab]:
+    """A laboratory; everything of it is gone afterwards."""
+    lab = Lab(f"swarmd{os.getpid()}")
+    try:
+        lab.middle = lab.place("middle")
+        lab.middle.do("ip route add blackhole default")  # what leads nowhere gets no answer
+        yield lab
+    finally:
+        for place in lab.places:
+            for pid in run("ip", "netns", "pids", place.name).split():
+                with_pid = ("kill", "-KILL", pid)
+                subprocess.run(with_pid, capture_output=True)
+            run("ip", "netns", "del", place.name)
