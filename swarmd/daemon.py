@@ -274,7 +274,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
         member = Member(swarm.keys, identity, swarm.certificate, *known)
-        world = Surroundings(network, records, time.time, random.Random(), workers.start, ways=libp2p)
+        world = Surroundings(network, records, time.time, random.Random(), workers.start, ways=libp2p.ways)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
 
-Way = Literal["direct", "relayed"]
+Way = Literal["direct", "relayed", "reversed", "punched"]
 Purpose = Literal["interactive", "bulk", "weights", "training", "averaging", "ticket"]
 PURPOSES: tuple[Purpose, ...] = (
     "interactive",
@@ -89,6 +89,9 @@ class Ways(Protocol):
 
     def announce_also(self, addresses: tuple[str, ...]) -> None:
         """Name these addresses beside the interfaces' own, as multiaddrs that end in /p2p/ID."""
+
+    def is_open(self, is_open: bool) -> None:
+        """Others can dial this peer at its addresses: who is reached through a relay is told to do so."""
 
     def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
         """Connect those to others that this says yes to; None: nobody."""

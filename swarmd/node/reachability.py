@@ -115,6 +115,7 @@ class Reachability:
         self.reach = judge(answers, own) if own else Decision("closed", "it does not listen")
         if self.reach.action != before.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
+            self._ways.is_open(self.reach.action == "open")
             self._ways.relay_for(self._is_known if self._is_relay else None)
             self._announce()
 

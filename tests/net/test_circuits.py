@@ -8,13 +8,16 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
+from libp2p.peer.id import ID
+from libp2p.transport.exceptions import OpenConnectionError
 
 from swarmd.errors import Unreachable
 from swarmd.net.api import Stream
 from swarmd.net.libp2p import circuits
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.punching import PUNCH_TIMEOUT_S
 from swarmd.values import PeerId
-from tests.net.test_libp2p_faults import echo, network
+from tests.net.test_libp2p_faults import LISTEN, echo, network
 
 pytestmark = pytest.mark.usefixtures("deadline")
 
@@ -28,8 +31,10 @@ async def deadline() -> AsyncIterator[None]:
 class Place:
     """A relay that listens, a server that does not and holds a reservation, a client that does neither."""
 
-    def __init__(self) -> None:
-        self.relay, self.server, self.client = network(), network(listen=()), network(listen=())
+    def __init__(self, server_listens: bool = False, client_listens: bool = False) -> None:
+        self.relay = network()
+        self.server = network(listen=LISTEN if server_listens else ())
+        self.client = network(listen=LISTEN if client_listens else ())
         self.held = trio.CancelScope()
 
     def meet(self, *others: Libp2pNetwork) -> None:
@@ -41,9 +46,9 @@ class Place:
 
 
 @asynccontextmanager
-async def place() -> AsyncIterator[Place]:
-    made = Place()
-    made.relay.circuits.may_relay = lambda peer: True
+async def place(server_listens: bool = False, client_listens: bool = False) -> AsyncIterator[Place]:
+    made = Place(server_listens, client_listens)
+    made.relay.ways.relay_for(lambda peer: True)
     made.server.set_handler("interactive", echo)
     async with made.relay.running(), made.server.running(), made.client.running(), trio.open_nursery() as nursery:
         made.meet()
@@ -52,7 +57,7 @@ async def place() -> AsyncIterator[Place]:
 
         async def hold() -> None:
             with made.held:
-                await made.server.circuits.reserve(made.relay.peer_id, held.set)
+                await made.server.ways.hold_reservation(made.relay.peer_id, held.set)
 
         nursery.start_soon(hold)
         await held.wait()
@@ -80,7 +85,36 @@ async def test_who_cannot_be_dialled_is_reached_through_a_relay() -> None:
                 back += await stream.receive()
         assert back == data
         assert p.client.remote_host(p.server.peer_id) is None, "nobody knows where the other end is"
-        assert p.relay.circuits.n_open == 1
+        assert p.client.way_to(p.server.peer_id) == "relayed"
+        assert p.relay.ways.n_relayed == 1
+
+
+async def test_who_began_is_dialled_back_where_it_can_be() -> None:
+    async with place(client_listens=True) as p:
+        p.client.ways.is_open(True)
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        assert await said(stream, b"direct") == b"direct"
+        assert p.client.way_to(p.server.peer_id) == "reversed"
+        with trio.fail_after(2):
+            while p.relay.ways.n_relayed:
+                await trio.sleep(0.01)
+
+
+async def test_both_dial_where_relays_see_them() -> None:
+    """Here the server's port is open, so one dial is enough; routers are in benchmarks/nat.py."""
+    async with place(server_listens=True) as p:
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        assert await said(stream, b"direct") == b"direct"
+        assert p.client.way_to(p.server.peer_id) == "punched"
+
+
+async def test_what_cannot_be_made_direct_is_not_tried_each_time() -> None:
+    async with place() as p:
+        await p.client.open_stream(p.server.peer_id, "interactive")
+        await p.client.disconnect(p.server.peer_id)
+        begun = trio.current_time()
+        await p.client.open_stream(p.server.peer_id, "interactive")
+        assert trio.current_time() - begun < PUNCH_TIMEOUT_S
 
 
 async def test_a_circuit_that_is_closed_leaves_others_alone() -> None:
@@ -110,8 +144,8 @@ async def test_a_relay_that_dies_ends_its_circuits_at_once() -> None:
     ("change", "why"),
     [
         (lambda p: p.held.cancel(), "has no reservation here"),
-        (lambda p: setattr(p.relay.circuits, "may_relay", None), "does not relay"),
-        (lambda p: setattr(p.relay.circuits, "may_relay", lambda peer: False), "no member that it knows"),
+        (lambda p: p.relay.ways.relay_for(None), "does not relay"),
+        (lambda p: p.relay.ways.relay_for(lambda peer: False), "no member that it knows"),
     ],
 )
 async def test_a_relay_says_why_not(change: object, why: str) -> None:
@@ -126,8 +160,9 @@ async def test_nobody_takes_all_the_circuits(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(circuits, "MAX_CIRCUITS_OF_PEER", 1)
     async with place() as p:
         await p.client.open_stream(p.server.peer_id, "interactive")
-        with pytest.raises(Unreachable, match="1 circuits of yours and 1 in all are open"):
-            await p.client.circuits.dial(p.relay.peer_id, p.server.peer_id)
+        address = f"{p.relay.addresses()[0]}/p2p-circuit/p2p/{p.server.peer_id}"
+        with pytest.raises(OpenConnectionError, match="1 circuits of yours and 1 in all are open"):
+            await p.client.ways.dial_circuit(address, ID.from_base58(p.server.peer_id))
 
 
 async def test_a_false_address_leads_nowhere_within_seconds() -> None:
@@ -148,7 +183,7 @@ async def test_a_false_address_leads_nowhere_within_seconds() -> None:
 async def test_whoever_sends_nonsense_to_a_relay_ends_its_own_stream_only() -> None:
     async with place() as p:
         for nonsense in (b"\xff\xff", b"\x00\x03\xc1\xc1\xc1", b"\x00\x01\x90" + bytes(50), b""):
-            stream = await p.client.open_for_relay(p.relay.peer_id)
+            stream = await p.client.ways.open_for_relay(p.relay.peer_id)
             await stream.send(nonsense or b"\x00")
             await stream.aclose()
         stream = await p.client.open_stream(PeerId(p.server.peer_id), "interactive")

@@ -42,9 +42,10 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True):
-    """From a relay: ``why_not`` is empty, and the bytes of the other side follow."""
+    """From a relay: ``why_not`` is empty, and the bytes of the other side follow; ``seen_at``: where you come from."""
 
     why_not: Text = ""
+    seen_at: tuple[Text, int] | None = None
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
@@ -56,10 +57,17 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
 class Streams(Protocol):
     """What circuits need of the network that they belong to."""
 
-    peer_id: PeerId
-
     async def open_for_relay(self, peer: PeerId) -> Libp2pStream:
         """A stream to ask a relay with; dials it."""
+
+    async def open_for_reservation(self, relay: PeerId) -> Libp2pStream:
+        """The same over a connection from the port that this peer listens on, where that can be."""
+
+    def announced_ports(self) -> tuple[int, ...]:
+        """Where it listens."""
+
+    def note_seen_at(self, place: tuple[str, int] | None) -> None:
+        """A relay sees this peer come from there."""
 
     async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:
         """A stream to who holds a reservation here; never dials."""
@@ -86,7 +94,8 @@ class Circuits:
 
     async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
         """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
-        stream = await self._ask(relay, Ask())
+        stream = await self._network.open_for_reservation(relay)
+        self._network.note_seen_at((await self._ask(stream, Ask())).seen_at)
         try:
             held()
             await stream.receive()
@@ -96,25 +105,28 @@ class Circuits:
 
     async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
         """Have a relay connect this peer to another. Raises PeerError."""
-        return Circuit(await self._ask(relay, Ask(target)), is_initiator=True)
-
-    async def _ask(self, relay: PeerId, ask: Ask) -> Libp2pStream:
-        is_granted = False
         stream = await self._network.open_for_relay(relay)
+        granted = await self._ask(stream, Ask(target))
+        if not self._network.announced_ports():  # else the connection comes from another port than reservations
+            self._network.note_seen_at(granted.seen_at)
+        return Circuit(stream, is_initiator=True)
+
+    async def _ask(self, stream: Libp2pStream, ask: Ask) -> Granted:
+        is_granted = False
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
                 await write(stream, ask)
                 granted = await read(stream, Granted)
             is_granted = not granted.why_not
         except trio.TooSlowError:
-            raise Unreachable(f"the relay {relay} did not answer within {ANSWER_TIMEOUT_S} s") from None
+            raise Unreachable(f"the relay {stream.peer} did not answer within {ANSWER_TIMEOUT_S} s") from None
         finally:
             if not is_granted:
                 with trio.CancelScope(shield=True):
                     await stream.reset()
         if granted.why_not:
-            raise Unreachable(f"the relay {relay} says: {granted.why_not}")
-        return stream
+            raise Unreachable(f"the relay {stream.peer} says: {granted.why_not}")
+        return granted
 
     async def called(self, stream: Libp2pStream) -> None:
         """A relay brings somebody who wants to connect to this peer."""
@@ -154,7 +166,7 @@ class Circuits:
         peer = stream.peer
         self._reserved[peer] += 1
         try:
-            await write(stream, Granted())
+            await write(stream, Granted(seen_at=stream.remote_address))
             await stream.receive()
         finally:
             self._reserved = self._reserved - Counter([peer])
@@ -166,7 +178,7 @@ class Circuits:
         try:
             other = await self._network.open_to_reserved(target)
             await write(other, Caller(stream.peer))
-            await write(stream, Granted())
+            await write(stream, Granted(seen_at=stream.remote_address))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_pour, stream, other, nursery.cancel_scope)
                 nursery.start_soon(_pour, other, stream, nursery.cancel_scope)

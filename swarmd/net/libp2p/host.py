@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import trio
-from libp2p.abc import INetStream, IRawConnection
+from libp2p.abc import INetConn, INetStream
 from libp2p.crypto.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as new_noise_keys
@@ -22,6 +22,7 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.transport.exceptions import OpenConnectionError
@@ -32,14 +33,12 @@ from multiaddr import Multiaddr
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
 from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.circuits import Circuits
-from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
+from swarmd.net.libp2p.ways import Libp2pWays, is_relayed
 from swarmd.net.libp2p.yamux import YamuxConnection
-from swarmd.plan.dialing import is_circuit, relay_of
-from swarmd.plan.reachability import Answer
+from swarmd.plan.dialing import is_circuit
 from swarmd.protocol.identity import Identity
 from swarmd.values import PeerId
 
@@ -48,7 +47,6 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 4.5  # TCP, Noise and yamux over 300 ms of round trip
 OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
 ADDRESS_TTL_S = 3_600  # records renew addresses far more often
-RELAY, CIRCUIT, DIAL_BACK = "relay", "circuit", "dial_back"  # protocols that stay within this folder
 OPEN_ERRORS = (
     SwarmException,
     HostException,
@@ -63,6 +61,14 @@ OPEN_ERRORS = (
 
 class HandshakeFailed(Unreachable):
     """Something listens at the address but does not hold the swarm's key, or is not swarmd."""
+
+
+class _Dial:
+    """An attempt to connect that is under way."""
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.failure: PeerError | None = None
 
 
 class Libp2pNetwork:
@@ -81,6 +87,7 @@ class Libp2pNetwork:
         self._announce = announce
         self._blocked = blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
+        self._dials: dict[PeerId, _Dial] = {}
         keys = KeyPair(key := Ed25519PrivateKey.from_bytes(identity.seed), key.get_public_key())
         self.swarm = _build_swarm(keys, psk)
         self.host = BasicHost(
@@ -89,13 +96,8 @@ class Libp2pNetwork:
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
         for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
-        self.circuits = Circuits(self)
-        self.swarm.dial_circuit = self._dial_circuit
-        self._serve(RELAY, self.circuits.asked)
-        self._serve(CIRCUIT, self.circuits.called)
-        self._dial_back = DialBack(self)
-        self._serve(DIAL_BACK, self._dial_back.asked)
-        self._also: tuple[str, ...] = ()
+        self.ways = Libp2pWays(self)
+        self.swarm.dial_circuit = self.ways.dial_circuit
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -104,12 +106,13 @@ class Libp2pNetwork:
         async with self.host.run(listen_addrs=listen):
             if listen and not self.host.get_transport_addrs():
                 raise ConfigError(f"cannot listen on {', '.join(map(str, listen))}")
-            yield
+            with self.swarm.own_port():
+                yield
 
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
         found = self._announce or expand(tuple(str(a) for a in self.host.get_transport_addrs()))
-        return tuple(dict.fromkeys([*(a.split("/p2p/")[0] + suffix for a in found), *self._also]))
+        return tuple(dict.fromkeys([*(a.split("/p2p/")[0] + suffix for a in found), *self.ways.also]))
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
@@ -123,6 +126,11 @@ class Libp2pNetwork:
             self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
             self.swarm.circuits_of[known] = circuits
 
+    def announced_ports(self) -> tuple[int, ...]:
+        """The TCP ports at which others may find it."""
+        found = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
+        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in found))
+
     def listen_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
         parsed = [a for address in self._listen if (a := _parse_untrusted(address)) is not None]
@@ -130,21 +138,16 @@ class Libp2pNetwork:
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again: not through a relay, nor behind a router that is not ours."""
-        found = self._connected_host(ID.from_base58(peer))
-        if found is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
-            return found
-        host = ipaddress.ip_address(found)
-        return found if any(host in network for network in networks()) else None
+        muxed = [c.muxed_conn for c in self.connections(peer) if not is_relayed(c)]
+        remote = muxed[0].secured.get_remote_address() if muxed and isinstance(muxed[0], YamuxConnection) else None
+        if remote is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
+            return remote[0] if remote else None
+        host = ipaddress.ip_address(remote[0])
+        return remote[0] if any(host in network for network in networks()) else None
 
-    def _connected_host(self, peer: ID) -> str | None:
-        """The IP address at the other end of a live connection; None for one through a relay."""
-        for connection in self.swarm.get_connections(peer):
-            muxed = connection.muxed_conn
-            if not connection.is_closed and isinstance(muxed, YamuxConnection):
-                remote = muxed.secured.get_remote_address()
-                if remote is not None:
-                    return str(remote[0])
-        return None
+    def connections(self, peer: PeerId) -> list[INetConn]:
+        """Those that live."""
+        return [c for c in self.swarm.get_connections(ID.from_base58(peer)) if not c.is_closed]
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
         self._handlers[purpose] = handler
@@ -152,89 +155,56 @@ class Libp2pNetwork:
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Libp2pStream:
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked by this machine's configuration")
-        await self._connect(ID.from_base58(peer))
-        return await self._open(peer, purpose)
+        await self.connect(peer)
+        return await self.open(peer, purpose)
 
-    async def _open(self, peer: PeerId, purpose: str) -> Libp2pStream:
-        target = ID.from_base58(peer)
+    async def open(self, peer: PeerId, protocol: str, connection: INetConn | None = None) -> Libp2pStream:
+        """Open a stream over one connection, or the best that there is. Raises PeerError."""
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
-                stream = await self.host.new_stream(target, [_protocol(purpose)])
+                if connection is None:
+                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol(protocol)])
+                else:
+                    stream = await connection.new_stream()
+                    await self.host.multiselect_client.select_one_of(
+                        [_protocol(protocol)], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S)
+                    )
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
             raise Unreachable(f"no stream to {peer}: {_plain(error)}") from None
-        return Libp2pStream(peer, stream, purpose)
-
-    # --- circuits --------------------------------------------------------------------------------------------
-
-    async def open_for_relay(self, peer: PeerId) -> Libp2pStream:
-        await self._connect(ID.from_base58(peer))
-        return await self._open(peer, RELAY)
-
-    async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:
-        if not self._is_connected(ID.from_base58(peer)):
-            raise Unreachable(f"{peer} is not connected")
-        return await self._open(peer, CIRCUIT)
-
-    async def take_in(self, connection: IRawConnection) -> None:
-        try:
-            await self.swarm.upgrade_inbound_raw_conn(connection, Multiaddr("/p2p-circuit"))
-        except SwarmException as error:
-            raise Unreachable(f"a circuit came to nothing: {_plain(error)}") from None
-
-    async def _dial_circuit(self, address: str, target: ID) -> IRawConnection:
-        """The wire of a connection through the relay that an address names. Raises OpenConnectionError."""
-        named = relay_of(address)
-        if named is None or named[0] in (self.peer_id, target.to_base58()):
-            raise OpenConnectionError("no relay")
-        relay, where = PeerId(named[0]), named[1]
-        try:
-            self.swarm.peerstore.add_addrs(ID.from_base58(relay), [Multiaddr(where)], ADDRESS_TTL_S)
-            return await self.circuits.dial(relay, PeerId(target.to_base58()))
-        except (PeerError, ValueError) as error:
-            raise OpenConnectionError(_plain(error)) from None
-
-    # --- ways (net.api.Ways) ---------------------------------------------------------------------------------
-
-    async def ask_dial_back(self, peer: PeerId) -> Answer:
-        listening = [int(str(a.value_for_protocol("tcp"))) for a in self.host.get_transport_addrs()]
-        announced = [int(str(Multiaddr(a).value_for_protocol("tcp"))) for a in self._announce]
-        return await self._dial_back.ask(peer, tuple(dict.fromkeys([*announced, *listening])))
-
-    async def open_dial_back(self, peer: PeerId) -> Libp2pStream:
-        await self._connect(ID.from_base58(peer))
-        return await self._open(peer, DIAL_BACK)
-
-    async def answers(self, host: str, port: int, peer: PeerId) -> bool:
-        address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
-        return await self.swarm.answers(address, ID.from_base58(peer))
-
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
-        await self.circuits.reserve(relay, held)
-
-    def announce_also(self, addresses: tuple[str, ...]) -> None:
-        self._also = addresses
-
-    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
-        self.circuits.may_relay = may_relay
-
-    @property
-    def n_relayed(self) -> int:
-        return self.circuits.n_open
+        return Libp2pStream(peer, stream, protocol)
 
     def way_to(self, peer: PeerId) -> Way | None:
-        if not self._is_connected(ID.from_base58(peer)):
-            return None
-        return "direct" if self._connected_host(ID.from_base58(peer)) is not None else "relayed"
+        """How a peer is connected; None when it is not."""
+        return self.ways.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
         with trio.move_on_after(2):
             await self.swarm.close_peer(ID.from_base58(peer))
 
-    async def _connect(self, target: ID) -> None:
-        if self._is_connected(target):
-            return
+    async def connect(self, peer: PeerId) -> None:
+        """Be connected with a peer, by the best way that there is. Raises PeerError.
+
+        Whoever wants the same at the same time waits for it, and hears of its failure.
+        """
+        while (dial := self._dials.get(peer)) or not self.connections(peer):
+            if dial is None:
+                dial = self._dials[peer] = _Dial()
+                try:
+                    await self._dial(ID.from_base58(peer))
+                    await self.ways.make_direct(peer)
+                except PeerError as error:
+                    dial.failure = error
+                    raise
+                finally:
+                    del self._dials[peer]
+                    dial.ended.set()
+            await dial.ended.wait()
+            if dial.failure is not None:
+                raise type(dial.failure)(str(dial.failure))
+
+    async def _dial(self, target: ID) -> None:
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 await self.swarm.dial_peer(target)
@@ -245,10 +215,7 @@ class Libp2pNetwork:
         except SwarmException as error:
             raise Unreachable(str(error)) from None
 
-    def _is_connected(self, target: ID) -> bool:
-        return any(not c.is_closed for c in self.swarm.get_connections(target))
-
-    def _serve(self, purpose: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
         """Answer a protocol that stays within this folder."""
 
         async def handle(net_stream: INetStream) -> None:
@@ -256,9 +223,9 @@ class Libp2pNetwork:
             if peer in self._blocked:
                 await net_stream.reset()
             else:
-                await handler(Libp2pStream(peer, net_stream, purpose))
+                await handler(Libp2pStream(peer, net_stream, protocol))
 
-        self.host.set_stream_handler(_protocol(purpose), handle)
+        self.host.set_stream_handler(_protocol(protocol), handle)
 
     def _accept(self, purpose: Purpose):  # type: ignore[no-untyped-def]
         async def handle(net_stream: INetStream) -> None:

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +49,8 @@ UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
 MAX_READ_OF_STRANGER = 4_096  # at a time
 MAX_BYTES_OF_STRANGER = 65_536  # a handshake takes 2 KiB
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
+
+TAKEN = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another connection from this port to that address is there
 
 
 def connection_config() -> ConnectionConfig:
@@ -111,6 +116,7 @@ class GuardedSwarm(Swarm):
         self._pending_by_address: Counter[str] = Counter()
         self._tcp = TCP()
         self.circuits_of = {}
+        self._own_port, self._listens = 0, True
 
     def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
         async def guarded(stream: INetStream) -> None:
@@ -135,7 +141,75 @@ class GuardedSwarm(Swarm):
         except PeerStoreError:
             addresses = []
         addresses += self.circuits_of.get(peer_id, ())
-        return [await self._first(attempts(addresses, networks(), self._own()), peer_id)]
+        return [await self.dial_addresses(tuple(addresses), peer_id)]
+
+    async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
+        """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
+        return await self._first(attempts(addresses, networks(), self._own()), peer_id)
+
+    def knows(self, peer_id: ID) -> bool:
+        """Is there an address of a peer?"""
+        try:
+            return bool(self.peerstore.addrs(peer_id))
+        except PeerStoreError:
+            return False
+
+    # --- from the port that others know ----------------------------------------------------------------------
+
+    @contextmanager
+    def own_port(self) -> Iterator[None]:
+        """Keep a port to dial from, as routers know who dials by it: the one that it listens on, or any.
+
+        Who listens dials from that port only where a router has to know it: two that dialled each other from there in
+        the same moment would make one connection, on which both begin.
+        """
+        listening = [str(a) for listener in self.listeners.values() for a in listener.get_addrs()]
+        self._listens = bool(listening)
+        ports = [_port_of(address) for address in listening if address.startswith("/ip4/")]
+        with socket.socket() as kept:
+            if not ports:
+                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                kept.bind(("0.0.0.0", 0))
+            self._own_port = ports[0] if ports else kept.getsockname()[1]
+            yield
+
+    async def dial_from_own_port(self, peer_id: ID) -> INetConn:
+        """A connection beside those that there are. Raises SwarmException."""
+        for attempt in attempts([str(a) for a in self.peerstore.addrs(peer_id)], networks(), self._own()):
+            with suppress(OpenConnectionError), trio.move_on_after(UPGRADE_TIMEOUT_S):
+                return await self._made(await self._from_own_port(attempt.address), peer_id)
+        raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
+
+    async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:
+        """Connect with who connects here in the same moment. Raises SwarmException."""
+        try:
+            raw = await self._from_own_port(address)
+        except OpenConnectionError as error:
+            raise SwarmException(f"no connection to {address}: {error}") from None
+        if is_initiator:
+            await self._made(raw, peer_id)
+            return
+        muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
+        if muxed.peer_id != peer_id:
+            await muxed.close()
+            raise SwarmException(f"{muxed.peer_id} answers at {address}, not {peer_id}")
+
+    async def _from_own_port(self, address: str) -> IRawConnection:
+        return await self._tcp.dial_with_source(Multiaddr(address), ("0.0.0.0", self._own_port))
+
+    async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
+        """Upgrade what this side began; it is closed when that fails."""
+        try:
+            return await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
+        except BaseException:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await raw.close()
+            raise
+
+    def _protected(self, raw: IRawConnection) -> IRawConnection:
+        return new_protected_conn(raw, self.psk) if self.psk is not None else raw
+
+    # --- one after the other ---------------------------------------------------------------------------------
 
     def _own(self) -> list[str]:
         return list(expand(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs())))
@@ -173,11 +247,10 @@ class GuardedSwarm(Swarm):
         """One attempt: the connection, or why there is none."""
         is_there, caused = False, "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
-            raw: IRawConnection | None = None
             try:
                 raw = await self._wire(address, peer_id)
                 is_there = True
-                return await self.upgrade_outbound_raw_conn(raw, peer_id), None
+                return await self._made(raw, peer_id), None
             except OpenConnectionError as error:
                 caused = str(error) if is_circuit(address) else "connection refused"
             except SwarmException as error:
@@ -186,11 +259,6 @@ class GuardedSwarm(Swarm):
                     return None, Failure(f"{address} (another peer answers there)", is_garbled=False)
                 if not isinstance(root, trio.TooSlowError):
                     caused = f"the handshake failed: {type(root).__name__}"
-            except BaseException:
-                if raw is not None:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1):
-                        await raw.close()
-                raise
         return None, Failure(f"{address} ({caused})", is_garbled=is_there and not is_circuit(address))
 
     async def answers(self, address: str, peer_id: ID) -> bool:
@@ -198,7 +266,7 @@ class GuardedSwarm(Swarm):
         raw: IRawConnection | None = None
         try:
             raw = await self._wire(address, peer_id)
-            await self.upgrader.upgrade_security(raw, True, peer_id)
+            await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
         except (OpenConnectionError, SecurityUpgradeFailure):
             return False
         finally:
@@ -208,9 +276,20 @@ class GuardedSwarm(Swarm):
         return True
 
     async def _wire(self, address: str, peer_id: ID) -> IRawConnection:
-        """The bytes of a connection, before anything is said over them. Raises OpenConnectionError."""
-        raw = await (self.dial_circuit(address, peer_id) if is_circuit(address) else self._tcp.dial(Multiaddr(address)))
-        return new_protected_conn(raw, self.psk) if self.psk is not None else raw
+        """The bytes of a connection, before anything is said over them. Raises OpenConnectionError.
+
+        Who does not listen dials from its own port: a relay then sees where others can meet it.
+        """
+        if is_circuit(address):
+            return await self.dial_circuit(address, peer_id)
+        if not self._listens and address.startswith("/ip4/"):
+            try:
+                return await self._from_own_port(address)
+            except OpenConnectionError as error:
+                root = _causes(error)[-1]
+                if not isinstance(root, OSError) or root.errno not in TAKEN:
+                    raise
+        return await self._tcp.dial(Multiaddr(address))
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
         if is_scarce(_handle_of(raw_conn)):
@@ -264,6 +343,10 @@ def _handle_of(raw_conn: IRawConnection) -> int:
     """The file handle of a TCP connection; -1 for what has none."""
     stream = getattr(getattr(raw_conn, "stream", None), "stream", None)
     return stream.socket.fileno() if isinstance(stream, trio.SocketStream) else -1
+
+
+def _port_of(address: str) -> int:
+    return int(str(Multiaddr(address).value_for_protocol("tcp")))
 
 
 def _causes(error: BaseException) -> list[BaseException]:

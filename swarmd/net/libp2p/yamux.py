@@ -126,6 +126,7 @@ class YamuxConnection(IMuxedConn):
     def __init__(self, secured: ISecureConn, peer_id: ID, **_: Any) -> None:
         self.secured = secured
         self.peer_id = peer_id
+        self.is_relayed = secured.get_connection_type() is ConnectionType.RELAYED
         self.core = YamuxCore(secured.is_initiator)
         self.event_started = trio.Event()
         self.streams: dict[int, YamuxStream] = {}

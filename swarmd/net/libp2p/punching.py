@@ -1,0 +1,124 @@
+"""A connection through a relay made direct: by dialling back, or by both dialling at once (DCUtR, over TCP).
+
+Who began the connection says where it can be dialled; if nowhere, where relays see it come from, as the other answers.
+Then both dial that address of the other in the same moment, each from the port that its router knows: both routers
+take the other's SYN for an answer, and TCP makes one connection of the two (RFC 9293, 3.5, simultaneous open). Who
+began stays the initiator of all above TCP. Works where routers keep the port of a machine whatever it connects to.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Protocol
+
+import msgspec
+import trio
+
+from swarmd.errors import PeerError
+from swarmd.net.api import Way
+from swarmd.net.libp2p.stream import Libp2pStream
+from swarmd.net.libp2p.wire import read, write
+from swarmd.protocol.fields import Text
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 4  # to dial back, of one machine
+UPGRADE_TIMEOUT_S = 1.5  # whoever waits for a connection waits for this as well
+PUNCH_TIMEOUT_S = 1.0  # of both dialling at once: a lost SYN is sent again after 1 s, and then it is too late
+RETRY_S = 0.05  # a router that says no to the first SYN knows better after the other's
+AGAIN_AFTER_S = 300.0  # what could not be made direct is not tried at each connection
+
+Place = tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=65_535)]]
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender can be dialled (multiaddrs), or else where relays see it (host, port), if they do."""
+
+    dial: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
+    seen_at: Place | None = None
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True):
+    """Dial now."""
+
+
+class Meeting(Protocol):
+    """What this needs of the network that it belongs to."""
+
+    async def open_punch(self, peer: PeerId) -> Libp2pStream:
+        """A stream over the connection that there is."""
+
+    def whereabouts(self) -> Meet: ...
+
+    async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
+        """Make a new connection to any of these."""
+
+    async def punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
+        """Make a connection that the peer is making too."""
+
+    async def made_direct(self, peer: PeerId, way: Way) -> None:
+        """Use the new connection; the one through the relay has done its work."""
+
+
+class Punching:
+    """Both sides of it."""
+
+    def __init__(self, network: Meeting) -> None:
+        self._network = network
+        self._not_before: dict[PeerId, float] = {}
+
+    async def make_direct(self, peer: PeerId) -> None:
+        """Try to replace a connection through a relay; it stays when that fails."""
+        if trio.current_time() < self._not_before.get(peer, 0.0):
+            return
+        self._not_before[peer] = trio.current_time() + AGAIN_AFTER_S
+        try:
+            with trio.move_on_after(UPGRADE_TIMEOUT_S):
+                stream = await self._network.open_punch(peer)
+                try:
+                    way = await self._meet(stream)
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await stream.reset()
+                if way is not None:
+                    del self._not_before[peer]
+                    await self._network.made_direct(peer, way)
+        except PeerError as error:
+            logger.debug("%s stays behind a relay: %s", peer, error)
+
+    async def _meet(self, stream: Libp2pStream) -> Way | None:
+        """How the new connection came to be; None when there is none."""
+        own = self._network.whereabouts()
+        begun = trio.current_time()
+        await write(stream, own)
+        other = await read(stream, Meet)
+        if own.dial:
+            return "reversed"  # it answers once it has dialled
+        if own.seen_at is None or other.seen_at is None:
+            return None
+        trip_s = trio.current_time() - begun
+        await write(stream, Go())
+        await trio.sleep(trip_s / 2)
+        return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
+
+    async def met(self, stream: Libp2pStream) -> None:
+        """The side that did not begin."""
+        with trio.move_on_after(UPGRADE_TIMEOUT_S):
+            other = await read(stream, Meet)
+            if other.dial:
+                if await self._network.dial_back(other.dial, stream.peer):
+                    await write(stream, Meet())
+                return
+            await write(stream, Meet(seen_at=self._network.whereabouts().seen_at))
+            await read(stream, Go)
+            if other.seen_at is not None:
+                await self._punch(other.seen_at, stream.peer, is_initiator=False)
+
+    async def _punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
+        with trio.move_on_after(PUNCH_TIMEOUT_S):
+            while True:
+                if await self._network.punch(place, peer, is_initiator):
+                    return True
+                await trio.sleep(RETRY_S)
+        return False

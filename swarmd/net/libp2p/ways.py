@@ -1,0 +1,195 @@
+"""How a libp2p host is reached from behind a router, and reaches others there: relays, dialling back, punching.
+
+Each of the three knows its own messages (circuits.py, dial_back.py, punching.py); here is what they need of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from libp2p.abc import INetConn, IRawConnection
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from libp2p.transport.exceptions import OpenConnectionError
+from multiaddr import Multiaddr
+
+from swarmd.errors import PeerError, Unreachable
+from swarmd.net.api import Way
+from swarmd.net.libp2p.circuits import Circuits
+from swarmd.net.libp2p.dial_back import DialBack
+from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
+from swarmd.net.libp2p.stream import Libp2pStream
+from swarmd.net.libp2p.swarm import GuardedSwarm
+from swarmd.plan.dialing import is_circuit, relay_of
+from swarmd.plan.reachability import Answer
+from swarmd.values import PeerId
+
+RELAY, CIRCUIT, DIAL_BACK, PUNCH = "relay", "circuit", "dial_back", "punch"  # protocols that stay in this folder
+
+
+class Host(Protocol):
+    """What ways need of the network that they belong to."""
+
+    peer_id: PeerId
+    swarm: GuardedSwarm
+
+    def addresses(self) -> tuple[str, ...]: ...
+
+    def announced_ports(self) -> tuple[int, ...]: ...
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None: ...
+
+    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None: ...
+
+    async def connect(self, peer: PeerId) -> None: ...
+
+    async def open(self, peer: PeerId, protocol: str, connection: INetConn | None = None) -> Libp2pStream: ...
+
+    def connections(self, peer: PeerId) -> list[INetConn]: ...
+
+
+class Libp2pWays:
+    """See ``net.api.Ways``, and the module."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._circuits = Circuits(self)
+        self._dial_back = DialBack(self)
+        self._punching = Punching(self)
+        self._made: dict[int, Way] = {}
+        self._is_open = False
+        self._seen_at: Place | None = None
+        self.also: tuple[str, ...] = ()
+        host.serve(RELAY, self._circuits.asked)
+        host.serve(CIRCUIT, self._circuits.called)
+        host.serve(DIAL_BACK, self._dial_back.asked)
+        host.serve(PUNCH, self._punching.met)
+
+    # --- net.api.Ways ----------------------------------------------------------------------------------------
+
+    async def ask_dial_back(self, peer: PeerId) -> Answer:
+        return await self._dial_back.ask(peer, self._host.announced_ports())
+
+    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+        await self._circuits.reserve(relay, held)
+
+    def announce_also(self, addresses: tuple[str, ...]) -> None:
+        self.also = addresses
+
+    def is_open(self, is_open: bool) -> None:
+        self._is_open = is_open
+
+    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
+        self._circuits.may_relay = may_relay
+
+    @property
+    def n_relayed(self) -> int:
+        return self._circuits.n_open
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        ways = [self._way_of(connection) for connection in self._host.connections(peer)]
+        return next((way for way in ways if way != "relayed"), ways[0] if ways else None)
+
+    def _way_of(self, connection: INetConn) -> Way:
+        return "relayed" if is_relayed(connection) else self._made.get(id(connection), "direct")
+
+    # --- circuits --------------------------------------------------------------------------------------------
+
+    async def open_for_relay(self, peer: PeerId) -> Libp2pStream:
+        await self._host.connect(peer)
+        return await self._host.open(peer, RELAY)
+
+    async def open_for_reservation(self, relay: PeerId) -> Libp2pStream:
+        await self._host.connect(relay)
+        try:
+            connection = await self._host.swarm.dial_from_own_port(ID.from_base58(relay))
+            return await self._host.open(relay, RELAY, connection)
+        except SwarmException:
+            return await self._host.open(relay, RELAY)
+
+    async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:
+        if not self._host.connections(peer):
+            raise Unreachable(f"{peer} is not connected")
+        return await self._host.open(peer, CIRCUIT)
+
+    def announced_ports(self) -> tuple[int, ...]:
+        return self._host.announced_ports()
+
+    def note_seen_at(self, place: tuple[str, int] | None) -> None:
+        self._seen_at = place
+
+    async def take_in(self, connection: IRawConnection) -> None:
+        try:
+            await self._host.swarm.upgrade_inbound_raw_conn(connection, Multiaddr("/p2p-circuit"))
+        except SwarmException as error:
+            raise Unreachable(f"a circuit came to nothing: {error}") from None
+
+    async def dial_circuit(self, address: str, target: ID) -> IRawConnection:
+        """The wire of a connection through the relay that an address names. Raises OpenConnectionError."""
+        named, peer = relay_of(address), PeerId(target.to_base58())
+        if named is None or named[0] in (self._host.peer_id, peer):
+            raise OpenConnectionError("no relay is named")
+        relay = PeerId(named[0])
+        try:
+            if not self._host.connections(relay) and not self._host.swarm.knows(ID.from_base58(relay)):
+                self._host.learn(relay, (named[1],))
+            return await self._circuits.dial(relay, peer)
+        except (PeerError, ValueError) as error:
+            raise OpenConnectionError(str(error)) from None
+
+    # --- dialling back ---------------------------------------------------------------------------------------
+
+    async def open_dial_back(self, peer: PeerId) -> Libp2pStream:
+        await self._host.connect(peer)
+        return await self._host.open(peer, DIAL_BACK)
+
+    async def answers(self, host: str, port: int, peer: PeerId) -> bool:
+        return await self._host.swarm.answers(multiaddr_of(host, port), ID.from_base58(peer))
+
+    # --- punching --------------------------------------------------------------------------------------------
+
+    async def make_direct(self, peer: PeerId) -> None:
+        """Try to do without the relay, if the connection with a peer goes through one."""
+        connections = self._host.connections(peer)
+        if connections and all(map(is_relayed, connections)):
+            await self._punching.make_direct(peer)
+
+    async def open_punch(self, peer: PeerId) -> Libp2pStream:
+        return await self._host.open(peer, PUNCH)
+
+    def whereabouts(self) -> Meet:
+        direct = tuple(a for a in self._host.addresses() if not is_circuit(a))
+        return Meet(dial=direct[:MAX_ADDRESSES]) if self._is_open else Meet(seen_at=self._seen_at)
+
+    async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
+        wanted = tuple(address for address in addresses if not is_circuit(address))
+        try:
+            await self._host.swarm.dial_addresses(wanted, ID.from_base58(peer))
+        except SwarmException:
+            return False
+        return True
+
+    async def punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
+        try:
+            await self._host.swarm.punch(multiaddr_of(*place), ID.from_base58(peer), is_initiator)
+        except SwarmException:
+            return False
+        return True
+
+    async def made_direct(self, peer: PeerId, way: Way) -> None:
+        for connection in self._host.connections(peer):
+            if is_relayed(connection):
+                await connection.close()
+            else:
+                self._made[id(connection)] = way
+        live = {id(c) for connections in self._host.swarm.connections.values() for c in connections}
+        self._made = {key: made for key, made in self._made.items() if key in live}
+
+
+def is_relayed(connection: INetConn) -> bool:
+    return bool(getattr(connection.muxed_conn, "is_relayed", False))
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    return f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
