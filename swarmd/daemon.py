@@ -269,7 +269,8 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
         if (raw := home.catalog_raw()) is not None:
             exchange.merge_catalog_untrusted(raw)
         blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
-        libp2p = Libp2pNetwork(identity, swarm.keys.psk, split(config.listen), split(config.announce), blocked)
+        addresses = split(config.listen), split(config.announce)
+        libp2p = Libp2pNetwork(identity, swarm.keys.psk, *addresses, blocked, swarm.certificate)
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port)
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)

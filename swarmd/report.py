@@ -25,7 +25,7 @@ from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
-from swarmd.values import ModelId, PeerId, Span
+from swarmd.values import ModelId, Span
 
 
 class Owner:
@@ -120,7 +120,7 @@ class Owner:
                     round_trip_ms=ms(trips.get(peer)),
                     spans=spans,
                     reach=record.reach or "unknown",
-                    way=self._way_to(peer),
+                    way=self._around.rpc.network.way_to(peer),
                     standing=self._around.rpc.standing.row(peer),
                 )
             )
@@ -205,13 +205,10 @@ class Owner:
             raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
         try:
             trip_ms = ms(await self._directory.ping(matches[0]))
-            way = self._way_to(matches[0])
+            way = self._around.rpc.network.way_to(matches[0])
             return answers.PingAnswer(peer=matches[0], round_trip_ms=trip_ms, error=None, way=way)
         except PeerError as error:
             return answers.PingAnswer(peer=matches[0], round_trip_ms=None, error=str(error))
-
-    def _way_to(self, peer: PeerId) -> str | None:
-        return self._reachability.way_to(peer) if self._reachability else None
 
     # --- doing -----------------------------------------------------------------------------------------------
 

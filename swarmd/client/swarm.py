@@ -30,7 +30,7 @@ from swarmd.errors import (
     SwarmUnavailable,
     first_error,
 )
-from swarmd.net.api import Network, Purpose, TaskStatus
+from swarmd.net.api import Network, Purpose, TaskStatus, Way
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
@@ -108,6 +108,10 @@ class AsyncSwarm:
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         return self.exchange.addresses_of(peer) or self._membership.bootstrap.get(peer, ())
 
+    def way_to(self, peer: PeerId) -> Way | None:
+        """How this client is connected with a member: direct, reversed, punched or relayed; None when it is not."""
+        return self._network.way_to(peer)
+
     async def open_session(self, terms: Terms) -> ChainSession:
         """Open a session over the cheapest chain. Raises SwarmError."""
         session = ChainSession(self, terms, self.budget)
@@ -168,7 +172,11 @@ class AsyncSwarm:
         while missing := self.view().missing(model, n_blocks):
             if trio.current_time() >= deadline:
                 listed = ", ".join(map(str, missing))
-                raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}", tuple(missing))
+                hidden = sum(span.model == model for span in self.view().out_of_reach)
+                more = (
+                    f"; {hidden} server{'s' if hidden > 1 else ''} behind a router cannot be reached" if hidden else ""
+                )
+                raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}{more}", tuple(missing))
             await trio.sleep(0.3)
             await self.refresh()
 
@@ -282,7 +290,7 @@ class AsyncSwarm:
 @asynccontextmanager
 async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
-    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk)
+    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
     network = DirectNetwork(libp2p)
     failure: SwarmError | None = None
     async with libp2p.running(), network.running(), trio.open_nursery() as nursery:

@@ -13,6 +13,7 @@ from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
 
 Way = Literal["direct", "relayed", "reversed", "punched"]
+"""A connection that one side dialled, goes through a third, was dialled by the side that was sought, or by both."""
 Purpose = Literal["interactive", "bulk", "weights", "training", "averaging", "ticket"]
 PURPOSES: tuple[Purpose, ...] = (
     "interactive",
@@ -74,8 +75,14 @@ class Network(Protocol):
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
         """Connect if need be and open a stream. Raises Unreachable, PeerTimeout or RemoteProtocolError."""
 
+    def way_to(self, peer: PeerId) -> Way | None:
+        """How this peer is connected with another; None when it is not."""
+
     async def disconnect(self, peer: PeerId) -> None:
         """End every connection to a peer."""
+
+
+MayRelay = Callable[[PeerId, tuple[bytes, ...]], bool]
 
 
 class Ways(Protocol):
@@ -93,15 +100,12 @@ class Ways(Protocol):
     def is_open(self, is_open: bool) -> None:
         """Others can dial this peer at its addresses: who is reached through a relay is told to do so."""
 
-    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
-        """Connect those to others that this says yes to; None: nobody."""
+    def relay_for(self, may_relay: MayRelay | None) -> None:
+        """Connect those to others that this says yes to, with the certificates that they show; None: nobody."""
 
     @property
     def n_relayed(self) -> int:
         """How many circuits go through this peer now."""
-
-    def way_to(self, peer: PeerId) -> Way | None:
-        """How this peer is connected with another; None when it is not."""
 
 
 class RecordStore(Protocol):

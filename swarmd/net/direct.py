@@ -42,6 +42,7 @@ MAX_TOKENS = 256  # of all peers that have asked and not come
 MAX_TOKENS_PER_PEER = 4  # one for each purpose, and one to spare
 MAX_PENDING_HANDSHAKES = 32  # each costs a TLS object until it has its token
 CONNECT_TIMEOUT_S = 1.5  # libp2p works already: a direct way that is slow to come is none
+KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers forward few
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
@@ -64,9 +65,6 @@ class Inner(Network, Protocol):
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again; None when it cannot, or is not connected."""
-
-    def way_to(self, peer: PeerId) -> Way | None:
-        """How a peer is connected; None when it is not."""
 
 
 class DirectStream:
@@ -192,6 +190,9 @@ class DirectNetwork:
                 logger.debug("libp2p carries the frames for %s: %s", peer, error)
         return await self._inner.open_stream(peer, purpose)
 
+    def way_to(self, peer: PeerId) -> Way | None:
+        return self._inner.way_to(peer)
+
     async def disconnect(self, peer: PeerId) -> None:
         for stream in list(self._streams.get(peer, ())):
             await stream.reset()
@@ -200,7 +201,7 @@ class DirectNetwork:
     # --- dialling ---------------------------------------------------------------------------------------------
 
     async def _dial(self, peer: PeerId, purpose: Purpose) -> DirectStream:
-        ticket = await self._ask_ticket(peer)
+        ticket, trip_s = await self._ask_ticket(peer)
         host = self._inner.remote_host(peer)
         if host is None:
             raise Unreachable(f"{peer} cannot be dialled")
@@ -211,7 +212,8 @@ class DirectNetwork:
         try:
             context.load_verify_locations(cadata=ticket.certificate)
             with trio.fail_after(CONNECT_TIMEOUT_S):
-                connection = await trio.open_tcp_stream(host, ticket.port)
+                with trio.fail_after(KNOCK_TIMEOUT_S + 4 * trip_s):  # the kernel answers, however busy the peer is
+                    connection = await trio.open_tcp_stream(host, ticket.port)
                 tls = trio.SSLStream(connection, context)
                 await tls.do_handshake()
                 if tls.getpeercert(binary_form=True) != ticket.certificate:
@@ -226,9 +228,10 @@ class DirectNetwork:
                 raise Unreachable(text) from None
             raise
 
-    async def _ask_ticket(self, peer: PeerId) -> Ticket:
+    async def _ask_ticket(self, peer: PeerId) -> tuple[Ticket, float]:
+        """A ticket, and how many seconds it took to come."""
         stream = await self._inner.open_stream(peer, "ticket")
-        raw = bytearray()
+        raw, begun = bytearray(), trio.current_time()
         try:
             with trio.fail_after(TICKET_TIMEOUT_S):
                 while (data := await stream.receive()) and len(raw) < 4_096:
@@ -238,7 +241,7 @@ class DirectNetwork:
         finally:
             with trio.CancelScope(shield=True):
                 await stream.reset()
-        return decode(bytes(raw), Ticket, "a ticket")
+        return decode(bytes(raw), Ticket, "a ticket"), trio.current_time() - begun
 
     # --- listening --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import msgspec
 import trio
 
 from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView
@@ -57,16 +58,19 @@ class Exchange:
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
         if self.book.expire(self._wall_clock()) or self._view is None:
-            self._view = self.book.view()
+            self._view = self.book.view(networks)
         return self._view
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check the certificate of whoever opened, or answered, a stream. Raises Refused or IntegrityError."""
+        membership = self.check(peer, hello.certificate)
         if len(self.members) >= MAX_REMEMBERED_MEMBERS:
             del self.members[next(iter(self.members))]  # the one admitted first
-        self.members[peer] = verify_certificate_untrusted(
-            hello.certificate, self.keys.founder_key, peer, self._wall_clock(), self._revoked
-        )
+        self.members[peer] = membership
+
+    def check(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Membership:
+        """Is it a member's certificate, now? Raises Refused or IntegrityError."""
+        return verify_certificate_untrusted(certificate, self.keys.founder_key, peer, self._wall_clock(), self._revoked)
 
     def require_member(self, peer: PeerId) -> None:
         """Refuse a peer whose membership ended after its stream was opened."""

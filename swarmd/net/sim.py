@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import trio
 
 from swarmd.errors import PeerTimeout, Unreachable
-from swarmd.net.api import Purpose, StreamHandler, TaskStatus
+from swarmd.net.api import Purpose, StreamHandler, TaskStatus, Way
 from swarmd.values import PeerId
 
 CONNECT_TIMEOUT_S = 4.0  # as libp2p's, host.py
@@ -188,6 +188,9 @@ class SimNetwork:
         target.streams.add(there)
         target._nursery.start_soon(target._serve, purpose, there)
         return here
+
+    def way_to(self, peer: PeerId) -> Way | None:
+        return "direct" if any(stream.peer == peer for stream in self.streams) else None
 
     async def disconnect(self, peer: PeerId) -> None:
         await trio.lowlevel.checkpoint()

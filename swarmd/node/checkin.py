@@ -48,7 +48,7 @@ async def check_in(
 
     Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
     """
-    network = Libp2pNetwork(identity, keys.psk)
+    network = Libp2pNetwork(identity, keys.psk, certificate=certificate)
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
     said: list[str] = []

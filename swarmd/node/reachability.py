@@ -10,8 +10,8 @@ import random
 
 import trio
 
-from swarmd.errors import PeerError
-from swarmd.net.api import Way, Ways
+from swarmd.errors import IntegrityError, PeerError, Refused
+from swarmd.net.api import Ways
 from swarmd.net.rpc import Rpc
 from swarmd.node.directory import Directory
 from swarmd.plan.dialing import host_of, is_circuit
@@ -64,9 +64,6 @@ class Reachability:
             state=self.reach.action, why=why, relays=relays, offers=self._is_relay, relaying=self._ways.n_relayed
         )
 
-    def way_to(self, peer: PeerId) -> Way | None:
-        return self._ways.way_to(peer)
-
     def announced(self) -> dict[str, object]:
         """What this peer's record says of it."""
         return {"reach": self.reach.action, "relays": self._is_relay}
@@ -116,11 +113,15 @@ class Reachability:
         if self.reach.action != before.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
-            self._ways.relay_for(self._is_known if self._is_relay else None)
+            self._ways.relay_for(self._is_member if self._is_relay else None)
             self._announce()
 
-    def _is_known(self, peer: PeerId) -> bool:
-        return peer in self._directory.exchange.members
+    def _is_member(self, peer: PeerId, certificate: tuple[bytes, ...]) -> bool:
+        try:
+            self._directory.exchange.check(peer, certificate)
+        except (Refused, IntegrityError):
+            return False
+        return True
 
     # --- relays ----------------------------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class Reachability:
             self._relays.append(relay)
             self._announce()
 
+        self._rpc.network.learn(relay, self._directory.exchange.addresses_of(relay))
         try:
             await self._ways.hold_reservation(relay, held)
         except PeerError as error:

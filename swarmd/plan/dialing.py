@@ -33,7 +33,8 @@ def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Itera
     addresses of other networks only where there is nothing else.
     """
     mine, networks = {_bare(address) for address in own}, tuple(networks)
-    ranked = [(_rank(address, networks), address) for address in dict.fromkeys(addresses) if _bare(address) not in mine]
+    others = [a for a in dict.fromkeys(addresses) if _bare(a) not in mine and _leads_somewhere(a)]
+    ranked = [(_rank(address, networks), address) for address in others]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
@@ -44,6 +45,12 @@ def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Itera
         ordered.append(Attempt(address, at_s))
         before = rank
     return ordered
+
+
+def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
+    """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
+    near = tuple(networks)
+    return any(_rank(address, near) in (NEAR, RELAYED) for address in addresses)
 
 
 NEAR, PUBLIC_6, PUBLIC, RELAYED, ELSEWHERE = range(5)
@@ -60,6 +67,12 @@ def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
     if is_private(host):
         return ELSEWHERE
     return PUBLIC_6 if host.version == 6 else PUBLIC
+
+
+def _leads_somewhere(address: str) -> bool:
+    """Not what a listener calls all of its machine's addresses: dialled, that is this machine itself."""
+    host = host_of(address)
+    return host is None or not (host.is_unspecified or host.is_multicast)
 
 
 def is_circuit(address: str) -> bool:

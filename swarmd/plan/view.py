@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
+from swarmd.plan.dialing import IpNetwork, leads_there
 from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
 
@@ -34,12 +35,16 @@ def coverage(
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """All records that count at one moment. Free to read, never changes."""
+    """All records that count at one moment. Free to read, never changes.
+
+    ``out_of_reach`` is served by members that nobody can connect to from here: it counts for nothing.
+    """
 
     peers: Mapping[PeerId, PeerRecord]
     spans: tuple[SpanRecord, ...]
     catalog: Catalog
     runs: tuple[RunRecord, ...] = ()
+    out_of_reach: tuple[SpanRecord, ...] = ()
 
     def in_run(self, run: RunId) -> list[RunRecord]:
         """Who takes part in a training run."""
@@ -196,11 +201,17 @@ class RecordBook:
         entry = self.entries.get(key)
         return -1 if entry is None else entry.record.sequence
 
-    def view(self) -> SwarmView:
+    def view(self, networks: Callable[[], Iterable[IpNetwork]] = tuple) -> SwarmView:
+        """The picture for a machine on these networks."""
         records: list[AnyRecord] = [v.record for v in self.entries.values()]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
         sizes = dict(self.catalog.models.values())
         possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
+        closed = {p: r for p, r in peers.items() if r.reach == "closed"}
+        near = tuple(networks()) if closed else ()
+        hidden = {p for p, r in closed.items() if not leads_there(r.addresses, near)}
         spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
+        away = tuple(span for span in spans if span.peer in hidden)
+        spans = tuple(span for span in spans if span.peer not in hidden) if away else spans
         runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
-        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs)
+        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs, away)

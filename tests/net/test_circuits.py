@@ -48,7 +48,7 @@ class Place:
 @asynccontextmanager
 async def place(server_listens: bool = False, client_listens: bool = False) -> AsyncIterator[Place]:
     made = Place(server_listens, client_listens)
-    made.relay.ways.relay_for(lambda peer: True)
+    made.relay.ways.relay_for(lambda peer, certificate: True)
     made.server.set_handler("interactive", echo)
     async with made.relay.running(), made.server.running(), made.client.running(), trio.open_nursery() as nursery:
         made.meet()
@@ -145,7 +145,7 @@ async def test_a_relay_that_dies_ends_its_circuits_at_once() -> None:
     [
         (lambda p: p.held.cancel(), "has no reservation here"),
         (lambda p: p.relay.ways.relay_for(None), "does not relay"),
-        (lambda p: p.relay.ways.relay_for(lambda peer: False), "no member that it knows"),
+        (lambda p: p.relay.ways.relay_for(lambda peer, certificate: False), "you are no member"),
     ],
 )
 async def test_a_relay_says_why_not(change: object, why: str) -> None:

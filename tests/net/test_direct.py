@@ -45,7 +45,7 @@ class Pair:
                 yield self
 
     async def ticket(self) -> Ticket:
-        return await self.alice._ask_ticket(self.bob.peer_id)
+        return (await self.alice._ask_ticket(self.bob.peer_id))[0]
 
     async def knock(self, ticket: Ticket, token: bytes, purpose: int = 0) -> bytes:
         """What a stranger gets who comes with ``token``: b"" when the door stays shut."""

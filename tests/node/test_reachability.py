@@ -11,14 +11,19 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
-from swarmd.errors import Unreachable
-from swarmd.net.api import Way
+from swarmd.errors import Code, Refused, Unreachable
+from swarmd.net.api import MayRelay
 from swarmd.node.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
 from swarmd.plan.reachability import Answer
 from swarmd.protocol.records import PeerRecord
 from swarmd.values import PeerId
 
 ME = PeerId("ME")
+
+
+def check(peer: PeerId, certificate: tuple[bytes, ...]) -> None:
+    if certificate != (b"member",):
+        raise Refused(Code.NOT_A_MEMBER, "no")
 
 
 class World:
@@ -30,14 +35,14 @@ class World:
         self.held: dict[PeerId, trio.CancelScope] = {}
         self.unwilling: set[PeerId] = set()
         self.also: tuple[str, ...] = ()
-        self.may_relay: Callable[[PeerId], bool] | None = None
+        self.may_relay: MayRelay | None = None
         self.n_announced = 0
         self.n_relayed = 0
         self.records: dict[PeerId, PeerRecord] = {}
         addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
         directory: Any = SimpleNamespace(
             view=lambda: SimpleNamespace(peers=self.records),
-            exchange=SimpleNamespace(addresses_of=lambda peer: (), members={PeerId("member")}),
+            exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check),
             links=SimpleNamespace(round_trip_s={PeerId("R1"): 0.2, PeerId("R2"): 0.1, PeerId("R3"): 0.3}),
             announce_soon=self.announce_soon,
         )
@@ -80,11 +85,11 @@ class World:
     def announce_also(self, addresses: tuple[str, ...]) -> None:
         self.also = addresses
 
-    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
-        self.may_relay = may_relay
+    def is_open(self, is_open: bool) -> None:
+        assert is_open == (self.me.reach.action == "open")
 
-    def way_to(self, peer: PeerId) -> Way | None:
-        return None
+    def relay_for(self, may_relay: MayRelay | None) -> None:
+        self.may_relay = may_relay
 
 
 @asynccontextmanager
@@ -104,8 +109,8 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
         assert world.me.announced() == {"reach": "open", "relays": True}
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
         assert world.may_relay is not None
-        assert world.may_relay(PeerId("member"))
-        assert not world.may_relay(PeerId("stranger"))
+        assert world.may_relay(PeerId("A"), (b"member",))
+        assert not world.may_relay(PeerId("A"), ())
         await trio.sleep(ASK_AGAIN_S)
         assert len(world.asked) > 3, "routers change"
 

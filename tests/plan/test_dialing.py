@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.dialing import HEAD_START_S, STAGGER_S, Attempt, attempts, relay_of
+from swarmd.plan.dialing import HEAD_START_S, STAGGER_S, Attempt, attempts, leads_there, relay_of
 
 HOME = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("192.168.1.0/24"))
 LAN, OTHER_LAN, PUBLIC, PUBLIC_6 = (
@@ -47,6 +47,13 @@ def test_an_address_of_another_home_is_tried_only_where_there_is_nothing_else() 
 
 def test_a_machine_does_not_dial_itself() -> None:
     assert order(f"{LAN}/p2p/T", CIRCUIT, own=(LAN,)) == [CIRCUIT]
+    assert order("/ip4/0.0.0.0/tcp/4117/p2p/T", "/ip6/::/tcp/1", CIRCUIT) == [CIRCUIT], "libp2p's identify says so"
+
+
+def test_who_is_closed_to_dialling_is_reached_by_neighbours_and_through_relays() -> None:
+    assert leads_there([OTHER_LAN, LAN], HOME)
+    assert leads_there([OTHER_LAN, CIRCUIT], HOME)
+    assert not leads_there([OTHER_LAN, PUBLIC, PUBLIC_6], HOME)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ class Lab:
         place.do("ip link set lo up && sysctl -qw net.ipv4.ip_forward=1")
         return place
 
+    def of(self, name: str) -> Place:
+        """A place by the name that it was made with."""
+        return next(place for place in self.places if place.name == f"{self.prefix}-{name}")
+
     def link(self, a: Place, b: Place) -> str:
         """A cable between two places; its ends are NAMEa and NAMEb."""
         name = f"l{next(self._links)}"

@@ -21,9 +21,10 @@ from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
+from swarmd.net.api import MayRelay
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
-from swarmd.protocol.fields import Name, Text
+from swarmd.protocol.fields import Certificate, Name, Text
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,10 @@ BULK_BYTES_PER_S = 262_144  # a circuit that moves more lets others go first: to
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """To a relay: a circuit to ``target``, or, if that is empty, a reservation."""
+    """To a relay: a circuit to ``target``, or, if that is empty, a reservation; with the asker's ``certificate``."""
 
     target: Name = ""
+    certificate: Certificate = ()
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True):
@@ -77,10 +79,11 @@ class Streams(Protocol):
 
 
 class Circuits:
-    """One network's circuits. ``may_relay`` says for whom this peer relays, None for nobody."""
+    """One network's circuits. ``may_relay`` says for whom, with which certificate, this peer relays; None: nobody."""
 
-    def __init__(self, network: Streams) -> None:
-        self.may_relay: Callable[[PeerId], bool] | None = None
+    def __init__(self, network: Streams, certificate: tuple[bytes, ...]) -> None:
+        self.may_relay: MayRelay | None = None
+        self._certificate = certificate
         self._network = network
         self._reserved: Counter[PeerId] = Counter()
         self._asked: Counter[PeerId] = Counter()
@@ -95,7 +98,7 @@ class Circuits:
     async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
         """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
         stream = await self._network.open_for_reservation(relay)
-        self._network.note_seen_at((await self._ask(stream, Ask())).seen_at)
+        self._network.note_seen_at((await self._ask(stream, Ask(certificate=self._certificate))).seen_at)
         try:
             held()
             await stream.receive()
@@ -106,7 +109,7 @@ class Circuits:
     async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
         """Have a relay connect this peer to another. Raises PeerError."""
         stream = await self._network.open_for_relay(relay)
-        granted = await self._ask(stream, Ask(target))
+        granted = await self._ask(stream, Ask(target, self._certificate))
         if not self._network.announced_ports():  # else the connection comes from another port than reservations
             self._network.note_seen_at(granted.seen_at)
         return Circuit(stream, is_initiator=True)
@@ -140,7 +143,7 @@ class Circuits:
         """Somebody asks this peer to relay."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
             ask = await read(stream, Ask)
-        if why_not := self._why_not(stream.peer, ask.target):
+        if why_not := self._why_not(stream.peer, ask):
             await write(stream, Granted(why_not))
             await stream.aclose()
         elif ask.target:
@@ -148,11 +151,12 @@ class Circuits:
         else:
             await self._keep(stream)
 
-    def _why_not(self, peer: PeerId, target: str) -> str:
+    def _why_not(self, peer: PeerId, ask: Ask) -> str:
+        target = ask.target
         if self.may_relay is None:
             return "this member does not relay"
-        if not self.may_relay(peer):
-            return "you are no member that it knows"
+        if not self.may_relay(peer, ask.certificate):
+            return "you are no member"
         if not target:
             is_full = len(self._reserved) >= MAX_RESERVATIONS and peer not in self._reserved
             return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""

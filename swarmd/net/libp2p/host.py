@@ -81,6 +81,7 @@ class Libp2pNetwork:
         listen: tuple[str, ...] = (),
         announce: tuple[str, ...] = (),
         blocked: frozenset[PeerId] = frozenset(),
+        certificate: tuple[bytes, ...] = (),
     ) -> None:
         self.peer_id = identity.peer_id
         self._listen = listen
@@ -96,7 +97,7 @@ class Libp2pNetwork:
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
         for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
-        self.ways = Libp2pWays(self)
+        self.ways = Libp2pWays(self, certificate)
         self.swarm.dial_circuit = self.ways.dial_circuit
 
     @asynccontextmanager
@@ -176,7 +177,6 @@ class Libp2pNetwork:
         return Libp2pStream(peer, stream, protocol)
 
     def way_to(self, peer: PeerId) -> Way | None:
-        """How a peer is connected; None when it is not."""
         return self.ways.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:

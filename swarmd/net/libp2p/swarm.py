@@ -32,7 +32,7 @@ from libp2p.peer.peerstore import PeerStoreError
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.pnet.protector import new_protected_conn
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.transport.exceptions import OpenConnectionError, SecurityUpgradeFailure
+from libp2p.transport.exceptions import OpenConnectionError
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
@@ -176,7 +176,7 @@ class GuardedSwarm(Swarm):
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
         for attempt in attempts([str(a) for a in self.peerstore.addrs(peer_id)], networks(), self._own()):
-            with suppress(OpenConnectionError), trio.move_on_after(UPGRADE_TIMEOUT_S):
+            with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
                 return await self._made(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
@@ -189,7 +189,8 @@ class GuardedSwarm(Swarm):
         if is_initiator:
             await self._made(raw, peer_id)
             return
-        muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
+        with _any_failure():
+            muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
         if muxed.peer_id != peer_id:
             await muxed.close()
             raise SwarmException(f"{muxed.peer_id} answers at {address}, not {peer_id}")
@@ -198,13 +199,16 @@ class GuardedSwarm(Swarm):
         return await self._tcp.dial_with_source(Multiaddr(address), ("0.0.0.0", self._own_port))
 
     async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
-        """Upgrade what this side began; it is closed when that fails."""
+        """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
+        made: INetConn | None = None
         try:
-            return await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
-        except BaseException:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await raw.close()
-            raise
+            with _any_failure():
+                made = await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
+                return made
+        finally:
+            if made is None:
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await raw.close()
 
     def _protected(self, raw: IRawConnection) -> IRawConnection:
         return new_protected_conn(raw, self.psk) if self.psk is not None else raw
@@ -266,8 +270,9 @@ class GuardedSwarm(Swarm):
         raw: IRawConnection | None = None
         try:
             raw = await self._wire(address, peer_id)
-            await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
-        except (OpenConnectionError, SecurityUpgradeFailure):
+            with _any_failure():
+                await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
+        except (OpenConnectionError, SwarmException):
             return False
         finally:
             if raw is not None:
@@ -343,6 +348,17 @@ def _handle_of(raw_conn: IRawConnection) -> int:
     """The file handle of a TCP connection; -1 for what has none."""
     stream = getattr(getattr(raw_conn, "stream", None), "stream", None)
     return stream.socket.fileno() if isinstance(stream, trio.SocketStream) else -1
+
+
+@contextmanager
+def _any_failure() -> Iterator[None]:
+    """Whatever the other side's bytes make the library raise in a handshake is a SwarmException (row 18)."""
+    try:
+        yield
+    except SwarmException:
+        raise
+    except Exception as error:
+        raise SwarmException(f"the handshake failed: {type(error).__name__}") from error
 
 
 def _port_of(address: str) -> int:

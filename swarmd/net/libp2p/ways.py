@@ -5,6 +5,7 @@ Each of the three knows its own messages (circuits.py, dial_back.py, punching.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
-from swarmd.net.api import Way
+from swarmd.net.api import MayRelay, Way
 from swarmd.net.libp2p.circuits import Circuits
 from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
@@ -24,6 +25,8 @@ from swarmd.net.libp2p.swarm import GuardedSwarm
 from swarmd.plan.dialing import is_circuit, relay_of
 from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
 
 RELAY, CIRCUIT, DIAL_BACK, PUNCH = "relay", "circuit", "dial_back", "punch"  # protocols that stay in this folder
 
@@ -52,9 +55,9 @@ class Host(Protocol):
 class Libp2pWays:
     """See ``net.api.Ways``, and the module."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, certificate: tuple[bytes, ...]) -> None:
         self._host = host
-        self._circuits = Circuits(self)
+        self._circuits = Circuits(self, certificate)
         self._dial_back = DialBack(self)
         self._punching = Punching(self)
         self._made: dict[int, Way] = {}
@@ -80,7 +83,7 @@ class Libp2pWays:
     def is_open(self, is_open: bool) -> None:
         self._is_open = is_open
 
-    def relay_for(self, may_relay: Callable[[PeerId], bool] | None) -> None:
+    def relay_for(self, may_relay: MayRelay | None) -> None:
         self._circuits.may_relay = may_relay
 
     @property
@@ -88,6 +91,7 @@ class Libp2pWays:
         return self._circuits.n_open
 
     def way_to(self, peer: PeerId) -> Way | None:
+        """See net.api.Network."""
         ways = [self._way_of(connection) for connection in self._host.connections(peer)]
         return next((way for way in ways if way != "relayed"), ways[0] if ways else None)
 
@@ -105,7 +109,8 @@ class Libp2pWays:
         try:
             connection = await self._host.swarm.dial_from_own_port(ID.from_base58(relay))
             return await self._host.open(relay, RELAY, connection)
-        except SwarmException:
+        except SwarmException as error:
+            logger.debug("nobody will meet this peer at a port that %s sees: %s", relay, error)
             return await self._host.open(relay, RELAY)
 
     async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:

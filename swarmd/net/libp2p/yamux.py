@@ -126,7 +126,6 @@ class YamuxConnection(IMuxedConn):
     def __init__(self, secured: ISecureConn, peer_id: ID, **_: Any) -> None:
         self.secured = secured
         self.peer_id = peer_id
-        self.is_relayed = secured.get_connection_type() is ConnectionType.RELAYED
         self.core = YamuxCore(secured.is_initiator)
         self.event_started = trio.Event()
         self.streams: dict[int, YamuxStream] = {}
@@ -140,6 +139,10 @@ class YamuxConnection(IMuxedConn):
     @property
     def is_initiator(self) -> bool:
         return self.secured.is_initiator
+
+    @property
+    def is_relayed(self) -> bool:
+        return self.secured.get_connection_type() is ConnectionType.RELAYED
 
     @property
     def is_closed(self) -> bool:

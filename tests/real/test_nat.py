@@ -1,0 +1,149 @@
+"""Members behind real routers, in namespaces of the test's own (benchmarks/nat.py has all kinds against all)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.checkpoints import make
+from tests.real import netlab
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.netlab import Lab, Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())]
+
+LISTEN = "/ip4/0.0.0.0/tcp/4117"
+N_TOKENS, KILLED_AT = 120, 30
+CLIENT = """
+import sys, time, torch, swarmd, msgspec
+torch.set_num_threads(1)
+
+class Paced:
+    def __init__(self): self.n = 0
+    def put(self, value):
+        self.n += 1
+        time.sleep(0.01)
+        if self.n == int(sys.argv[3]):
+            print("going", flush=True)
+    def end(self): pass
+
+with swarmd.connect(sys.argv[1]) as swarm:
+    model = swarm.model("m", lookup=False, wait_s=8)
+    text = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=int(sys.argv[2]),
+                          min_new_tokens=int(sys.argv[2]), do_sample=False, streamer=Paced())
+    ways = [swarm.within.way_to(span.peer) for span in swarm.view().spans]
+    print(msgspec.json.encode({"text": text[0].tolist(), "ways": ways}).decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("nat") / "model")
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with netlab.laid() as made:
+        yield made
+
+
+@pytest.fixture
+def swarm(lab: Lab, tmp_path: Path) -> Iterator[LocalSwarm]:  # after the laboratory, so that it ends before it
+    with local_swarm(tmp_path) as made:
+        yield made
+
+
+def start(swarm: LocalSwarm, place: Place, checkpoint: Path, *arguments: str) -> Volunteer:
+    served = arguments or ("--no-serve",)
+    return swarm.add(*served, models={"m": checkpoint}, listen=LISTEN, inside=place.inside)
+
+
+def wait_for(swarm: LocalSwarm, volunteer: Volunteer, state: str, n_relays: int = 0) -> None:
+    def is_so() -> bool:
+        reach = volunteer.ask("status")["reach"]
+        return reach["state"] == state and len(reach["relays"]) == n_relays
+
+    swarm.wait(is_so, f"{state} through {n_relays} relays")
+
+
+def generate(swarm: LocalSwarm, place: Place, kill: Any = None) -> dict[str, Any]:
+    command = [*place.inside, sys.executable, "-c", CLIENT, swarm.invite(), str(N_TOKENS), str(KILLED_AT)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "going\n", process.stderr and process.stderr.read()
+        if kill is not None:
+            kill()
+        out, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        return msgspec.json.decode(out.splitlines()[-1], type=dict[str, Any])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_chain_through_two_homes_and_a_forwarded_port(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+    """A relay, a home whose port is forwarded, one whose is not; a client in a third, with the same addresses."""
+    relay = start(swarm, lab.public("relay"), checkpoint)
+    first, second = lab.router("first"), lab.router("second")
+    open_home = first.home("open")
+    first.forward(4117, open_home)
+    forwarded = start(swarm, open_home, checkpoint, "--serve", "m", "--blocks", "0:3")
+    closed = start(swarm, second.home("closed"), checkpoint, "--serve", "m", "--blocks", "3:6")
+    wait_for(swarm, relay, "open")
+    wait_for(swarm, forwarded, "open")
+    wait_for(swarm, closed, "closed", n_relays=2)
+    swarm.wait_online()
+    found = f"/ip4/{first.address}/tcp/4117/p2p/{forwarded.peer}"
+    assert found in forwarded.ask("status")["addresses"], "nobody announced the forwarded port"
+    away = generate(swarm, lab.router("third").home("client"))
+    assert away["ways"] == ["direct", "punched"]
+    neighbour = generate(swarm, second.home("neighbour"))
+    assert neighbour["ways"][1] == "direct"
+    assert neighbour["text"] == away["text"]
+    rows = {row["peer"]: row for row in forwarded.ask("peers")["peers"]}
+    assert rows[closed.peer]["reach"] == "closed"
+    assert rows[closed.peer]["way"] in ("reversed", "direct"), "who can be dialled needs no relay"
+
+
+def test_a_relay_killed_in_mid_sentence_costs_a_pause(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+    """Both ends behind routers that give each connection another port: nothing but a relay connects them."""
+    relays = [start(swarm, lab.public(f"relay{i}"), checkpoint) for i in range(2)]
+    server = start(
+        swarm, lab.router("server", "symmetric").home("at_server"), checkpoint, "--serve", "m", "--blocks", "0:6"
+    )
+    wait_for(swarm, server, "closed", n_relays=2)
+    swarm.wait_online()
+    home = lab.router("client", "symmetric").home("at_client")
+    whole = generate(swarm, home)
+    assert whole["ways"] == ["relayed"]
+
+    def kill_the_one_in_use() -> None:
+        max(relays, key=lambda relay: relay.ask("status")["reach"]["relaying"]).stop()
+
+    assert generate(swarm, home, kill_the_one_in_use) == whole
+    wait_for(swarm, server, "closed", n_relays=1)
+
+
+def test_without_a_relay_the_message_is_true_and_comes_soon(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+    founder = swarm.add(
+        "--no-serve", models={"m": checkpoint}, listen=LISTEN, inside=lab.public("f").inside, SWARMD_RELAY="false"
+    )
+    server = start(swarm, lab.router("home").home("server"), checkpoint, "--serve", "m", "--blocks", "0:6")
+    wait_for(swarm, server, "closed")
+    swarm.wait_online()
+    why = server.ask("status")["reach"]["why"]
+    assert why.endswith("could not connect to it at 5.0.2.2; no member relays for it yet")
+    answer = founder.ask("ping", "POST", peer=str(server.peer))
+    assert answer["error"] is None, "it connected here itself"
+    command = [*lab.public("client").inside, sys.executable, "-c", CLIENT, swarm.invite(), "3", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == (
+        "swarmd.errors.NoRoute: no live server holds blocks [0,6) of 6; 1 server behind a router cannot be reached"
+    )
