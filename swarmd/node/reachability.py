@@ -40,8 +40,10 @@ class Reachability:
         self._answers: dict[PeerId, tuple[Answer, float]] = {}
         self._asked_at: dict[PeerId, float] = {}
         self._relays: list[PeerId] = []
-        self._trying: set[PeerId] = set()
+        self._holding: dict[PeerId, trio.CancelScope] = {}
         self._refused_at: dict[PeerId, float] = {}
+        self._own: set[str] = set()
+        self._also: tuple[str, ...] = ()
         self._wake = trio.Event()
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
 
@@ -52,8 +54,9 @@ class Reachability:
                 await self._ask()
                 self._judge()
                 for relay in self._missing_relays():
-                    self._trying.add(relay)
-                    nursery.start_soon(self._hold, relay)
+                    self._holding[relay] = trio.CancelScope()
+                    nursery.start_soon(self._hold, relay, self._holding[relay])
+                self._announce()
                 with trio.move_on_after(LOOK_INTERVAL_S * self._rng.uniform(0.75, 1.25)):
                     await self._wake.wait()
 
@@ -85,6 +88,8 @@ class Reachability:
     async def _ask(self) -> None:
         """Have one more member try, until enough from outside have; all again after a while."""
         now, own = trio.current_time(), self._own_hosts()
+        if own != self._own:  # another network, perhaps: what was found there counts no more
+            self._own, self._answers, self._asked_at = own, {}, {}
         fresh = {p: a for p, (a, at) in self._answers.items() if now - at < ASK_AGAIN_S}
         if not own or sum(not is_near(answer, own) for answer in fresh.values()) >= N_ASKED:
             return
@@ -104,7 +109,7 @@ class Reachability:
             logger.debug("%s does not say whether it can connect here: %s", peer, error)
 
     def _judge(self) -> None:
-        own = self._own_hosts()
+        own = self._own
         oldest = trio.current_time() - 2 * ASK_AGAIN_S
         self._answers = {p: (a, at) for p, (a, at) in self._answers.items() if at > oldest}
         answers = [answer for answer, _ in self._answers.values()]
@@ -114,7 +119,9 @@ class Reachability:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
             self._ways.relay_for(self._is_member if self._is_relay else None)
-            self._announce()
+            self._directory.announce_soon()
+            for scope in self._holding.values() if self.reach.action == "open" else ():
+                scope.cancel()  # nobody needs a relay any more
 
     def _is_member(self, peer: PeerId, certificate: tuple[bytes, ...]) -> bool:
         try:
@@ -135,24 +142,24 @@ class Reachability:
             if record.relays and record.peer != self._rpc.network.peer_id
         }
         usable = {p: s for p, s in offering.items() if now - self._refused_at.get(p, -NO_RELAY_S) >= NO_RELAY_S}
-        busy = [*self._relays, *self._trying]
-        return [peer for peer in choose_relays(usable, [p for p in busy if p in usable]) if peer not in busy]
+        held = [peer for peer in self._holding if peer in usable]
+        return [peer for peer in choose_relays(usable, held) if peer not in self._holding]
 
-    async def _hold(self, relay: PeerId) -> None:
+    async def _hold(self, relay: PeerId, scope: trio.CancelScope) -> None:
         """Be reachable through one relay, until that ends or nobody needs it."""
 
         def held() -> None:
-            self._trying.discard(relay)
             self._relays.append(relay)
             self._announce()
 
         self._rpc.network.learn(relay, self._directory.exchange.addresses_of(relay))
         try:
-            await self._ways.hold_reservation(relay, held)
+            with scope:
+                await self._ways.hold_reservation(relay, held)
         except PeerError as error:
             logger.info("not reachable through %s: %s", relay, error)
         finally:
-            self._trying.discard(relay)
+            del self._holding[relay]
             if relay in self._relays:
                 self._relays.remove(relay)
                 self._announce()
@@ -160,16 +167,18 @@ class Reachability:
             self._wake.set()
 
     def _announce(self) -> None:
-        """Name what leads here beside this machine's own addresses, and tell others."""
+        """Name what leads here beside this machine's own addresses, and tell others when that changed."""
         me, view = self._rpc.network.peer_id, self._directory.view()
         answers = (answer for answer, _ in self._answers.values())
         also = [
             f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{me}"
-            for host, port in forwarded(answers, self._own_hosts())
+            for host, port in forwarded(answers, self._own)
         ]
         for relay in self._relays:
             record = view.peers.get(relay)
             direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
             also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        self._ways.announce_also(tuple(also))
-        self._directory.announce_soon()
+        if tuple(also) != self._also:
+            self._also = tuple(also)
+            self._ways.announce_also(self._also)
+            self._directory.announce_soon()

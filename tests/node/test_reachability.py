@@ -39,7 +39,7 @@ class World:
         self.n_announced = 0
         self.n_relayed = 0
         self.records: dict[PeerId, PeerRecord] = {}
-        addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
+        self.addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
         directory: Any = SimpleNamespace(
             view=lambda: SimpleNamespace(peers=self.records),
             exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check),
@@ -47,7 +47,7 @@ class World:
             announce_soon=self.announce_soon,
         )
         rpc: Any = SimpleNamespace(
-            network=SimpleNamespace(peer_id=ME, addresses=lambda: addresses, learn=lambda peer, found: None)
+            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, found: None)
         )
         self.me = Reachability(self, rpc, directory, random.Random(0), True)
         self.add("ME", relays=True)
@@ -170,3 +170,41 @@ async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: Mo
         await trio.sleep(5)
         assert world.asked == []
         assert world.me.snapshot().relays == ("R1",)
+
+
+async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.add("R1", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.snapshot().relays == ("R1",)
+        world.can_connect = True  # somebody has the router forward the port
+        await trio.sleep(3 * ASK_AGAIN_S)
+        assert world.me.announced()["reach"] == "open"
+        assert world.me.snapshot().relays == ()
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
+
+
+async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> None:
+    world = World("192.168.1.2", can_connect=True)
+    world.add("A")
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.reach.action == "open"
+        world.addresses, world.host, world.can_connect = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", False
+        await trio.sleep(10)
+        assert world.me.reach.action == "closed"
+        assert world.asked == ["A", "A"]
+
+
+async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
+    world = World("192.168.1.2", can_connect=True)
+    world.add("NEIGHBOUR")
+    async with living(world):
+        await trio.sleep(30)
+        assert world.also == ()
+        world.host = "5.0.1.2"
+        world.add("A")
+        await trio.sleep(10)
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)

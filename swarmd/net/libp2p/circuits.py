@@ -174,7 +174,8 @@ class Circuits:
             await stream.receive()
         finally:
             self._reserved = self._reserved - Counter([peer])
-            await stream.reset()
+            with trio.CancelScope(shield=True):
+                await stream.reset()
 
     async def _connect(self, stream: Libp2pStream, target: PeerId) -> None:
         self._asked[stream.peer] += 1

@@ -27,6 +27,8 @@ MAX_ADDRESSES = 4  # to dial back, of one machine
 UPGRADE_TIMEOUT_S = 1.5  # whoever waits for a connection waits for this as well
 PUNCH_TIMEOUT_S = 1.0  # of both dialling at once: a lost SYN is sent again after 1 s, and then it is too late
 RETRY_S = 0.05  # a router that says no to the first SYN knows better after the other's
+MEETING_S = 5.0  # between two attempts of one peer
+MAX_AT_ONCE = 64  # peers within that time
 AGAIN_AFTER_S = 300.0  # what could not be made direct is not tried at each connection
 
 Place = tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=65_535)]]
@@ -67,6 +69,7 @@ class Punching:
     def __init__(self, network: Meeting) -> None:
         self._network = network
         self._not_before: dict[PeerId, float] = {}
+        self._meeting: dict[PeerId, float] = {}
 
     async def make_direct(self, peer: PeerId) -> None:
         """Try to replace a connection through a relay; it stays when that fails."""
@@ -103,7 +106,13 @@ class Punching:
         return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
 
     async def met(self, stream: Libp2pStream) -> None:
-        """The side that did not begin."""
+        """The side that did not begin. Who asks again and again would have it knock at doors of others."""
+        now = trio.current_time()
+        self._meeting = {peer: until for peer, until in self._meeting.items() if until > now}
+        if stream.peer in self._meeting or len(self._meeting) >= MAX_AT_ONCE:
+            await stream.reset()
+            return
+        self._meeting[stream.peer] = now + MEETING_S
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             other = await read(stream, Meet)
             if other.dial:
