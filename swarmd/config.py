@@ -91,6 +91,7 @@ class Config:
     """Everything a daemon can be told.
 
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
+    ``upnp`` asks the router to forward a port where members cannot connect.
     ``relay`` connects members that nobody can dial to others, where this machine can be dialled.
     ``model`` may name several, comma-separated: each gets a worker of its own. ``hosted``, the tables ``[[serve]]``,
     says more of each; what a table leaves out is as the setting of that name.
@@ -115,6 +116,7 @@ class Config:
     direct: bool = True
     direct_port: int = 0
     relay: bool = True
+    upnp: bool = True
     serve: bool = True
     model: str = ""
     blocks: str = "auto"

@@ -125,9 +125,8 @@ class Daemon:
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)
         self.presence = Presence(config.policy, self._rest, home.pause_file) if home else None
-        self.reachability = (
-            Reachability(world.ways, self.rpc, self.directory, world.rng, config.relay) if world.ways else None
-        )
+        meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
+        self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         owned = (self.gateway, self.presence, self.reachability)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
         self._certificate = member.certificate

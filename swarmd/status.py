@@ -124,7 +124,8 @@ class StandingRow(Status, frozen=True, kw_only=True):
 class ReachStatus(Status, frozen=True, kw_only=True):
     """Whether others can connect to this machine (``state``: unknown, open or closed, as members measured it), and why.
 
-    ``relays`` it is reached through; it ``offers`` to relay for others, and is ``relaying`` so many circuits.
+    ``relays`` it is reached through; it ``offers`` to relay for others, and is ``relaying`` so many circuits;
+    ``mapped``: the host and port that the router forwards to it since it was asked.
     """
 
     state: str
@@ -132,6 +133,7 @@ class ReachStatus(Status, frozen=True, kw_only=True):
     relays: tuple[str, ...]
     offers: bool
     relaying: int
+    mapped: str | None = None
 
 
 class PeerRow(Status, frozen=True, kw_only=True):

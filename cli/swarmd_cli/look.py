@@ -46,7 +46,8 @@ def status(as_json: Json = False) -> None:
 def reach_text(reach: dict[str, Any]) -> str:
     """Whether others can connect to this machine, and what it does for them, in a line."""
     relaying = f"; it relays {reach['relaying']} circuits for others" if reach["relaying"] else ""
-    return f"{reach['state']}: {reach['why']}{relaying}"
+    mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
+    return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
 
 def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:

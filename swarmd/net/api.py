@@ -94,6 +94,12 @@ class Ways(Protocol):
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
         """Be reachable through a relay until that ends; calls ``held`` once it is so."""
 
+    def reached_at_port(self, port: int) -> None:
+        """A port of the router leads here: members that try are to try it."""
+
+    def listening_port(self) -> int | None:
+        """The TCP port that others find this peer at; None when it does not listen."""
+
     def announce_also(self, addresses: tuple[str, ...]) -> None:
         """Name these addresses beside the interfaces' own, as multiaddrs that end in /p2p/ID."""
 

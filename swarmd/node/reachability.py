@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import suppress
+from ipaddress import ip_address
 
 import trio
 
 from swarmd.errors import IntegrityError, PeerError, Refused
 from swarmd.net.api import Ways
+from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
 from swarmd.node.directory import Directory
-from swarmd.plan.dialing import host_of, is_circuit
+from swarmd.plan.dialing import host_of, is_circuit, is_private
 from swarmd.plan.reachability import N_ASKED, Answer, Reach, choose_relays, forwarded, is_near, judge
 from swarmd.protocol.records import PeerRecord
 from swarmd.status import ReachStatus
@@ -25,13 +28,18 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 2.0  # whether there are new members to ask, or relays
 ASK_AGAIN_S = 600.0  # routers and their leases change seldom
 NO_RELAY_S = 60.0  # for one that did not answer, or said no
+GOODBYE_S = 2.0  # for the router to take a mapping back
 MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
 
 
 class Reachability:
-    """See the module. ``offers``: whether this machine relays for others when it can be reached."""
+    """See the module. ``offers``: it relays for others when it can be reached; ``asks_router`` to open a port."""
 
-    def __init__(self, ways: Ways, rpc: Rpc, directory: Directory, rng: random.Random, offers: bool) -> None:
+    def __init__(
+        self, ways: Ways, rpc: Rpc, directory: Directory, rng: random.Random, offers: bool, asks_router: bool = False
+    ) -> None:
+        self._asks_router = asks_router
+        self._mapping: Mapping | None = None
         self._ways = ways
         self._rpc = rpc
         self._directory = directory
@@ -49,6 +57,8 @@ class Reachability:
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
+            if self._asks_router:
+                nursery.start_soon(self._keep_port_open)
             while True:
                 self._wake = trio.Event()
                 await self._ask()
@@ -62,9 +72,15 @@ class Reachability:
 
     def snapshot(self) -> ReachStatus:
         relays = tuple(str(peer) for peer in self._relays)
+        mapped = None if self._mapping is None else f"{self._mapping.host}:{self._mapping.port}"
         why = f"{self.reach.reason}{'' if self.reach.action != 'closed' else self._through()}"
         return ReachStatus(
-            state=self.reach.action, why=why, relays=relays, offers=self._is_relay, relaying=self._ways.n_relayed
+            state=self.reach.action,
+            why=why,
+            relays=relays,
+            offers=self._is_relay,
+            relaying=self._ways.n_relayed,
+            mapped=mapped,
         )
 
     def announced(self) -> dict[str, object]:
@@ -83,7 +99,9 @@ class Reachability:
     # --- asking ----------------------------------------------------------------------------------------------
 
     def _own_hosts(self) -> set[str]:
-        return {str(host_of(a)) for a in self._rpc.network.addresses() if not is_circuit(a)}
+        """Of its interfaces, and what its owner announces; not what a router forwards."""
+        found = {a for a in self._rpc.network.addresses() if not is_circuit(a) and a not in self._also}
+        return {str(host) for a in found if (host := host_of(a)) is not None}
 
     async def _ask(self) -> None:
         """Have one more member try, until enough from outside have; all again after a while."""
@@ -129,6 +147,42 @@ class Reachability:
         except (Refused, IntegrityError):
             return False
         return True
+
+    # --- the router ------------------------------------------------------------------------------------------
+
+    async def _keep_port_open(self) -> None:
+        """Have the router forward a port while members cannot connect, or can because of it; at the end, not."""
+        try:
+            while True:
+                port = self._ways.listening_port()
+                if port is not None and self._is_behind_router():
+                    await self._map(port)
+                    await trio.sleep(LEASE_S / 2 if self._mapping else ASK_AGAIN_S)
+                else:
+                    await trio.sleep(LOOK_INTERVAL_S)
+        finally:
+            if self._mapping is not None:
+                with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S), suppress(PeerError):
+                    await unmap_port(self._mapping)
+
+    def _is_behind_router(self) -> bool:
+        hosts = [ip_address(host) for host in self._own]
+        at_home = any(is_private(host) and not host.is_loopback for host in hosts)
+        return at_home and (self.reach.action == "closed" or self._mapping is not None)
+
+    async def _map(self, port: int) -> None:
+        before = self._mapping
+        try:
+            self._mapping = await map_port(port)
+        except PeerError as error:
+            self._mapping = None
+            logger.info("%s", error)
+            return
+        if self._mapping != before:
+            logger.info("the router forwards its port %d to this machine's %d", self._mapping.port, port)
+            self._ways.reached_at_port(self._mapping.port)
+            self._answers, self._asked_at = {}, {}
+            self._wake.set()
 
     # --- relays ----------------------------------------------------------------------------------------------
 

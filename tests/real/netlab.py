@@ -12,13 +12,35 @@ import itertools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Nat = Literal["cone", "symmetric"]
 MASQUERADE = {"cone": "masquerade", "symmetric": "masquerade fully-random"}
+UPNP_CHAINS = """table inet upnp {
+    chain forward { type filter hook forward priority -10; jump miniupnpd; }
+    chain miniupnpd { }
+    chain prerouting { type nat hook prerouting priority -100; jump prerouting_miniupnpd; }
+    chain prerouting_miniupnpd { }
+    chain postrouting { type nat hook postrouting priority 99; jump postrouting_miniupnpd; }
+    chain postrouting_miniupnpd { }
+}"""
+UPNP = """ext_ifname={outside}
+listening_ip=lan
+enable_upnp=yes
+secure_mode=yes
+uuid=00000000-0000-0000-0000-000000000001
+upnp_table_name=upnp
+upnp_nat_table_name=upnp
+upnp_forward_chain=miniupnpd
+upnp_nat_chain=prerouting_miniupnpd
+upnp_nat_postrouting_chain=postrouting_miniupnpd
+allow 1024-65535 {lan}.0/24 1024-65535
+"""
 FILTER = "ct state established,related accept"
 
 
@@ -76,12 +98,24 @@ class Place:
             f"nft insert rule ip nat forward tcp dport {port} accept"
         )
 
+    def open_ports(self) -> None:
+        """Let machines of this router's home open ports (UPnP IGD), by the daemon that many routers have."""
+        outside = self.do("ip -o route show default").split("dev ")[1].split()[0]
+        self.do(f"nft '{UPNP_CHAINS}' && nft insert rule ip nat forward ct status dnat accept")
+        self.do("ip route add 239.0.0.0/8 dev lan")
+        settings = self.lab.folder / f"{self.name}.conf"
+        settings.write_text(UPNP.format(outside=outside, lan=self.lan))
+        command = [*self.inside, "miniupnpd", "-d", "-f", str(settings)]
+        self.lab.started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
 
 @dataclass
 class Lab:
     """All places of one test."""
 
     prefix: str
+    folder: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     middle: Place = field(init=False)
     _links: Iterator[int] = field(default_factory=itertools.count)
@@ -137,12 +171,17 @@ class Lab:
 @contextmanager
 def laid() -> Iterator[Lab]:
     """A laboratory; everything of it is gone afterwards."""
-    lab = Lab(f"swarmd{os.getpid()}")
+    folder = tempfile.TemporaryDirectory()
+    lab = Lab(f"swarmd{os.getpid()}", Path(folder.name))
     try:
         lab.middle = lab.place("middle")
         lab.middle.do("ip route add blackhole default")  # what leads nowhere gets no answer
         yield lab
     finally:
+        for process in lab.started:
+            process.kill()
+            process.wait()
+        folder.cleanup()
         for place in lab.places:
             for pid in run("ip", "netns", "pids", place.name).split():
                 with_pid = ("kill", "-KILL", pid)

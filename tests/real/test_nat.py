@@ -1,7 +1,12 @@
-"""Members behind real routers, in namespaces of the test's own (benchmarks/nat.py has all kinds against all)."""
+"""Members behind real routers, in namespaces of the test's own (benchmarks/nat.py has all kinds against all).
+
+Part of ``make prove``: they need root, ``ip``, ``nft`` and miniupnpd, which few machines have. What needs no router is in
+tests/net/test_circuits.py and tests/node/test_reachability.py.
+"""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +21,7 @@ from tests.real import netlab
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.netlab import Lab, Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())]
+pytestmark = [pytest.mark.prove, pytest.mark.slow, pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())]
 
 LISTEN = "/ip4/0.0.0.0/tcp/4117"
 N_TOKENS, KILLED_AT = 120, 30
@@ -147,3 +152,30 @@ def test_without_a_relay_the_message_is_true_and_comes_soon(lab: Lab, swarm: Loc
     assert done.stderr.splitlines()[-1] == (
         "swarmd.errors.NoRoute: no live server holds blocks [0,6) of 6; 1 server behind a router cannot be reached"
     )
+
+
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed")
+def test_a_router_that_can_be_asked_opens_a_port_for_each(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+    """Two machines of one home want the same port; the one that ends gives its port back."""
+    start(swarm, lab.public("relay"), checkpoint)
+    router = lab.router("asked")
+    router.open_ports()
+    first = start(swarm, router.home("first"), checkpoint, "--serve", "m", "--blocks", "0:3")
+    second = start(swarm, router.home("second"), checkpoint, "--serve", "m", "--blocks", "3:6")
+
+    def mapped() -> set[str | None]:
+        return {volunteer.ask("status")["reach"]["mapped"] for volunteer in (first, second)}
+
+    wanted = {f"{router.address}:4117", f"{router.address}:4118"}
+    swarm.wait(lambda: mapped() == wanted, "a port of the router for each")
+    for volunteer in (first, second):
+        wait_for(swarm, volunteer, "open")
+    swarm.wait_online()
+    assert generate(swarm, lab.router("away", "symmetric").home("client"))["ways"] == ["direct", "direct"]
+    port = first.ask("status")["reach"]["mapped"].partition(":")[2]
+    first.ask("down", "POST")
+    assert first.process is not None
+    first.process.wait()
+    rules = router.do("nft list chain inet upnp prerouting_miniupnpd")
+    assert f"dport {port}" not in rules
+    assert "dport 411" in rules, "the other's is there"

@@ -158,8 +158,8 @@ def test_the_map_is_right_and_follows(browser: Browser) -> None:
     page.click("nav a[href='#/swarm']")
     row = page.locator("table.map tr", has_text=leaving.peer[-8:])
     row.wait_for(timeout=WAIT_MS)
-    assert row.locator("td.block").all_inner_texts() == ["", "", "", "●", "●", "●"]
-    counts = page.locator("table.map tfoot td.block")
+    blocks, counts = row.locator("td.block"), page.locator("table.map tfoot td.block")
+    playwright.expect(blocks).to_have_text(["", "", "", "●", "●", "●"], timeout=WAIT_MS)
     playwright.expect(counts).to_have_text(["2"] * 6, timeout=WAIT_MS)  # who was killed before may only just be back
     leaving.ask("drain", "POST")
     row.locator("td.draining", has_text="◑").first.wait_for(timeout=WAIT_MS)

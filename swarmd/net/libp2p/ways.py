@@ -64,6 +64,7 @@ class Libp2pWays:
         self._is_open = False
         self._seen_at: Place | None = None
         self.also: tuple[str, ...] = ()
+        self._port_of_router: int | None = None
         host.serve(RELAY, self._circuits.asked)
         host.serve(CIRCUIT, self._circuits.called)
         host.serve(DIAL_BACK, self._dial_back.asked)
@@ -72,7 +73,14 @@ class Libp2pWays:
     # --- net.api.Ways ----------------------------------------------------------------------------------------
 
     async def ask_dial_back(self, peer: PeerId) -> Answer:
-        return await self._dial_back.ask(peer, self._host.announced_ports())
+        ports = [self._port_of_router] if self._port_of_router else []
+        return await self._dial_back.ask(peer, tuple(dict.fromkeys([*ports, *self._host.announced_ports()])))
+
+    def reached_at_port(self, port: int) -> None:
+        self._port_of_router = port
+
+    def listening_port(self) -> int | None:
+        return next(iter(self._host.announced_ports()), None)
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
         await self._circuits.reserve(relay, held)

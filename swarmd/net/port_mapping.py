@@ -1,0 +1,91 @@
+"""Ask the router of this home to forward a TCP port (UPnP Internet Gateway Device), by the library miniupnpc.
+
+Its calls block, so they run in a thread. A mapping is leased, so that it ends by itself when this machine is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import trio
+
+from swarmd.errors import Unreachable
+
+LEASE_S = 3_600  # for a mapping; renewed at half of it
+DISCOVERY_MS = 300  # that routers have to answer, for each way of asking
+ROUTER_TIMEOUT_S = 10.0  # for all that is asked of one
+N_PORTS = 8  # to try: another machine of the home may have the first ones
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A port of the router that leads to one of this machine. ``host`` is the address that the router thinks it has."""
+
+    host: str
+    port: int
+
+
+async def map_port(port: int) -> Mapping:
+    """Have ``port`` forwarded, by the same port of the router or one of the next. Raises Unreachable."""
+    return await _in_thread(partial(_map, port), "does not answer")
+
+
+async def unmap_port(mapping: Mapping) -> None:
+    """Take a mapping back. Raises Unreachable."""
+    await _in_thread(partial(_unmap, mapping), "does not answer")
+
+
+async def _in_thread(function: Callable[[], T], otherwise: str) -> T:
+    try:
+        with trio.fail_after(ROUTER_TIMEOUT_S):
+            return await trio.to_thread.run_sync(function, abandon_on_cancel=True)  # type: ignore[call-arg]
+    except trio.TooSlowError:
+        raise Unreachable(f"the router {otherwise} within {ROUTER_TIMEOUT_S:.0f} s") from None
+
+
+def _map(port: int) -> Mapping:
+    router = _router()
+    with _refusals():
+        host = router.externalipaddress()
+    refusal: Unreachable | None = None
+    for outside in range(port, min(port + N_PORTS, 65_536)):
+        for lease_s in (LEASE_S, 0):  # some routers know permanent ones only
+            try:
+                with _refusals():
+                    router.addportmapping(outside, "TCP", router.lanaddr, port, "swarmd", "", lease_s)
+            except Unreachable as error:
+                refusal = refusal or error
+            else:
+                return Mapping(host, outside)
+    assert refusal is not None
+    raise refusal
+
+
+def _unmap(mapping: Mapping) -> None:
+    router = _router()
+    with _refusals():
+        router.deleteportmapping(mapping.port, "TCP")
+
+
+def _router() -> Any:
+    import miniupnpc  # late: only who is behind a router needs it
+
+    found = miniupnpc.UPnP()
+    found.discoverdelay = DISCOVERY_MS
+    with _refusals():
+        found.discover()
+        found.selectigd()
+    return found
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the library raises Exception itself, for a router's answers and its own
+        raise Unreachable(f"the router opens no port: {error}") from None
