@@ -2,12 +2,13 @@
 
     python -m benchmarks.nat [--rounds 3] [--tokens 48]
 
-Network namespaces with Linux' own NAT (tests.real.netlab; needs root, ip and nft), links without delay. Two public
-members relay; each server holds all of SmolLM2. Rows are where the server is, columns where the client is; *neighbour*
-is a machine in the home of the server behind a cone. For each: the way, seconds from opening a session to its first
-token, a connection to be made included, and the tokens/s of one stream over those of the public client's with the
-public server in the same round. At the end, server and client behind symmetric routers and nobody else: the relay that
-is in use is killed in the middle of a text.
+Network namespaces with Linux' own NAT (tests.real.netlab; needs root, ip, nft and miniupnpd), links without delay. Two
+public members relay; each server holds all of SmolLM2. Rows are where the server is, columns where the client is:
+*forwarded* and *asked* are homes whose router forwards a port, set by hand or asked by UPnP; *neighbour* is a machine in
+the home of the server behind a cone. For each: the way, seconds from opening a session to its first token, a connection
+to be made included, and the tokens/s of one stream over those of the public client's with the public server in the same
+round. At the end, server and client behind symmetric routers and nobody else: the relay that is in use is killed in the
+middle of a text.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.real.netlab import Lab, Place
 from tests.real.smollm2 import smollm2
 
 LISTEN = "/ip4/0.0.0.0/tcp/4117"
-SERVERS = ("public", "forwarded", "cone", "symmetric", "carrier")
+SERVERS = ("public", "forwarded", "asked", "cone", "symmetric", "carrier")
 CLIENTS = ("public", "cone", "symmetric", "carrier")
 CLIENT = """
 import sys, time, torch, swarmd, msgspec
@@ -97,7 +98,7 @@ class Homes:
         """Wait until everybody serves, and knows whether it can be dialled."""
         self.swarm.wait_online()
         for kind, server in self.servers.items():
-            wanted = "open" if kind in ("public", "forwarded") else "closed"
+            wanted = "open" if kind in ("public", "forwarded", "asked") else "closed"
             self.swarm.wait(lambda s=server, w=wanted: _is_settled(s, w), f"{kind} to be {wanted}")
         self.swarm.wait_online()
 
@@ -133,6 +134,8 @@ def _place(lab: Lab, kind: str, who: str) -> Place:
     home = router.home(f"{kind}-{who}")
     if kind == "forwarded":
         router.forward(4117, home)
+    if kind == "asked":
+        router.open_ports()
     return home
 
 

@@ -18,7 +18,7 @@ from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
 from swarmd.node.directory import Directory
 from swarmd.plan.dialing import host_of, is_circuit, is_private
-from swarmd.plan.reachability import N_ASKED, Answer, Reach, choose_relays, forwarded, is_near, judge
+from swarmd.plan.reachability import N_ASKED, N_RELAYS, Answer, Reach, choose_relays, forwarded, is_near, judge
 from swarmd.protocol.records import PeerRecord
 from swarmd.status import ReachStatus
 from swarmd.values import Decision, PeerId
@@ -26,6 +26,7 @@ from swarmd.values import Decision, PeerId
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 2.0  # whether there are new members to ask, or relays
+SETTLED_INTERVAL_S = 10.0  # the same, where nothing is missing
 ASK_AGAIN_S = 600.0  # routers and their leases change seldom
 NO_RELAY_S = 60.0  # for one that did not answer, or said no
 GOODBYE_S = 2.0  # for the router to take a mapping back
@@ -40,6 +41,7 @@ class Reachability:
     ) -> None:
         self._asks_router = asks_router
         self._mapping: Mapping | None = None
+        self._map_at = 0.0
         self._ways = ways
         self._rpc = rpc
         self._directory = directory
@@ -56,19 +58,25 @@ class Reachability:
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
 
     async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            if self._asks_router:
-                nursery.start_soon(self._keep_port_open)
-            while True:
-                self._wake = trio.Event()
-                await self._ask()
-                self._judge()
-                for relay in self._missing_relays():
-                    self._holding[relay] = trio.CancelScope()
-                    nursery.start_soon(self._hold, relay, self._holding[relay])
-                self._announce()
-                with trio.move_on_after(LOOK_INTERVAL_S * self._rng.uniform(0.75, 1.25)):
-                    await self._wake.wait()
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    self._wake = trio.Event()
+                    await self._ask()
+                    self._judge()
+                    for relay in self._missing_relays():
+                        self._holding[relay] = trio.CancelScope()
+                        nursery.start_soon(self._hold, relay, self._holding[relay])
+                    if (port := self._port_to_map()) is not None:
+                        nursery.start_soon(self._map, port)
+                    self._announce()
+                    interval_s = SETTLED_INTERVAL_S if self._is_settled else LOOK_INTERVAL_S
+                    with trio.move_on_after(interval_s * self._rng.uniform(0.75, 1.25)):
+                        await self._wake.wait()
+        finally:
+            if self._mapping is not None:
+                with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S), suppress(PeerError):
+                    await unmap_port(self._mapping)
 
     def snapshot(self) -> ReachStatus:
         relays = tuple(str(peer) for peer in self._relays)
@@ -90,6 +98,10 @@ class Reachability:
     @property
     def _is_relay(self) -> bool:
         return self._offers and self.reach.action == "open"
+
+    @property
+    def _is_settled(self) -> bool:
+        return self.reach.action == "open" or (self.reach.action == "closed" and len(self._relays) >= N_RELAYS)
 
     def _through(self) -> str:
         if not self._relays:
@@ -150,25 +162,17 @@ class Reachability:
 
     # --- the router ------------------------------------------------------------------------------------------
 
-    async def _keep_port_open(self) -> None:
-        """Have the router forward a port while members cannot connect, or can because of it; at the end, not."""
-        try:
-            while True:
-                port = self._ways.listening_port()
-                if port is not None and self._is_behind_router():
-                    await self._map(port)
-                    await trio.sleep(LEASE_S / 2 if self._mapping else ASK_AGAIN_S)
-                else:
-                    await trio.sleep(LOOK_INTERVAL_S)
-        finally:
-            if self._mapping is not None:
-                with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S), suppress(PeerError):
-                    await unmap_port(self._mapping)
+    def _port_to_map(self) -> int | None:
+        """The port that the router is to be asked for now: while members cannot connect, or can because of it."""
+        is_needed = self.reach.action == "closed" or self._mapping is not None
+        if not (self._asks_router and is_needed and trio.current_time() >= self._map_at and self._is_at_home()):
+            return None
+        self._map_at = trio.current_time() + ASK_AGAIN_S
+        return self._ways.listening_port()
 
-    def _is_behind_router(self) -> bool:
+    def _is_at_home(self) -> bool:
         hosts = [ip_address(host) for host in self._own]
-        at_home = any(is_private(host) and not host.is_loopback for host in hosts)
-        return at_home and (self.reach.action == "closed" or self._mapping is not None)
+        return any(is_private(host) and not host.is_loopback for host in hosts)
 
     async def _map(self, port: int) -> None:
         before = self._mapping
@@ -178,6 +182,7 @@ class Reachability:
             self._mapping = None
             logger.info("%s", error)
             return
+        self._map_at = trio.current_time() + LEASE_S / 2
         if self._mapping != before:
             logger.info("the router forwards its port %d to this machine's %d", self._mapping.port, port)
             self._ways.reached_at_port(self._mapping.port)

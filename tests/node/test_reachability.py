@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused, Unreachable
 from swarmd.net.api import MayRelay
+from swarmd.net.port_mapping import LEASE_S, Mapping
+from swarmd.node import reachability
 from swarmd.node.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
 from swarmd.plan.reachability import Answer
 from swarmd.protocol.records import PeerRecord
@@ -29,8 +32,11 @@ def check(peer: PeerId, certificate: tuple[bytes, ...]) -> None:
 class World:
     """What a peer meets: members that can connect to it or not, of which some relay."""
 
-    def __init__(self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True) -> None:
-        self.host, self.can_connect = host, can_connect
+    def __init__(
+        self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True, asks_router: bool = False
+    ) -> None:
+        self.host, self.ports = host, (4117,)
+        self.open_ports = {4117} if can_connect else set()
         self.asked: list[PeerId] = []
         self.held: dict[PeerId, trio.CancelScope] = {}
         self.unwilling: set[PeerId] = set()
@@ -49,7 +55,7 @@ class World:
         rpc: Any = SimpleNamespace(
             network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, found: None)
         )
-        self.me = Reachability(self, rpc, directory, random.Random(0), True)
+        self.me = Reachability(self, rpc, directory, random.Random(0), True, asks_router)
         self.add("ME", relays=True)
 
     def add(self, *peers: str, relays: bool = False) -> None:
@@ -72,7 +78,7 @@ class World:
         await trio.sleep(0.1)
         if peer in self.unwilling:
             raise Unreachable("no")
-        return Answer(peer, self.host, (4117,) if self.can_connect else ())
+        return Answer(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
         await trio.sleep(0.1)
@@ -87,6 +93,12 @@ class World:
 
     def is_open(self, is_open: bool) -> None:
         assert is_open == (self.me.reach.action == "open")
+
+    def reached_at_port(self, port: int) -> None:
+        self.ports = (port, *self.ports)
+
+    def listening_port(self) -> int | None:
+        return 4117 if self.addresses else None
 
     def relay_for(self, may_relay: MayRelay | None) -> None:
         self.may_relay = may_relay
@@ -179,7 +191,7 @@ async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock
     async with living(world):
         await trio.sleep(30)
         assert world.me.snapshot().relays == ("R1",)
-        world.can_connect = True  # somebody has the router forward the port
+        world.open_ports = {4117}  # somebody has the router forward the port
         await trio.sleep(3 * ASK_AGAIN_S)
         assert world.me.announced()["reach"] == "open"
         assert world.me.snapshot().relays == ()
@@ -192,8 +204,8 @@ async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> 
     async with living(world):
         await trio.sleep(30)
         assert world.me.reach.action == "open"
-        world.addresses, world.host, world.can_connect = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", False
-        await trio.sleep(10)
+        world.addresses, world.host, world.open_ports = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", set()
+        await trio.sleep(30)
         assert world.me.reach.action == "closed"
         assert world.asked == ["A", "A"]
 
@@ -206,5 +218,50 @@ async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
         assert world.also == ()
         world.host = "5.0.1.2"
         world.add("A")
-        await trio.sleep(10)
+        await trio.sleep(30)
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
+
+
+async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, asked, given_back = World(asks_router=True), list[float](), list[Mapping]()
+
+    async def map_port(port: int) -> Mapping:
+        asked.append(trio.current_time())
+        if len(asked) == 1:
+            raise Unreachable("the router opens no port: it is busy")
+        world.open_ports = {port + 1}
+        return Mapping("5.0.1.2", port + 1)
+
+    async def unmap_port(mapping: Mapping) -> None:
+        given_back.append(mapping)
+
+    monkeypatch.setattr(reachability, "map_port", map_port)
+    monkeypatch.setattr(reachability, "unmap_port", unmap_port)
+    world.add("A")
+    async with living(world):
+        await trio.sleep(ASK_AGAIN_S / 2)
+        assert len(asked) == 1
+        assert world.me.reach.action == "closed"
+        await trio.sleep(ASK_AGAIN_S)
+        assert len(asked) == 2
+        assert world.me.reach.action == "open"
+        assert world.me.snapshot().mapped == "5.0.1.2:4118"
+        assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
+        await trio.sleep(LEASE_S)
+        assert len(asked) in (3, 4), "it is renewed before it ends"
+    assert given_back == [Mapping("5.0.1.2", 4118)]
+
+
+async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "map_port", None)
+    for world in (World(can_connect=True, asks_router=True), World("127.0.0.1", asks_router=True)):
+        if world.host == "127.0.0.1":
+            world.addresses = ("/ip4/127.0.0.1/tcp/4117/p2p/ME",)
+        world.add("A")
+        async with living(world):
+            await trio.sleep(60)
+        assert world.asked == ["A"]
