@@ -2,13 +2,13 @@
 
     python -m benchmarks.nat [--rounds 3] [--tokens 48]
 
-Network namespaces with Linux' own NAT (tests.real.netlab; needs root, ip, nft and miniupnpd), links without delay. Two
-public members relay; each server holds all of SmolLM2. Rows are where the server is, columns where the client is:
-*forwarded* and *asked* are homes whose router forwards a port, set by hand or asked by UPnP; *neighbour* is a machine in
-the home of the server behind a cone. For each: the way, seconds from opening a session to its first token, a connection
-to be made included, and the tokens/s of one stream over those of the public client's with the public server in the same
-round. At the end, server and client behind symmetric routers and nobody else: the relay that is in use is killed in the
-middle of a text.
+Network namespaces with Linux' own NAT (tests.real.netlab; needs root, ip, nft and miniupnpd), links without delay.
+Two public members relay; each server holds all of SmolLM2. Rows are where the server is, columns where the client is:
+*forwarded* and *asked* are homes whose router forwards a port, set by hand or asked by UPnP; *neighbour* is a machine
+in the home of the server behind a cone. For each: the way, seconds from opening a session to its first token, a
+connection to be made included, and the tokens/s of one stream over those of the public client's with the public
+server in the same round. At the end, server and client behind symmetric routers and nobody else: the relay that is in
+use is killed in the middle of a text.
 """
 
 from __future__ import annotations
