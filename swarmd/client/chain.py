@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 8.0  # for one hop to say yes or no, a connection included
 PATIENCE_S = 60.0  # for somebody to serve what is missing
 PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
+REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
 RETRY_PAUSE_S = 0.5  # views change within an exchange
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
@@ -193,6 +194,7 @@ class Chain:
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
         self.swarm.rpc.standing.leave_out(link.hop.peer, reason)
+        self.swarm.rpc.doubt(link.hop.peer)
         self.worry(f"{link.hop}: {reason}")
 
     def drop(self, link: Link, error: PeerError) -> None:
@@ -248,7 +250,8 @@ class Chain:
         """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
         await trio.sleep(RETRY_PAUSE_S)
         try:
-            await self.swarm.refresh()
+            with trio.move_on_after(REFRESH_TIMEOUT_S):
+                await self.swarm.refresh()
         except SwarmError as error:
             logger.info("no newer records: %s", error)
 

@@ -185,11 +185,12 @@ class Rpc:
                 await self.network.disconnect(await self.standing.next_banned())
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
-        return next((c for c in self._channels.get((peer, purpose), ()) if c.is_open), None)
+        """The newest live channel: whoever opened it may have given up those before, which look alive for a while."""
+        return next((c for c in reversed(self._channels.get((peer, purpose), ())) if c.is_open), None)
 
     def _to_ask(self, peer: PeerId, purpose: Purpose) -> Channel | None:
         """A channel over which this side may ask."""
-        of_peer = self._channels.get((peer, purpose), ())
+        of_peer = reversed(self._channels.get((peer, purpose), ()))
         return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
 
     def peers(self) -> set[PeerId]:
@@ -234,6 +235,11 @@ class Rpc:
             await self.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
             times.append(trio.current_time() - begun)
         return min(times)
+
+    def doubt(self, peer: PeerId) -> None:
+        """A peer gives no sign of life: where a relay is between, that may be to blame, and another way is tried."""
+        if self.network.way_to(peer) == "relayed" and self._nursery is not None:
+            self._nursery.start_soon(self.network.disconnect, peer)
 
     def _require_standing(self, peer: PeerId) -> None:
         """Have nothing to do with who is banned. Raises Refused."""

@@ -64,6 +64,8 @@ class PlayedSwarm:
 
     def existing(self, peer: PeerId) -> None: ...
 
+    def doubt(self, peer: PeerId) -> None: ...
+
     async def channel(self, peer: PeerId) -> PlayedSwarm:
         if peer in self.dead:
             raise Unreachable(f"{peer} is dead")

@@ -45,3 +45,23 @@ async def test_two_that_answer_each_other_at_length_do_not_wait_for_each_other(p
                 both.start_soon(ask, rpcs[1], networks[0].peer_id)
         assert n_bytes == [4 * 2**20] * 2
         nursery.cancel_scope.cancel()
+
+
+async def test_what_is_sent_goes_over_the_channel_that_was_opened_last(pair: Pair) -> None:
+    """Whoever opened it may have given up those before: they look alive here until somebody's deadline."""
+    async with pair() as networks, trio.open_nursery() as nursery:
+        asking, answering = (Rpc(network, Answering()) for network in networks)
+        for rpc in (asking, answering):
+            await nursery.start(rpc.run)
+        first = await asking.channel(networks[1].peer_id)
+        first.ended.set()  # given up on this side only
+        second = await asking.channel(networks[1].peer_id)
+        assert second is not first
+        reply, _ = await second.call(lambda i: Ping(id=i))
+        assert isinstance(reply, Pong)
+        back = answering.existing(networks[0].peer_id)
+        assert back is not None
+        with trio.fail_after(5):
+            reply, _ = await back.call(lambda i: Ping(id=i))
+        assert isinstance(reply, Pong)
+        nursery.cancel_scope.cancel()
