@@ -11,10 +11,13 @@ import trio.testing
 from libp2p.peer.id import ID
 from libp2p.transport.exceptions import OpenConnectionError
 
-from swarmd.errors import Unreachable
+from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.api import Stream
 from swarmd.net.libp2p import circuits, punching
+from swarmd.net.libp2p.dial_back import Tried
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.stream import Libp2pStream
+from swarmd.net.libp2p.wire import write
 from swarmd.values import PeerId
 from tests.net.test_libp2p_faults import LISTEN, echo, network
 
@@ -188,3 +191,40 @@ async def test_whoever_sends_nonsense_to_a_relay_ends_its_own_stream_only() -> N
             await stream.aclose()
         stream = await p.client.open_stream(PeerId(p.server.peer_id), "interactive")
         assert await said(stream, b"fine") == b"fine"
+
+
+@pytest.mark.parametrize("place_said", [("no address", 1), ("::1%nowhere", 1), ("127.0.0.1/tcp/1", 9), ("", 1)])
+async def test_whoever_says_it_is_nowhere_stays_behind_the_relay(place_said: tuple[str, int]) -> None:
+    async with place() as p:
+        p.server.ways.note_seen_at(place_said)
+        stream = await p.client.open_stream(p.server.peer_id, "interactive")
+        assert await said(stream, b"fine") == b"fine"
+        assert p.client.way_to(p.server.peer_id) == "relayed"
+
+
+async def test_a_reservation_that_is_refused_leaves_no_connection() -> None:
+    async with place(server_listens=True) as p:
+        p.held.cancel()
+        p.relay.ways.relay_for(None)
+        for _ in range(3):
+            with pytest.raises(Unreachable, match="does not relay"):
+                await p.server.ways.hold_reservation(p.relay.peer_id, lambda: None)
+        assert len(p.server.connections(p.relay.peer_id)) <= 2
+
+
+async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer() -> None:
+    a, b = network(), network()
+    async with a.running(), b.running():
+        a.learn(b.peer_id, b.addresses())
+        (port,) = a.announced_ports()
+        answer = await a.ways.ask_dial_back(b.peer_id)
+        assert (answer.host, answer.open_ports) == ("127.0.0.1", (port,))
+        a.ways.reached_at_port(1)
+        assert (await a.ways.ask_dial_back(b.peer_id)).open_ports == (port,), "nobody answers at port 1"
+
+        async def lie(stream: Libp2pStream) -> None:
+            await write(stream, Tried("5.0.0.1/tcp/80", (port,)))
+
+        b.serve("dial_back", lie)
+        with pytest.raises(RemoteProtocolError, match="is no IP address"):
+            await a.ways.ask_dial_back(b.peer_id)

@@ -6,12 +6,13 @@ ends it: nobody can be made to knock elsewhere.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Protocol
 
 import msgspec
 import trio
 
-from swarmd.errors import Unreachable
+from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
 from swarmd.plan.reachability import Answer
@@ -70,6 +71,10 @@ class DialBack:
                 await stream.reset()
         if not tried.host:
             raise Unreachable(f"{peer} does not try to connect here now")
+        try:
+            ipaddress.ip_address(tried.host)
+        except ValueError:
+            raise RemoteProtocolError(f"{peer} sees this peer at {tried.host[:80]!r}, which is no IP address") from None
         return Answer(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
 
     async def asked(self, stream: Libp2pStream) -> None:

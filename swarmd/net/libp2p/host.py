@@ -166,15 +166,25 @@ class Libp2pNetwork:
                 if connection is None:
                     stream = await self.host.new_stream(ID.from_base58(peer), [_protocol(protocol)])
                 else:
-                    stream = await connection.new_stream()
-                    await self.host.multiselect_client.select_one_of(
-                        [_protocol(protocol)], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S)
-                    )
+                    stream = await self._open_over(connection, _protocol(protocol))
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
             raise Unreachable(f"no stream to {peer}: {_plain(error)}") from None
         return Libp2pStream(peer, stream, protocol)
+
+    async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
+        """What the library's ``new_stream`` does, over this very connection."""
+        stream, is_agreed = await connection.new_stream(), False
+        try:
+            choose = self.host.multiselect_client.select_one_of
+            await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
+            is_agreed = True
+        finally:
+            if not is_agreed:
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await stream.reset()
+        return stream
 
     def way_to(self, peer: PeerId) -> Way | None:
         return self.ways.way_to(peer)

@@ -73,9 +73,11 @@ class Punching:
 
     async def make_direct(self, peer: PeerId) -> None:
         """Try to replace a connection through a relay; it stays when that fails."""
-        if trio.current_time() < self._not_before.get(peer, 0.0):
+        now = trio.current_time()
+        self._not_before = {other: at for other, at in self._not_before.items() if at > now}
+        if peer in self._not_before:
             return
-        self._not_before[peer] = trio.current_time() + AGAIN_AFTER_S
+        self._not_before[peer] = now + AGAIN_AFTER_S
         try:
             with trio.move_on_after(UPGRADE_TIMEOUT_S):
                 stream = await self._network.open_punch(peer)

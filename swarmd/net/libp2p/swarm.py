@@ -196,7 +196,8 @@ class GuardedSwarm(Swarm):
             raise SwarmException(f"{muxed.peer_id} answers at {address}, not {peer_id}")
 
     async def _from_own_port(self, address: str) -> IRawConnection:
-        return await self._tcp.dial_with_source(Multiaddr(address), ("0.0.0.0", self._own_port))
+        """Raises OpenConnectionError."""
+        return await self._tcp.dial_with_source(_parsed_untrusted(address), ("0.0.0.0", self._own_port))
 
     async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
         """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
@@ -294,7 +295,7 @@ class GuardedSwarm(Swarm):
                 root = _causes(error)[-1]
                 if not isinstance(root, OSError) or root.errno not in TAKEN:
                     raise
-        return await self._tcp.dial(Multiaddr(address))
+        return await self._tcp.dial(_parsed_untrusted(address))
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
         if is_scarce(_handle_of(raw_conn)):
@@ -359,6 +360,14 @@ def _any_failure() -> Iterator[None]:
         raise
     except Exception as error:
         raise SwarmException(f"the handshake failed: {type(error).__name__}") from error
+
+
+def _parsed_untrusted(address: str) -> Multiaddr:
+    """Raises OpenConnectionError for what is no address."""
+    try:
+        return Multiaddr(address)
+    except (ValueError, LookupError, TypeError):
+        raise OpenConnectionError(f"{address[:80]!r} is no address") from None
 
 
 def _port_of(address: str) -> int:

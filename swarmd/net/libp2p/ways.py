@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+import trio
 from libp2p.abc import INetConn, IRawConnection
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
@@ -61,6 +62,7 @@ class Libp2pWays:
         self._dial_back = DialBack(self)
         self._punching = Punching(self)
         self._made: dict[int, Way] = {}
+        self._reserving: dict[PeerId, INetConn] = {}
         self._is_open = False
         self._seen_at: Place | None = None
         self.also: tuple[str, ...] = ()
@@ -83,7 +85,17 @@ class Libp2pWays:
         return next(iter(self._host.announced_ports()), None)
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
-        await self._circuits.reserve(relay, held)
+        try:
+            await self._circuits.reserve(relay, held)
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await self._let_go(relay)
+
+    async def _let_go(self, relay: PeerId) -> None:
+        """End the connection that was made for a reservation, unless somebody uses it by now."""
+        connection = self._reserving.pop(relay, None)
+        if connection is not None and not connection.is_closed and not connection.get_streams():
+            await connection.close()
 
     def announce_also(self, addresses: tuple[str, ...]) -> None:
         self.also = addresses
@@ -116,6 +128,7 @@ class Libp2pWays:
         await self._host.connect(relay)
         try:
             connection = await self._host.swarm.dial_from_own_port(ID.from_base58(relay))
+            self._reserving[relay] = connection
             return await self._host.open(relay, RELAY, connection)
         except SwarmException as error:
             logger.debug("nobody will meet this peer at a port that %s sees: %s", relay, error)
