@@ -39,11 +39,11 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     outside = [answer for answer in answers if not is_near(answer, own_hosts)]
     counted = outside or answers
     failed = [answer for answer in counted if not answer.open_ports]
-    who = "members" if outside else "members in the same network"
+    who = f"{len(counted)} members{'' if outside else ' of the same network'} that tried"
     if not failed:
-        return Decision("open", f"{len(counted)} {who} could connect to it")
+        return Decision("open", f"{len(counted)} of {who} could connect to it")
     hosts = ", ".join(sorted({answer.host for answer in failed}))
-    return Decision("closed", f"{len(failed)} of {len(counted)} {who} could not connect to it at {hosts}")
+    return Decision("closed", f"{len(failed)} of {who} could not connect to it at {hosts}")
 
 
 def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:

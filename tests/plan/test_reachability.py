@@ -35,7 +35,7 @@ def test_who_asks_from_outside_counts_and_one_failure_is_enough(answers: list[An
 
 def test_a_public_machine_sees_its_own_address() -> None:
     assert judge([Answer(A, ROUTER, (4117,)), Answer(B, ROUTER, (4117,))], [ROUTER]).reason == (
-        "2 members could connect to it"
+        "2 of 2 members that tried could connect to it"
     )
 
 
