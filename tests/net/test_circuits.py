@@ -228,3 +228,17 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
         b.serve("dial_back", lie)
         with pytest.raises(RemoteProtocolError, match="is no IP address"):
             await a.ways.ask_dial_back(b.peer_id)
+
+
+async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_made() -> None:
+    a, b = network(listen=()), network()
+    b.ways.relay_for(lambda peer, certificate: True)
+    async with a.running(), b.running(), trio.open_nursery() as nursery:
+        b.set_handler("interactive", echo)
+        a.learn(b.peer_id, b.addresses())
+        await a.open_stream(b.peer_id, "interactive")
+        a.swarm.peerstore.clear_peerdata(ID.from_base58(b.peer_id))
+        held = trio.Event()
+        nursery.start_soon(a.ways.hold_reservation, b.peer_id, held.set)
+        await held.wait()
+        nursery.cancel_scope.cancel()

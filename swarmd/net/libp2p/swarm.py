@@ -136,12 +136,7 @@ class GuardedSwarm(Swarm):
             return live
         if len(self.get_connections()) >= self.connection_config.max_connections:
             raise SwarmException(f"{self.connection_config.max_connections} connections are open already")
-        try:
-            addresses = [str(address) for address in self.peerstore.addrs(peer_id)]
-        except PeerStoreError:
-            addresses = []
-        addresses += self.circuits_of.get(peer_id, ())
-        return [await self.dial_addresses(tuple(addresses), peer_id)]
+        return [await self.dial_addresses((*self._known(peer_id), *self.circuits_of.get(peer_id, ())), peer_id)]
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
@@ -149,10 +144,13 @@ class GuardedSwarm(Swarm):
 
     def knows(self, peer_id: ID) -> bool:
         """Is there an address of a peer?"""
+        return bool(self._known(peer_id))
+
+    def _known(self, peer_id: ID) -> list[str]:
         try:
-            return bool(self.peerstore.addrs(peer_id))
+            return [str(address) for address in self.peerstore.addrs(peer_id)]
         except PeerStoreError:
-            return False
+            return []
 
     # --- from the port that others know ----------------------------------------------------------------------
 
@@ -175,7 +173,7 @@ class GuardedSwarm(Swarm):
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
-        for attempt in attempts([str(a) for a in self.peerstore.addrs(peer_id)], networks(), self._own()):
+        for attempt in attempts(self._known(peer_id), networks(), self._own()):
             with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
                 return await self._made(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")

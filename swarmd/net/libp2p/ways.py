@@ -23,7 +23,7 @@ from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
-from swarmd.plan.dialing import is_circuit, relay_of
+from swarmd.plan.dialing import host_of, is_circuit, is_private, relay_of
 from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
 
@@ -185,8 +185,9 @@ class Libp2pWays:
         return await self._host.open(peer, PUNCH)
 
     def whereabouts(self) -> Meet:
-        direct = tuple(a for a in self._host.addresses() if not is_circuit(a))
-        return Meet(dial=direct[:MAX_ADDRESSES]) if self._is_open else Meet(seen_at=self._seen_at)
+        direct = [a for a in self._host.addresses() if not is_circuit(a)]
+        direct.sort(key=lambda a: (host := host_of(a)) is not None and is_private(host))  # who is not near needs others
+        return Meet(dial=tuple(direct[:MAX_ADDRESSES])) if self._is_open else Meet(seen_at=self._seen_at)
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
         wanted = tuple(address for address in addresses if not is_circuit(address))
