@@ -37,6 +37,7 @@ from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.presence import Presence, verdict_now
 from swarmd.node.reachability import Reachability
+from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Prestarted, Starter
 from swarmd.protocol.frames import Frame
@@ -133,7 +134,7 @@ class Daemon:
         self._understands = world.understands
         self._home = home
         self._up_since = int(world.wall_clock())
-        self._stopping = trio.Event()
+        self.stopping = trio.Event()
         self._hurry = trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -155,7 +156,7 @@ class Daemon:
                 nursery.start_soon(self.reachability.run)
             await nursery.start(self.hosts.run)
             task_status.started()
-            await self._stopping.wait()
+            await self.stopping.wait()
             async with trio.open_nursery() as last:
                 last.start_soon(self._cancel_when_hurried, last.cancel_scope)
                 await self.hosts.leave()
@@ -166,9 +167,9 @@ class Daemon:
 
     def stop(self) -> None:
         """End, once the sessions are taken over elsewhere; called again, at once."""
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             self._hurry.set()
-        self._stopping.set()
+        self.stopping.set()
 
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason; "" goes on."""
@@ -258,6 +259,7 @@ class Daemon:
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
     """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
     swarm = home.swarm()
+    manager = ServiceManager()
     at_once = config.serve and verdict_now(config.policy, home.pause_file).may_work
     with home.locked(), closing(Prestarted(at_once)) as workers:
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
@@ -286,6 +288,10 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
             await nursery.start(_stop_on_signal, daemon)
             await nursery.start(live)
             ready(daemon)
+            manager.ready(f"a member of {swarm.keys.name} as {identity.peer_id}")
+            nursery.start_soon(manager.run)
+            await daemon.stopping.wait()
+            manager.stopping()
 
 
 def _gateway_of(home: Home | None, config: Config) -> GatewayProcess | None:

@@ -22,6 +22,10 @@ def set_home(folder: Path | None) -> None:
     _chosen[0] = folder
 
 
+def was_home_named() -> bool:
+    return _chosen[0] is not None
+
+
 def _folder() -> Path:
     return _chosen[0] if _chosen[0] is not None else default_folder()
 

@@ -1,105 +1,163 @@
-"""Run the daemon as a systemd user service."""
+"""Keep the daemon running: as a systemd unit of the user or of the machine, or as a launchd agent."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
 import sys
-from importlib import resources
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmd_cli.context import home, print_json
+from swarmd_cli.context import home, is_running, print_json, set_home, was_home_named
+
+if TYPE_CHECKING:
+    from swarmd_cli.managers import Manager
 
 app = typer.Typer(
-    help="Keep the daemon running as a systemd user service.", no_args_is_help=True, rich_markup_mode=None
+    help="Keep the daemon running: systemd on Linux, launchd on macOS.", no_args_is_help=True, rich_markup_mode=None
 )
-UNIT = "swarmd.service"
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")]
+System = Annotated[bool, typer.Option("--system", help="The machine's service, as a user of its own; needs root.")]
 
 
 @app.command()
-def install(dry_run: DryRun = False) -> None:
-    """Write the unit, enable it and start it.
+def install(dry_run: DryRun = False, system: System = False) -> None:
+    """Write the unit, start it, and have it start with the machine.
 
     Example: swarmd service install --dry-run
     """
-    text = unit_text()
+    from swarmd.errors import ConfigError
+
+    manager = _manager(system)
+    text = manager.text(_command(system and not dry_run), home().folder)
     if dry_run:
-        print(f"# {unit_path()}\n{text}", end="")
+        print(f"# {manager.path}\n{text}", end="")
         return
+    manager.require()
     home().swarm()
-    unit_path().parent.mkdir(parents=True, exist_ok=True)
-    unit_path().write_text(text)
-    _systemctl("daemon-reload")
-    _systemctl("enable", "--now", UNIT)
-    print(f"installed {unit_path()}; keep it running after logout with: loginctl enable-linger")
+    if is_running() and manager.state().state != "active":
+        raise ConfigError("the daemon is running already, started by hand: swarmd down first")
+    _write(manager.path, text)
+    try:
+        manager.start()
+    except ConfigError:
+        _remove(manager)
+        raise
+    print(f"Installed {manager.path}; the daemon runs, and starts with the machine.")
+    print(manager.after_install())
+    print("What it does: swarmd status, swarmd service logs. Remove it with: swarmd service uninstall")
 
 
 @app.command()
-def uninstall(dry_run: DryRun = False) -> None:
-    """Stop the service and remove its unit.
+def uninstall(dry_run: DryRun = False, system: System = False) -> None:
+    """Stop the service and remove its unit; the state folder stays.
 
     Example: swarmd service uninstall
     """
+    manager = _manager(system)
     if dry_run:
-        print(f"systemctl --user disable --now {UNIT}\nrm {unit_path()}")
+        print(f"would stop the service and remove {manager.path}")
         return
-    _systemctl("disable", "--now", UNIT)
-    unit_path().unlink(missing_ok=True)
-    _systemctl("daemon-reload")
-    print(f"removed {unit_path()}")
+    if not manager.path.is_file():
+        print(f"not installed: {manager.path} is not there")
+        return
+    _remove(manager)
+    print(f"Stopped the service and removed {manager.path}.")
+    print(f"Identity, settings and models are still in {home().folder}; swarmd leave gives up the membership.")
+    if left := manager.left_behind():
+        print(left)
 
 
 @app.command()
-def status(as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False) -> None:
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
+    system: System = False,
+) -> None:
     """Say whether the service is installed and running.
 
     Example: swarmd service status
     """
-    is_installed = unit_path().is_file()
-    state = "not installed"
-    if is_installed:
-        state = _systemctl("is-active", UNIT, check=False).stdout.strip() or "unknown"
+    state = _manager(system).state()
     if as_json:
-        print_json({"installed": is_installed, "state": state, "unit": str(unit_path())})
-    else:
-        print(state)
+        print_json(asdict(state))
+        return
+    print(f"{state.state}{f', pid {state.pid}' if state.pid else ''}{f': {state.detail}' if state.detail else ''}")
+    if state.installed:
+        print(f"unit {state.unit}, {'starts' if state.starts_by_itself else 'does not start'} with the machine")
+    if state.restarts:
+        print(f"restarted {state.restarts} times since it was started: swarmd service logs says why")
 
 
 @app.command()
-def logs(lines: Annotated[int, typer.Option(help="How many lines.")] = 100, dry_run: DryRun = False) -> None:
+def logs(
+    lines: Annotated[int, typer.Option(help="How many lines.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    dry_run: DryRun = False,
+    system: System = False,
+) -> None:
     """Show the service's log.
 
     Example: swarmd service logs --lines 20
     """
-    command = ["journalctl", "--user", "--unit", UNIT, "--lines", str(lines), "--no-pager"]
+    from swarmd.errors import ConfigError
+
+    command = _manager(system).logs(lines, follow)
     if dry_run:
         print(" ".join(command))
         return
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    try:
+        raise typer.Exit(subprocess.run(command, check=False).returncode)
+    except FileNotFoundError:
+        raise ConfigError(f"this machine has no {command[0]}: without a service manager there is no log") from None
 
 
-def unit_path() -> Path:
-    return Path.home() / ".config" / "systemd" / "user" / UNIT
+def _manager(system: bool) -> Manager:
+    """The manager of this machine; the machine's service keeps its state where its manager makes it."""
+    from swarmd.errors import ConfigError
+    from swarmd_cli.managers import SYSTEM_HOME, manager_here
+
+    manager = manager_here(system)
+    if system:
+        if was_home_named() and home().folder != SYSTEM_HOME:
+            raise ConfigError(
+                f"the machine's service keeps its state in {SYSTEM_HOME}, not {home().folder}: leave --home out"
+            )
+        set_home(SYSTEM_HOME)
+    return manager
 
 
-def unit_text() -> str:
-    """Fill the template that ships with the package."""
-    template = (resources.files("swarmd_cli") / "swarmd.service").read_text()
-    command = shutil.which("swarmd") or f"{sys.executable} -P -m swarmd_cli.main"
-    return template.replace("@COMMAND@", command).replace("@HOME@", str(home().folder))
-
-
-def _systemctl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def _command(for_everyone: bool) -> list[str]:
+    """The program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
     from swarmd.errors import ConfigError
 
+    beside = Path(sys.executable).with_name("swarmd")
+    command = [str(beside)] if beside.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
+    places = (Path(command[0]).parent, Path(command[0]).resolve().parent, Path(os.path.realpath(sys.executable)).parent)
+    for folder in {folder for place in places for folder in (place, *place.parents)}:
+        is_hidden = folder in (Path("/root"), Path("/home"), Path("/run/user"))  # ProtectHome=yes
+        if for_everyone and (is_hidden or not folder.stat().st_mode & 0o001):
+            raise ConfigError(
+                f"the machine's service runs as its own user, who cannot enter {folder}, where {command[0]} lies: "
+                "install swarmd where everyone may read, for example with python3 -m venv /opt/swarmd"
+            )
+    return command
+
+
+def _write(path: Path, text: str) -> None:
+    from swarmd.errors import ConfigError
+    from swarmd.folders import write_file
+
     try:
-        done = subprocess.run(["systemctl", "--user", *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError("this machine has no systemctl: run swarmd up under another supervisor") from None
-    if check and done.returncode:
-        raise ConfigError(f"systemctl --user {' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
-    return done
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path.parent}: {error.strerror}") from None
+    write_file(path, text)
+
+
+def _remove(manager: Manager) -> None:
+    manager.stop()
+    manager.path.unlink(missing_ok=True)
+    manager.reload()
