@@ -142,8 +142,8 @@ class Exchange:
             raise Forged(f"records that do not verify: {error}") from None
         return body
 
-    async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
-        """Exchange with one peer: send my digest, take what I lack, send what it lacks. Raises PeerError."""
+    async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
+        """Exchange with one peer: send my digest, take what I lack, send what it lacks; was it any? Raises PeerError."""
         digest = msgspec.msgpack.encode(self.book.digest())
         root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0)
 
@@ -162,6 +162,7 @@ class Exchange:
         if wanted:
             channel = await rpc.channel(peer, "bulk")
             await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
+        return bool(wanted or body.envelopes or body.catalog)
 
     async def push(self, rpc: Rpc, raws: list[bytes], peers: Iterable[PeerId], catalog: bool = False) -> None:
         """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""

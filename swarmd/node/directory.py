@@ -33,6 +33,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 EXCHANGE_INTERVAL_S = 2.0  # news crosses a swarm in a few of these
+QUIET_EXCHANGE_S = 8.0  # where pushes reach all and exchanges bring nothing: a seventh of a record's life
 ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT: for peers that know nobody, so seldom is enough
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
@@ -125,29 +126,34 @@ class Directory:
             task_status.started()
 
     async def _exchange_loop(self) -> None:
+        """Exchange with somebody, less and less often while it brings nothing to either side."""
+        interval_s = EXCHANGE_INTERVAL_S
         while True:
-            await self._exchange_once()
-            await trio.sleep(EXCHANGE_INTERVAL_S * self._rng.uniform(0.75, 1.25))
+            is_quiet = await self._exchange_once()
+            interval_s = min(QUIET_EXCHANGE_S, 2 * interval_s) if is_quiet else EXCHANGE_INTERVAL_S
+            await trio.sleep(interval_s * self._rng.uniform(0.75, 1.25))
 
-    async def _exchange_once(self) -> None:
+    async def _exchange_once(self) -> bool:
+        """Exchange with one peer; did both sides know all?"""
         targets = sorted(self._others())
         strangers = [p for p in self._known if p not in self.view().peers and p != self._network.peer_id]
         if strangers and (not targets or self._rng.random() < 0.1):
             targets = strangers
         if not targets:
             self._reason = "alone: nobody is known yet"
-            return
+            return False
         peer = self._rng.choice(targets)
         self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
         try:
-            await self.exchange.pull(self._rpc, peer)
+            is_news = await self.exchange.pull(self._rpc, peer)
         except PeerError as error:
             self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
             logger.debug("exchange with %s failed: %s", peer, error)
-            return
+            return False
         self._exchanged_at = trio.current_time()
         self._reason = f"exchanged with {peer[-8:]}"
         self._remember()
+        return not is_news
 
     async def _announce_loop(self) -> None:
         while True:

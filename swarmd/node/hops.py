@@ -82,6 +82,13 @@ class Hops(Generic[HopT]):
     def __init__(self) -> None:
         self._hops: dict[Key, HopT] = {}
         self._by_end: dict[Key, Key] = {}
+        self._some = trio.Event()
+
+    async def some(self) -> None:
+        """Return when there is a hop: who looks after them has nothing to do before."""
+        while not self._hops:
+            self._some = trio.Event()
+            await self._some.wait()
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -103,6 +110,7 @@ class Hops(Generic[HopT]):
         self.pop(key)
         self._hops[key] = hop
         self._by_end[key[0], hop.span.end] = key
+        self._some.set()
 
     def pop(self, key: Key) -> HopT | None:
         hop = self._hops.pop(key, None)

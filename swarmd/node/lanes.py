@@ -89,6 +89,7 @@ class Lanes:
             async with self._tasks.open():
                 task_status.started()
                 while True:
+                    await self._lanes.some()
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
                     for key, lane in self._lanes.items():

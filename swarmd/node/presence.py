@@ -35,6 +35,7 @@ from swarmd.status import PolicyStatus
 logger = logging.getLogger(__name__)
 
 SENSE_INTERVAL_S = 5.0  # a person who sits down waits for so long at most, unless they say swarmd pause
+UNASKED_INTERVAL_S = 60.0  # where no rule asks for a sensor: only somebody who sets the clock could change anything
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
 POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
 SUPPLY = ("type", "scope", "status", "online")  # files in it
@@ -69,10 +70,18 @@ class Presence:
         await self._sense_and_look()
         task_status.started()
         while True:
-            with trio.move_on_after(SENSE_INTERVAL_S):
+            with trio.move_on_after(self._for_s()):
                 await self._changed.wait()
             self._changed = trio.Event()
             await self._sense_and_look()
+
+    def _for_s(self) -> float:
+        """How long nothing can change that nobody says: only the time counts where no rule asks for a sensor."""
+        rules, changes_at = self.rules, self.verdict.changes_at
+        if rules.untouched_s or rules.not_while or rules.hottest_c or (not rules.on_battery and has_battery()):
+            return SENSE_INTERVAL_S
+        until_s = (changes_at - self._sensors.now).total_seconds() if changes_at else UNASKED_INTERVAL_S
+        return min(max(0.0, until_s), UNASKED_INTERVAL_S)
 
     async def _sense_and_look(self) -> None:
         rules = self.rules
@@ -153,6 +162,13 @@ def read_sensors(rules: Rules) -> Sensors:
         programs=_programs() if rules.not_while else frozenset(),
         hottest_c=_hottest_c() if rules.hottest_c else None,
     )
+
+
+def has_battery() -> bool:
+    """Could this machine's power ever come from a battery?"""
+    if sys.platform != "linux":
+        return hasattr(psutil, "sensors_battery") and psutil.sensors_battery() is not None
+    return any(_said(folder / "type") == "Battery" for folder in POWER_SUPPLIES.glob("*"))
 
 
 def _on_battery() -> bool:

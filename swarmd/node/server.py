@@ -142,6 +142,7 @@ class Server:
             async with self._tasks.open():
                 task_status.started()
                 while True:
+                    await self._hops.some()
                     await trio.sleep(WATCH_INTERVAL_S)
                     for key in self._heartbeats.look(trio.current_time()):
                         await self._end(key)

@@ -196,6 +196,7 @@ class WorkerLink:
         self._waiting_bytes = 0
         self._wake = trio.Event()
         self._drained = trio.Event()
+        self._busy = trio.Event()
         self._n_sent = 0
         self._n_handled = 0
         self.n_reused = 0
@@ -219,6 +220,7 @@ class WorkerLink:
             raise WorkerLost("no worker is running")
         if self._n_sent == self._n_handled:
             self._heard_at = trio.current_time()
+            self._busy.set()
         self._n_sent += 1
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
@@ -331,6 +333,9 @@ class WorkerLink:
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         while True:
+            if self._n_sent == self._n_handled:
+                self._busy = trio.Event()
+                await self._busy.wait()
             await trio.sleep(CHECK_INTERVAL_S)
             silent_s = trio.current_time() - self._heard_at
             if self._n_sent > self._n_handled and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):

@@ -27,7 +27,8 @@ from swarmd.net.write_lock import WriteLock
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024  # one window in one read
-PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known after 8 s
+PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after somebody wants something of it
+QUIET_INTERVAL_S = 8.0  # between two looks where nobody wants anything: an idle machine is to sleep
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
 MAX_OWED_BYTES = 64 * 1024  # 5,000 answers to pings
 WRITE_TIMEOUT_S = 10.0  # a peer that reads nothing for so long is gone
@@ -133,6 +134,8 @@ class YamuxConnection(IMuxedConn):
         self._lock = WriteLock()
         self._owed = bytearray()
         self._owing = trio.Event()
+        self._heard_at = 0.0
+        self._used = trio.Event()
         self._closed = False
         self._scope = trio.CancelScope()
 
@@ -209,6 +212,7 @@ class YamuxConnection(IMuxedConn):
         if not stream.state.send_window or stream.state.reset:
             self._lock.release()
             return 0
+        self._used.set()
         frame = self.core.data(stream.state, rest)
         await self._write_and_release(frame)
         return len(frame) - 12
@@ -242,6 +246,7 @@ class YamuxConnection(IMuxedConn):
                 return
             if not data:
                 return
+            self._heard_at = trio.current_time()
             try:
                 events, replies = self.core.receive_untrusted(data, trio.current_time())
             except YamuxError as error:
@@ -270,9 +275,18 @@ class YamuxConnection(IMuxedConn):
             self.forget_if_done(stream_id)
 
     async def _ping(self) -> None:
+        """Ask a silent peer for a sign of life: soon while this side sends something, seldom while it does not."""
+        self.owe(self.core.ping(trio.current_time()))
         while self.core.unanswered_pings < MAX_UNANSWERED_PINGS:
-            self.owe(self.core.ping(trio.current_time()))
+            self._used = trio.Event()
+            heard_at = self._heard_at
             await trio.sleep(PING_INTERVAL_S)
+            is_silent = self._heard_at == heard_at
+            if not is_silent and not self._used.is_set() and not self.core.unanswered_pings:
+                with trio.move_on_after(QUIET_INTERVAL_S):
+                    await self._used.wait()
+            elif is_silent and self.core.unanswered_pings < MAX_UNANSWERED_PINGS:
+                self.owe(self.core.ping(trio.current_time()))
         logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
         self._fail()
 
