@@ -143,7 +143,7 @@ class Exchange:
         return body
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
-        """Exchange with one peer: send my digest, take what I lack, send what it lacks; was it any? Raises PeerError."""
+        """Send a peer my digest, take what I lack, send what it lacks; was there any? Raises PeerError."""
         digest = msgspec.msgpack.encode(self.book.digest())
         root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0)
 
