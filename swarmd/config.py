@@ -26,10 +26,12 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 TRAINING = ("asked", "off")
+LOG_FORMATS = ("auto", "text", "json")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+_LOCAL = re.compile(r"(127(\.\d{1,3}){3}|localhost):\d{1,5}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
@@ -101,6 +103,8 @@ class Config:
     ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
     travel; 0 is no limit.
     ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
+    ``metrics`` is HOST:PORT of this machine where Prometheus may ask, "" is nowhere; ``log_format``: auto (for journald
+    where it reads, else text), text or json.
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
     ``tuning_mib`` bounds what fine-tuning may keep in the worker's memory, 0 takes no such work;
     ``tuning_share`` is how much of its time fine-tuning may take while sessions decode.
@@ -117,6 +121,8 @@ class Config:
     direct_port: int = 0
     relay: bool = True
     upnp: bool = True
+    metrics: str = ""
+    log_format: str = "auto"
     serve: bool = True
     model: str = ""
     blocks: str = "auto"
@@ -154,6 +160,9 @@ class Config:
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
         _check_choice("training_runs", self.training_runs, TRAINING)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        if self.metrics and not _LOCAL.fullmatch(self.metrics):
+            raise ConfigError(f"metrics is HOST:PORT of this machine, such as 127.0.0.1:9417, not {self.metrics!r}")
         if self.gateway.running < 1 or self.gateway.waiting < 0:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
         if self.policy.idle_minutes < 0 or not 0 <= self.policy.hottest_c < float("inf"):

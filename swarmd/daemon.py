@@ -35,6 +35,7 @@ from swarmd.node.directory import Directory, value_sequence
 from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
+from swarmd.node.metrics import serve_metrics
 from swarmd.node.presence import Presence, verdict_now
 from swarmd.node.reachability import Reachability
 from swarmd.node.service_manager import ServiceManager
@@ -130,6 +131,7 @@ class Daemon:
         self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         owned = (self.gateway, self.presence, self.reachability)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
+        self._metrics = config.metrics
         self._certificate = member.certificate
         self._understands = world.understands
         self._home = home
@@ -148,6 +150,8 @@ class Daemon:
             if self._home is not None:
                 await nursery.start(serve_control, self.owner, self._home.socket)
                 nursery.start_soon(give_back)
+            if self._metrics:
+                nursery.start_soon(serve_metrics, self.owner.status, self._metrics)
             if self.gateway is not None:
                 nursery.start_soon(self.gateway.run)
             if self.presence is not None:

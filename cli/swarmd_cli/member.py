@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -121,7 +120,7 @@ def up(
     """
     import trio
 
-    from swarmd import config, daemon
+    from swarmd import config, daemon, logs
 
     state = home()
     settings = config.load(
@@ -133,7 +132,7 @@ def up(
         serve=False if no_serve else None,
     )
     state.swarm()
-    _configure_logging(verbose)
+    logs.configure(settings.log_format, verbose)
 
     def ready(running: daemon.Daemon) -> None:
         print(f"swarmd is up as {running.network.peer_id}", flush=True)
@@ -218,8 +217,3 @@ def _revoke(text: str) -> None:
     if is_running():
         ask("reload", "POST")
     print("Revoked the invite and every membership that came from it.")
-
-
-def _configure_logging(verbose: bool) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(message)s", force=True)
-    logging.getLogger("swarmd").setLevel(logging.DEBUG if verbose else logging.INFO)

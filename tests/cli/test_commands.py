@@ -254,10 +254,3 @@ def test_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"cannot write .*No space left on device"):
         Home(tmp_path / "home").found("x")
     assert not list((tmp_path / "home").glob(".*.new")), "nothing half-written stays behind"
-
-
-def test_service_unit(tmp_path: Path) -> None:
-    done = swarmd("service", "install", "--dry-run", home=tmp_path)
-    assert done.returncode == 0
-    assert f"--home {tmp_path} up" in done.stdout
-    assert "@" not in done.stdout.replace("user@", "")

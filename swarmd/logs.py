@@ -1,0 +1,97 @@
+"""What the daemon's log looks like: for a terminal, for journald, or JSON for a collector; and how much it may say.
+
+One cause that repeats says so a few times a minute, whatever peers do. Sources: sd-daemon(3) for the journal's levels,
+RFC 3339 for times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from swarmd.config import LOG_FORMATS
+
+BURST, WINDOW_S = 10, 60.0  # lines of one cause within so long
+MAX_CAUSES = 1_000  # texts of programs, not of peers: some hundreds exist
+JOURNAL_LEVELS = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+
+Cause = tuple[str, int, str]
+"""Who says what in which words: the name of a logger, a level, the text before it is filled in."""
+
+
+class Limit(logging.Filter):
+    """Lets a few lines of each cause through; the first after a window says how many more there were."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._windows: dict[Cause, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        cause, now = (record.name, record.levelno, str(record.msg)), self._clock()
+        begun, count = self._windows.pop(cause, (now, 0))
+        left_out = 0
+        if now - begun >= WINDOW_S:
+            begun, count, left_out = now, 0, max(0, count - BURST)
+        self._windows[cause] = begun, count + 1
+        if len(self._windows) > MAX_CAUSES:
+            del self._windows[next(iter(self._windows))]  # the one that was silent for longest
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more of this kind were left out)", None
+        return count < BURST
+
+
+class JsonFormatter(logging.Formatter):
+    """One object for each line: time, level, logger, message and, if there is one, the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class JournalFormatter(logging.Formatter):
+    """Each line begins with its level as journald reads it; journald knows the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = JOURNAL_LEVELS.get(record.levelno, 6)
+        return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
+
+
+def formatter(kind: str, is_journal: bool) -> logging.Formatter:
+    """The formatter of a setting ``log_format``."""
+    if kind == "json":
+        return JsonFormatter()
+    if is_journal and kind == "auto":
+        return JournalFormatter("%(message)s")
+    return logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+
+
+def goes_to_journal(handle: int, environment: Mapping[str, str] = os.environ) -> bool:
+    """Is what is written there read by journald? It says which stream is its own (systemd.exec(5))."""
+    try:
+        there = os.fstat(handle)
+    except OSError:
+        return False
+    return environment.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}"
+
+
+def configure(kind: str, verbose: bool) -> None:
+    """Log to standard error from now on: swarmd's own lines from INFO (DEBUG if ``verbose``), others' warnings."""
+    assert kind in LOG_FORMATS, kind
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(kind, goes_to_journal(sys.stderr.fileno())))
+    handler.addFilter(Limit())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("swarmd").setLevel(logging.DEBUG if verbose else logging.INFO)
