@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 2.0  # whether there are new members to ask, or relays
 SETTLED_INTERVAL_S = 10.0  # the same, where nothing is missing
 ASK_AGAIN_S = 600.0  # routers and their leases change seldom
+UNANSWERED_S = 45.0  # who did not answer is asked again sooner: the link may just have come up
 NO_RELAY_S = 60.0  # for one that did not answer, or said no
 GOODBYE_S = 2.0  # for the router to take a mapping back
 MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
@@ -121,7 +122,7 @@ class Reachability:
         if own != self._own:  # another network, perhaps: what was found there counts no more
             self._own, self._answers, self._asked_at = own, {}, {}
         fresh = {p: a for p, (a, at) in self._answers.items() if now - at < ASK_AGAIN_S}
-        if not own or sum(not is_near(answer, own) for answer in fresh.values()) >= N_ASKED:
+        if self._ways.listening_port() is None or sum(not is_near(answer, own) for answer in fresh.values()) >= N_ASKED:
             return
         others = [
             peer
@@ -136,6 +137,7 @@ class Reachability:
             self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
             self._answers[peer] = (await self._ways.ask_dial_back(peer), now)
         except PeerError as error:
+            self._asked_at[peer] = now - ASK_AGAIN_S + UNANSWERED_S
             logger.debug("%s does not say whether it can connect here: %s", peer, error)
 
     def _judge(self) -> None:
@@ -144,7 +146,8 @@ class Reachability:
         self._answers = {p: (a, at) for p, (a, at) in self._answers.items() if at > oldest}
         answers = [answer for answer, _ in self._answers.values()]
         before = self.reach
-        self.reach = judge(answers, own) if own else Decision("closed", "it does not listen")
+        listens = self._ways.listening_port() is not None
+        self.reach = judge(answers, own) if listens else Decision("closed", "it does not listen")
         if self.reach.action != before.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")

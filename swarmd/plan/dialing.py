@@ -50,7 +50,12 @@ def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Itera
 def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
     """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
     near = tuple(networks)
-    return any(_rank(address, near) in (NEAR, RELAYED) for address in addresses)
+    return any(_rank(address, near) in (NEAR, RELAYED) or _is_name(address) for address in addresses)
+
+
+def _is_name(address: str) -> bool:
+    """Nobody has measured whether a name leads there: it may."""
+    return address.startswith("/dns")
 
 
 NEAR, PUBLIC_6, PUBLIC, RELAYED, ELSEWHERE = range(5)
@@ -67,6 +72,22 @@ def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
     if is_private(host):
         return ELSEWHERE
     return PUBLIC_6 if host.version == 6 else PUBLIC
+
+
+def may_be_named(host: str, networks: Iterable[IpNetwork], own: Iterable[IpAddress]) -> bool:
+    """May a peer have this machine dial ``host``? Public addresses, and neighbours; not this machine's own services.
+
+    On a machine that has nothing but its loopback, peers are there.
+    """
+    try:
+        named = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if named.is_loopback:
+        return all(address.is_loopback for address in own)
+    if named.is_unspecified or named.is_multicast or named.is_link_local:
+        return False
+    return not is_private(named) or any(named in network for network in networks)
 
 
 def _leads_somewhere(address: str) -> bool:

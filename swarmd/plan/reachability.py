@@ -6,6 +6,7 @@ to knock at nobody else's door, and a port that a router forwards is found witho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -30,7 +31,7 @@ class Answer:
 
 
 def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[Reach]:
-    """Open when all could connect, closed when anybody could not: whoever announces a relay too loses nothing.
+    """Open when at least half could connect: who shows this peer's key has been here, who could not may be to blame.
 
     Neighbours, who see a private address of an interface here, only count where nobody else was asked.
     """
@@ -40,8 +41,8 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     counted = outside or answers
     failed = [answer for answer in counted if not answer.open_ports]
     who = f"{len(counted)} members{'' if outside else ' of the same network'} that tried"
-    if not failed:
-        return Decision("open", f"{len(counted)} of {who} could connect to it")
+    if 2 * len(failed) <= len(counted):
+        return Decision("open", f"{len(counted) - len(failed)} of {who} could connect to it")
     hosts = ", ".join(sorted({answer.host for answer in failed}))
     return Decision("closed", f"{len(failed)} of {who} could not connect to it at {hosts}")
 
@@ -55,9 +56,14 @@ def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
 
 
 def forwarded(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports that lead here although no interface has the address: a router forwards them."""
-    found = {(a.host, port) for a in answers for port in a.open_ports if a.host not in own_hosts}
-    return tuple(sorted(found))
+    """Hosts and ports that lead here although no interface has the address: a router forwards them.
+
+    Public ones, that two members found, where two were asked: one could name somebody else's.
+    """
+    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
+    found = Counter((a.host, port) for a in outside for port in a.open_ports if a.host not in own_hosts)
+    needed = min(2, len(outside))
+    return tuple(sorted(p for p, n in found.items() if n >= needed and not is_private(ip_address(p[0]))))
 
 
 def choose_relays(

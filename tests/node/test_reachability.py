@@ -170,8 +170,10 @@ async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClo
     world.add("A")
     world.unwilling = {PeerId("A")}
     async with living(world):
-        await trio.sleep(60)
+        await trio.sleep(40)
         assert world.asked == ["A"]
+        await trio.sleep(20)
+        assert world.asked == ["A", "A"], "soon again: the link may just have come up"
         assert world.me.reach.action == "unknown"
 
 

@@ -25,11 +25,13 @@ def test_nobody_asked_is_not_known() -> None:
         ([Answer(A, ROUTER, (4117,))], "open"),
         ([Answer(A, "192.168.1.2", (4117,)), Answer(B, ROUTER, ())], "closed"),
         ([Answer(A, "192.168.1.2", ()), Answer(B, ROUTER, (4117,))], "open"),
-        ([Answer(A, ROUTER, (4117,)), Answer(B, "5.0.9.9", ())], "closed"),
+        ([Answer(A, ROUTER, (4117,)), Answer(B, "5.0.9.9", ())], "open"),
+        ([Answer(A, ROUTER, (4117,)), Answer(B, ROUTER, ()), Answer(C, ROUTER, (4117,))], "open"),
+        ([Answer(A, ROUTER, ()), Answer(B, ROUTER, ()), Answer(C, ROUTER, (4117,))], "closed"),
         ([Answer(A, "no address", ())], "closed"),
     ],
 )
-def test_who_asks_from_outside_counts_and_one_failure_is_enough(answers: list[Answer], reach: str) -> None:
+def test_who_asks_from_outside_counts_and_most_are_believed(answers: list[Answer], reach: str) -> None:
     assert judge(answers, HOME).action == reach
 
 
@@ -42,6 +44,13 @@ def test_a_public_machine_sees_its_own_address() -> None:
 def test_a_port_that_a_router_forwards_is_found() -> None:
     answers = [Answer(A, ROUTER, (4117,)), Answer(B, "192.168.1.2", (4117,)), Answer(C, ROUTER, (4117,))]
     assert forwarded(answers, HOME) == ((ROUTER, 4117),)
+    assert forwarded(answers[:1], HOME) == ((ROUTER, 4117),), "the only one that was asked"
+
+
+def test_one_member_names_no_address_of_others() -> None:
+    answers = [Answer(A, "8.8.8.8", (4117,)), Answer(B, ROUTER, (4117,)), Answer(C, ROUTER, (4117,))]
+    assert forwarded(answers, HOME) == ((ROUTER, 4117),)
+    assert forwarded([Answer(A, "10.1.1.1", (4117,))], HOME) == (), "another network's private address"
 
 
 def test_relays_are_the_nearest_and_those_in_use_stay() -> None:

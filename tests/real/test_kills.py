@@ -56,6 +56,23 @@ def marked() -> list[psutil.Process]:
     return found
 
 
+class Paced:
+    """Reads an answer as slowly as people do, so that there is a middle of it."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._n_put = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._n_put += 1
+        if self._n_put > 1:  # the first is the prompt, before anybody was asked
+            self.has_begun.set()
+        time.sleep(1.25 * ANSWERING_S / N_TOKENS)
+
+    def end(self) -> None:
+        pass
+
+
 @dataclass
 class Life:
     """The victim, and everything it is asked to do when it is killed."""
@@ -132,13 +149,15 @@ class Life:
         with swarmd.connect(home=self.swarm.volunteers[-1].home.folder) as client:
             model = client.model("m", wait_s=30, chain=first, lookup=False)
             got: list[int] = []
+            paced = Paced()
 
             def answer() -> None:
                 options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
-                got.extend(model.generate(IDS, **options)[0].tolist())
+                got.extend(model.generate(IDS, **options, streamer=paced)[0].tolist())
 
             asking = threading.Thread(target=answer)
             asking.start()
+            assert paced.has_begun.wait(timeout=60)
             self.soon(ANSWERING_S)
             self.kill()
             asking.join(timeout=60)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_RESERVATIONS = 128  # members that a relay keeps reachable
 MAX_CIRCUITS = 256  # of a relay, at once
 MAX_CIRCUITS_OF_PEER = 32  # that one member asked for: as many peers as a long chain has, and some more
+LOOK_INTERVAL_S = 30.0  # whether those that are relayed are still members
 ANSWER_TIMEOUT_S = 3.0  # for a relay that has the other peer at hand
 BULK_BYTES_PER_S = 262_144  # a circuit that moves more lets others go first: tokens move less
 
@@ -85,6 +87,7 @@ class Circuits:
         self.may_relay: MayRelay | None = None
         self._certificate = certificate
         self._network = network
+        self._relays: Counter[PeerId] = Counter()
         self._reserved: Counter[PeerId] = Counter()
         self._asked: Counter[PeerId] = Counter()
 
@@ -98,11 +101,13 @@ class Circuits:
     async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
         """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
         stream = await self._network.open_for_reservation(relay)
-        self._network.note_seen_at((await self._ask(stream, Ask(certificate=self._certificate))).seen_at)
+        self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
+            self._network.note_seen_at((await self._ask(stream, Ask(certificate=self._certificate))).seen_at)
             held()
             await stream.receive()
         finally:
+            self._relays = self._relays - Counter([relay])
             with trio.CancelScope(shield=True):
                 await stream.reset()
 
@@ -133,9 +138,14 @@ class Circuits:
 
     async def called(self, stream: Libp2pStream) -> None:
         """A relay brings somebody who wants to connect to this peer."""
+        if (
+            stream.peer not in self._relays or stream.remote_address is None
+        ):  # nobody asked for it, or circuits in circuits
+            await stream.reset()
+            return
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            await read(stream, Caller)
-        await self._network.take_in(Circuit(stream, is_initiator=False))
+            caller = await read(stream, Caller)
+        await self._network.take_in(Circuit(stream, False, f"{caller.peer} through {stream.peer}"))
 
     # --- as the relay ----------------------------------------------------------------------------------------
 
@@ -147,9 +157,25 @@ class Circuits:
             await write(stream, Granted(why_not))
             await stream.aclose()
         elif ask.target:
-            await self._connect(stream, PeerId(ask.target))
+            await self._while_member(ask, stream, partial(self._connect, stream, PeerId(ask.target)))
         else:
-            await self._keep(stream)
+            await self._while_member(ask, stream, partial(self._keep, stream))
+
+    async def _while_member(self, ask: Ask, stream: Libp2pStream, relay: Callable[[], Awaitable[None]]) -> None:
+        """Relay until it ends, or until who asked is no member any more, or this peer relays no more."""
+        async with trio.open_nursery() as nursery:
+
+            async def look() -> None:
+                while self.may_relay is not None and self.may_relay(stream.peer, ask.certificate):
+                    await trio.sleep(LOOK_INTERVAL_S)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(look)
+            try:
+                await relay()
+            except PeerError as error:
+                logger.debug("relaying for %s ended: %s", stream.peer, error)
+            nursery.cancel_scope.cancel()
 
     def _why_not(self, peer: PeerId, ask: Ask) -> str:
         target = ask.target
@@ -216,10 +242,11 @@ async def _pour(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScop
 
 
 class Circuit(IRawConnection):
-    """A stream of a relay as the wire of a connection."""
+    """A stream of a relay as the wire of a connection; ``caller`` is who began it, as the relay says."""
 
-    def __init__(self, stream: Libp2pStream, is_initiator: bool) -> None:
+    def __init__(self, stream: Libp2pStream, is_initiator: bool, caller: str = "") -> None:
         self.is_initiator = is_initiator
+        self.caller = caller
         self._stream = stream
         self._rest = b""
 

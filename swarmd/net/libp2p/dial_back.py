@@ -84,6 +84,7 @@ class DialBack:
         remote, peer = stream.remote_address, stream.peer
         if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
             await write(stream, Tried())
+            await stream.aclose()
             return
         found: list[int] = []
 
@@ -100,3 +101,4 @@ class DialBack:
         finally:
             self._tried_for.discard(peer)
         await write(stream, Tried(remote[0], tuple(sorted(found))))
+        await stream.aclose()

@@ -47,7 +47,10 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 4.5  # TCP, Noise and yamux over 300 ms of round trip
 OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
 ADDRESS_TTL_S = 3_600  # records renew addresses far more often
+MAX_DIALS = 3  # of one wish to be connected: some other's may fail, or be ended, meanwhile
+MAX_OWN_ADDRESSES = 10  # of interfaces: relays' come after them, and a record holds 16
 OPEN_ERRORS = (
+    UnicodeDecodeError,  # of what a peer calls its protocols (row 20)
     SwarmException,
     HostException,
     StreamError,
@@ -95,6 +98,7 @@ class Libp2pNetwork:
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
         )
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
+        self._channels = frozenset(_protocol(purpose) for purpose in PURPOSES)
         for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
         self.ways = Libp2pWays(self, certificate)
@@ -113,7 +117,8 @@ class Libp2pNetwork:
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
         found = self._announce or expand(tuple(str(a) for a in self.host.get_transport_addrs()))
-        return tuple(dict.fromkeys([*(a.split("/p2p/")[0] + suffix for a in found), *self.ways.also]))
+        own = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found)
+        return tuple(dict.fromkeys([*list(own)[:MAX_OWN_ADDRESSES], *self.ways.also]))
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
@@ -125,7 +130,9 @@ class Libp2pNetwork:
         if (parsed or circuits) and peer != self.peer_id:
             self.swarm.peerstore.clear_addrs(known)
             self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
-            self.swarm.circuits_of[known] = circuits
+            self.swarm.circuits_of.pop(known, None)
+            if circuits:
+                self.swarm.circuits_of[known] = circuits
 
     def announced_ports(self) -> tuple[int, ...]:
         """The TCP ports at which others may find it."""
@@ -149,6 +156,10 @@ class Libp2pNetwork:
     def connections(self, peer: PeerId) -> list[INetConn]:
         """Those that live."""
         return [c for c in self.swarm.get_connections(ID.from_base58(peer)) if not c.is_closed]
+
+    def is_used(self, connection: INetConn) -> bool:
+        """Does a channel of swarmd's go over it?"""
+        return any(stream.get_protocol() in self._channels for stream in connection.get_streams())
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
         self._handlers[purpose] = handler
@@ -198,7 +209,10 @@ class Libp2pNetwork:
 
         Whoever wants the same at the same time waits for it, and hears of its failure.
         """
-        while (dial := self._dials.get(peer)) or not self.connections(peer):
+        for _ in range(MAX_DIALS):
+            dial = self._dials.get(peer)
+            if dial is None and self.connections(peer):
+                return
             if dial is None:
                 dial = self._dials[peer] = _Dial()
                 try:
@@ -213,6 +227,8 @@ class Libp2pNetwork:
             await dial.ended.wait()
             if dial.failure is not None:
                 raise type(dial.failure)(str(dial.failure))
+        if not self.connections(peer):
+            raise Unreachable(f"{peer} ended {MAX_DIALS} connections as soon as they were made")
 
     async def _dial(self, target: ID) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+import trio
 from cryptography.exceptions import InvalidTag
 from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.connection_types import ConnectionType
@@ -25,6 +26,28 @@ _LENGTH = struct.Struct(">H")
 _RECEIVE_BYTES = 256 * 1024  # four messages of 64 KiB in one read
 
 
+def wire_of(connection: IRawConnection) -> IRawConnection:
+    """What lies under all that wraps it: a socket's connection, or a circuit's."""
+    while (inner := getattr(connection, "raw", None) or getattr(connection, "_conn", None)) is not None:
+        connection = inner
+    return connection
+
+
+def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
+    """Host and port of the other side; the library's own knows IPv4 only (row 21). None for a circuit."""
+    wire = wire_of(connection)
+    if (found := wire.get_remote_address()) is not None:
+        return found
+    stream = getattr(getattr(wire, "stream", None), "stream", None)
+    if not isinstance(stream, trio.SocketStream):
+        return None
+    try:
+        host, port = stream.socket.getpeername()[:2]
+    except OSError:
+        return None
+    return host.partition("%")[0], port
+
+
 class OverConnection(IRawConnection):
     """A connection over another one; whoever derives from it says how it reads."""
 
@@ -39,7 +62,7 @@ class OverConnection(IRawConnection):
         await self.raw.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self.raw.get_remote_address()
+        return remote_of(self.raw)
 
     def get_transport_addresses(self) -> list[Multiaddr]:
         remote = self.get_remote_address()
@@ -49,7 +72,7 @@ class OverConnection(IRawConnection):
         return [Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")]
 
     def get_connection_type(self) -> ConnectionType:
-        return ConnectionType.DIRECT if self.get_remote_address() else ConnectionType.RELAYED
+        return wire_of(self).get_connection_type()
 
 
 class BufferedConnection(OverConnection):

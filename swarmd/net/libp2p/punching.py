@@ -18,6 +18,7 @@ from swarmd.errors import PeerError
 from swarmd.net.api import Way
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
+from swarmd.plan.dialing import host_of
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
 
@@ -59,8 +60,11 @@ class Meeting(Protocol):
     async def punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
         """Make a connection that the peer is making too."""
 
-    async def made_direct(self, peer: PeerId, way: Way) -> None:
-        """Use the new connection; the one through the relay has done its work."""
+    async def made_direct(self, peer: PeerId, way: Way) -> bool:
+        """Use the new connection, if there is one; the one through the relay has done its work."""
+
+    def may_dial(self, host: str) -> bool:
+        """May somebody name this host to be dialled?"""
 
 
 class Punching:
@@ -86,9 +90,8 @@ class Punching:
                 finally:
                     with trio.CancelScope(shield=True):
                         await stream.reset()
-                if way is not None:
-                    del self._not_before[peer]
-                    await self._network.made_direct(peer, way)
+                if way is not None and await self._network.made_direct(peer, way):
+                    self._not_before.pop(peer, None)
         except PeerError as error:
             logger.debug("%s stays behind a relay: %s", peer, error)
 
@@ -108,22 +111,33 @@ class Punching:
         return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
 
     async def met(self, stream: Libp2pStream) -> None:
-        """The side that did not begin. Who asks again and again would have it knock at doors of others."""
+        """The side that did not begin, reached through a relay: who asks often would have it knock at others' doors."""
         now = trio.current_time()
+        if stream.remote_address is not None:
+            await stream.reset()
+            return
         self._meeting = {peer: until for peer, until in self._meeting.items() if until > now}
         if stream.peer in self._meeting or len(self._meeting) >= MAX_AT_ONCE:
             await stream.reset()
             return
         self._meeting[stream.peer] = now + MEETING_S
+        try:
+            await self._meet_halfway(stream)
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.aclose()
+
+    async def _meet_halfway(self, stream: Libp2pStream) -> None:
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             other = await read(stream, Meet)
             if other.dial:
-                if await self._network.dial_back(other.dial, stream.peer):
+                wanted = tuple(a for a in other.dial if (host := host_of(a)) and self._network.may_dial(str(host)))
+                if wanted and await self._network.dial_back(wanted, stream.peer):
                     await write(stream, Meet())
                 return
             await write(stream, Meet(seen_at=self._network.whereabouts().seen_at))
             await read(stream, Go)
-            if other.seen_at is not None:
+            if other.seen_at is not None and self._network.may_dial(other.seen_at[0]):
                 await self._punch(other.seen_at, stream.peer, is_initiator=False)
 
     async def _punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:

@@ -38,7 +38,7 @@ from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
 from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.noise import OverConnection
+from swarmd.net.libp2p.noise import OverConnection, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.plan.dialing import Attempt, attempts, is_circuit
 
@@ -48,6 +48,7 @@ YAMUX = TProtocol("/yamux/1.0.0")
 UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
 MAX_READ_OF_STRANGER = 4_096  # at a time
 MAX_BYTES_OF_STRANGER = 65_536  # a handshake takes 2 KiB
+MAX_PENDING_PER_CALLER = 4  # through relays: one that is made, and others that were given up a moment ago
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
 TAKEN = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another connection from this port to that address is there
@@ -299,11 +300,12 @@ class GuardedSwarm(Swarm):
         if is_scarce(_handle_of(raw_conn)):
             await raw_conn.close()
             raise SwarmException("the last file handles are kept for what is needed")
-        remote = raw_conn.get_remote_address()
-        address = remote[0] if remote else "unknown"
-        if self._pending_by_address[address] >= MAX_PENDING_PER_ADDRESS:
+        remote, caller = remote_of(raw_conn), getattr(raw_conn, "caller", "")
+        address = remote[0] if remote else caller
+        limit = MAX_PENDING_PER_CALLER if caller else MAX_PENDING_PER_ADDRESS
+        if self._pending_by_address[address] >= limit:
             await raw_conn.close()
-            raise SwarmException(f"{address} has {MAX_PENDING_PER_ADDRESS} connections pending already")
+            raise SwarmException(f"{address} has {limit} connections pending already")
         self._pending_by_address[address] += 1
         metered = _Metered(raw_conn, is_initiator=False)
         try:

@@ -18,12 +18,13 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Way
+from swarmd.net.interfaces import networks
 from swarmd.net.libp2p.circuits import Circuits
 from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
-from swarmd.plan.dialing import host_of, is_circuit, is_private, relay_of
+from swarmd.plan.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
 from swarmd.plan.reachability import Answer
 from swarmd.values import PeerId
 
@@ -51,6 +52,8 @@ class Host(Protocol):
     async def open(self, peer: PeerId, protocol: str, connection: INetConn | None = None) -> Libp2pStream: ...
 
     def connections(self, peer: PeerId) -> list[INetConn]: ...
+
+    def is_used(self, connection: INetConn) -> bool: ...
 
 
 class Libp2pWays:
@@ -204,14 +207,21 @@ class Libp2pWays:
             return False
         return True
 
-    async def made_direct(self, peer: PeerId, way: Way) -> None:
-        for connection in self._host.connections(peer):
-            if is_relayed(connection):
+    def may_dial(self, host: str) -> bool:
+        own = [known for address in self._host.addresses() if (known := host_of(address)) is not None]
+        return may_be_named(host, networks(), own)
+
+    async def made_direct(self, peer: PeerId, way: Way) -> bool:
+        connections = self._host.connections(peer)
+        direct = [c for c in connections if not is_relayed(c)]
+        for connection in direct:
+            self._made[id(connection)] = way
+        for connection in connections if direct else ():
+            if is_relayed(connection) and not self._host.is_used(connection):  # by what the other side began on it
                 await connection.close()
-            else:
-                self._made[id(connection)] = way
         live = {id(c) for connections in self._host.swarm.connections.values() for c in connections}
         self._made = {key: made for key, made in self._made.items() if key in live}
+        return bool(direct)
 
 
 def is_relayed(connection: INetConn) -> bool:
