@@ -111,6 +111,26 @@ async def test_both_dial_where_relays_see_them() -> None:
         assert p.client.way_to(p.server.peer_id) == "punched"
 
 
+async def test_both_begin_and_one_goes_on() -> None:
+    async with place(server_listens=True, client_listens=True) as p, trio.open_nursery() as nursery:
+        p.client.set_handler("interactive", echo)
+        (where,) = p.relay.addresses()
+        held = trio.Event()
+        nursery.start_soon(p.client.ways.hold_reservation, p.relay.peer_id, held.set)
+        await held.wait()
+        p.server.learn(p.client.peer_id, (f"{where}/p2p-circuit/p2p/{p.client.peer_id}",))
+
+        async def begin(one: Libp2pNetwork, other: Libp2pNetwork) -> None:
+            assert await said(await one.open_stream(other.peer_id, "interactive"), b"both") == b"both"
+            while one.way_to(other.peer_id) == "relayed":
+                await trio.sleep(0.01)
+
+        async with trio.open_nursery() as both:
+            both.start_soon(begin, p.client, p.server)
+            both.start_soon(begin, p.server, p.client)
+        nursery.cancel_scope.cancel()
+
+
 async def test_what_cannot_be_made_direct_is_not_tried_each_time() -> None:
     async with place() as p:
         await p.client.open_stream(p.server.peer_id, "interactive")

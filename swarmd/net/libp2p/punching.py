@@ -49,6 +49,9 @@ class Go(msgspec.Struct, frozen=True, array_like=True):
 class Meeting(Protocol):
     """What this needs of the network that it belongs to."""
 
+    @property
+    def peer_id(self) -> PeerId: ...
+
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
         """A stream over the connection that there is."""
 
@@ -74,6 +77,7 @@ class Punching:
         self._network = network
         self._not_before: dict[PeerId, float] = {}
         self._meeting: dict[PeerId, float] = {}
+        self._own: dict[PeerId, trio.CancelScope] = {}
 
     async def make_direct(self, peer: PeerId) -> None:
         """Try to replace a connection through a relay; it stays when that fails."""
@@ -83,7 +87,7 @@ class Punching:
             return
         self._not_before[peer] = now + AGAIN_AFTER_S
         try:
-            with trio.move_on_after(UPGRADE_TIMEOUT_S):
+            with trio.move_on_after(UPGRADE_TIMEOUT_S) as self._own[peer]:
                 stream = await self._network.open_punch(peer)
                 try:
                     way = await self._meet(stream)
@@ -94,28 +98,30 @@ class Punching:
                     self._not_before.pop(peer, None)
         except PeerError as error:
             logger.debug("%s stays behind a relay: %s", peer, error)
+        finally:
+            del self._own[peer]
 
     async def _meet(self, stream: Libp2pStream) -> Way | None:
         """How the new connection came to be; None when there is none."""
         own = self._network.whereabouts()
-        begun = trio.current_time()
         await write(stream, own)
         other = await read(stream, Meet)
         if own.dial:
             return "reversed"  # it answers once it has dialled
         if own.seen_at is None or other.seen_at is None:
             return None
-        trip_s = trio.current_time() - begun
         await write(stream, Go())
-        await trio.sleep(trip_s / 2)
         return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
 
     async def met(self, stream: Libp2pStream) -> None:
         """The side that did not begin, reached through a relay: who asks often would have it knock at others' doors."""
         now = trio.current_time()
-        if stream.remote_address is not None:
+        own = self._own.get(stream.peer)
+        if stream.remote_address is not None or (own is not None and self._network.peer_id < stream.peer):
             await stream.reset()
             return
+        if own is not None:  # both began: the smaller id goes on
+            own.cancel()
         self._meeting = {peer: until for peer, until in self._meeting.items() if until > now}
         if stream.peer in self._meeting or len(self._meeting) >= MAX_AT_ONCE:
             await stream.reset()

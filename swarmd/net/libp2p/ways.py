@@ -184,6 +184,10 @@ class Libp2pWays:
         if connections and all(map(is_relayed, connections)):
             await self._punching.make_direct(peer)
 
+    @property
+    def peer_id(self) -> PeerId:
+        return self._host.peer_id
+
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
         return await self._host.open(peer, PUNCH)
 
