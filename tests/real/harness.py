@@ -26,6 +26,7 @@ from swarmd.values import ModelId, PeerId, Span
 from tests.real import forks
 
 READY_TIMEOUT_S = 60.0
+MAX_INVITED_BY = 16  # addresses in an invite
 INVITED_FOR_S = 86_400  # longer than any test or siege
 
 
@@ -147,7 +148,7 @@ class LocalSwarm:
         for volunteer in self.volunteers:
             if volunteer.process is not None and volunteer.home.socket.exists():
                 found += volunteer.ask("status")["addresses"]
-        return tuple(found)
+        return tuple(found)[:MAX_INVITED_BY]
 
     def serving(self, *spans: tuple[int, int], model: str = "demo", **more: Any) -> list[Volunteer]:
         """Start one volunteer for each span and wait until all see all online."""
