@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from swarmd_cli.main import app
+from swarmd_cli.main import INTERRUPTED, app
 
 from swarmd import errors
 from swarmd.config import TABLES, Config, PolicyConfig
@@ -43,6 +43,22 @@ def test_every_exit_code_is_documented() -> None:
     kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.SwarmError)]
     line = next(text for text in OPERATING.splitlines() if text.startswith("0 ok"))
     assert {str(k.exit_code) for k in kinds} <= set(re.findall(r"\d+", line))
+
+
+def test_what_is_documented_exists() -> None:
+    settings = {field.name for field in dataclasses.fields(Config)}
+    rows = re.findall(r"^\| (\w+) \| (SWARMD_\w+) \|", OPERATING, re.MULTILINE)
+    assert rows
+    assert not [name for name, variable in rows if name not in settings or variable != f"SWARMD_{name.upper()}"]
+    flags = flags_of(typer.main.get_command(app))
+    commands = OPERATING.split("\n## Commands\n")[1].split("\n## ")[0]
+    assert not set(re.findall(r"--[a-z][a-z-]*", commands)) - flags
+    in_table = set(re.findall(r"^\| \w+ \| SWARMD_\w+ \| (--[a-z-]+)", OPERATING, re.MULTILINE))
+    assert "--listen" in in_table
+    assert not in_table - flags
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.SwarmError)]
+    line = next(text for text in OPERATING.splitlines() if text.startswith("0 ok"))
+    assert set(re.findall(r"\d+", line)) == {str(k.exit_code) for k in kinds} | {"0", str(INTERRUPTED)}
 
 
 def test_paths_that_documents_name_exist() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import chat, gateway, generate, look, member, models, policy, service, train, tune
+from swarmd_cli import bugreport, chat, gateway, generate, look, member, models, policy, service, train, tune
 from swarmd_cli.context import set_home
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -20,7 +20,6 @@ app = typer.Typer(
     name="swarmd",
     help="Pool the computers you already have to run language models that none of them could alone.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,6 +62,7 @@ app.command()(look.ps)
 app.command()(look.ping)
 app.command()(look.why)
 app.command()(look.doctor)
+app.command()(bugreport.bugreport)
 app.command()(generate.run)
 app.command()(chat.chat)
 app.command("open")(gateway.open_page)

@@ -1,0 +1,100 @@
+"""Everything that helps to find a fault, in one file, without what is nobody else's business."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import json
+import platform
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmd_cli.context import ask, home
+
+ASKED = ("status", "peers", "sessions", "models", "downloads", "why", "train")
+LOG_LINES = 2_000
+Out = Annotated[Path | None, typer.Option("--out", help="Where to write it; else a new file in this folder.")]
+
+
+def bugreport(out: Out = None) -> None:
+    """Gather settings, states and logs into a tar, with keys, names and addresses removed.
+
+    Example: swarmd bugreport --out report.tar.gz
+    """
+    from swarmd.errors import ConfigError
+    from swarmd_cli.redact import redactor, secrets_of
+
+    folder = home().folder
+    path = out or Path(f"swarmd-bugreport-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    names = {str(Path.home()): "~", socket.gethostname(): "[machine]", getpass.getuser(): "[user]"}
+    redact = redactor(secrets_of(folder), names)
+    texts = {name: redact(text) for name, text in _gather(folder).items()}
+    try:
+        with tarfile.open(path, "x:gz") as tar:
+            for name, text in texts.items():
+                data = text.encode()
+                entry = tarfile.TarInfo(f"swarmd-bugreport/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                tar.addfile(entry, io.BytesIO(data))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    print(f"Wrote {path}: {', '.join(texts)}.")
+    print(
+        f"Keys, invites, names of this machine and public addresses are taken out; look yourself: tar -xOzf {path} | less"
+    )
+
+
+def _gather(folder: Path) -> dict[str, str]:
+    """Texts by file name; what cannot be had says why."""
+    packages = sorted(f"{d.metadata['Name']} {d.version}" for d in distributions())
+    about = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
+    texts = {"about.txt": "\n".join(about) + "\n", "config.toml": _file(folder / "config.toml")}
+    for verb in ASKED:
+        texts[f"{verb}.json"] = _or_why(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
+    texts["home.txt"] = _or_why(lambda: _listing(folder))
+    texts["service.log"] = _or_why(_service_log)
+    for name in ("daemon.log", "gateway.log"):
+        if (folder / name).is_file():
+            texts[name] = _file(folder / name)
+    return texts
+
+
+def _or_why(text: Callable[[], str]) -> str:
+    from swarmd.errors import SwarmError
+
+    try:
+        return text()
+    except (SwarmError, OSError) as error:
+        return f"not there: {error}\n"
+
+
+def _file(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"not there: {error.strerror}\n"
+    return "\n".join(lines[-LOG_LINES:]) + "\n"
+
+
+def _listing(folder: Path) -> str:
+    """Names, sizes and modes of what lies in the home folder, not what they hold."""
+    rows = [(path, path.stat()) for path in sorted(folder.iterdir())]
+    return "".join(f"{oct(there.st_mode)[-3:]} {there.st_size:>12} {path.name}\n" for path, there in rows)
+
+
+def _service_log() -> str:
+    from swarmd_cli.managers import manager_here
+
+    done = subprocess.run(
+        manager_here(False).logs(LOG_LINES, follow=False), capture_output=True, text=True, check=False
+    )
+    return done.stdout or f"not there: {done.stderr}\n"

@@ -1,0 +1,72 @@
+"""Remove from a text what its reader must not learn: keys, invites, names of this machine, addresses of people."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SECRET_FILES = ("node.key", "founder.key", "swarm.json", "gateway.token", "gateway-keys.json")
+SHORTEST = 16  # letters of what is looked for as a secret: less is too often something else
+INVITE_OR_KEY = re.compile(r"swarmd1-[a-z2-7]+|sk-[A-Za-z0-9_-]{8,}|hf_[A-Za-z0-9]{8,}")
+LONG_HEX = re.compile(r"\b[0-9a-f]{64,}\b")
+NAMED_SECRET = re.compile(r"(?im)^(\s*\S*(?:token|secret|password|passwd|api_key|psk)\S*\s*[=:]\s*)(?!\[secret\])\S.*$")
+ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w:])")
+
+
+def secrets_of(folder: Path) -> set[str]:
+    """What the files of a home that only its owner may read hold."""
+    found: set[str] = set()
+    for name in SECRET_FILES:
+        try:
+            text = (folder / name).read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        try:
+            found.update(_strings(json.loads(text)))
+        except ValueError:
+            found.add(text.strip())
+    return {secret for secret in found if len(secret) >= SHORTEST and "/" not in secret[:1]}
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
+
+    Public addresses get numbers, the same for the same one in all texts, so that who talks with whom can be followed.
+    """
+    ordered = sorted(secrets, key=len, reverse=True)
+    numbers: dict[str, int] = {}
+
+    def masked(found: re.Match[str]) -> str:
+        try:
+            host = ipaddress.ip_address(found[0])
+        except ValueError:
+            return found[0]
+        if not host.is_global:
+            return found[0]
+        return f"[address {numbers.setdefault(str(host), len(numbers) + 1)}]"
+
+    def redact(text: str) -> str:
+        for secret in ordered:
+            text = text.replace(secret, "[secret]")
+        text = INVITE_OR_KEY.sub("[secret]", LONG_HEX.sub("[hex]", text))
+        text = NAMED_SECRET.sub(r"\1[secret]", text)
+        for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0])):
+            text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", instead, text)
+        return ADDRESS.sub(masked, text)
+
+    return redact
