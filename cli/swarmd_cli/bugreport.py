@@ -21,7 +21,7 @@ import typer
 from swarmd_cli.context import ask, home
 
 ASKED = ("status", "peers", "sessions", "models", "downloads", "why", "train")
-LOG_LINES = 2_000
+LOG_LINES = 2_000  # of each log: some hours of a busy day
 Out = Annotated[Path | None, typer.Option("--out", help="Where to write it; else a new file in this folder.")]
 
 
@@ -48,9 +48,8 @@ def bugreport(out: Out = None) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     print(f"Wrote {path}: {', '.join(texts)}.")
-    print(
-        f"Keys, invites, names of this machine and public addresses are taken out; look yourself: tar -xOzf {path} | less"
-    )
+    print("Keys, invites, names of this machine and public addresses are taken out. Look before you send it:")
+    print(f"tar -xOzf {path} | less")
 
 
 def _gather(folder: Path) -> dict[str, str]:
@@ -94,7 +93,6 @@ def _listing(folder: Path) -> str:
 def _service_log() -> str:
     from swarmd_cli.managers import manager_here
 
-    done = subprocess.run(
-        manager_here(False).logs(LOG_LINES, follow=False), capture_output=True, text=True, check=False
-    )
+    command = manager_here(False).logs(LOG_LINES, follow=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout or f"not there: {done.stderr}\n"
