@@ -126,10 +126,12 @@ class Directory:
             task_status.started()
 
     async def _exchange_loop(self) -> None:
-        """Exchange with somebody, less and less often while it brings nothing to either side."""
+        """Exchange with somebody, less and less often while it brings nothing to either side and no run needs news."""
         interval_s = EXCHANGE_INTERVAL_S
         while True:
-            is_quiet = await self._exchange_once()
+            is_quiet = await self._exchange_once() and not any(
+                r.peer == self._network.peer_id for r in self.view().runs
+            )
             interval_s = min(QUIET_EXCHANGE_S, 2 * interval_s) if is_quiet else EXCHANGE_INTERVAL_S
             await trio.sleep(interval_s * self._rng.uniform(0.75, 1.25))
 

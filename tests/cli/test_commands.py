@@ -16,12 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from swarmd_cli.main import app
+from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol import invite as invites
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import Invite, SwarmKeys, create
+from tests.real import forks
 from tests.real.harness import LocalSwarm, local_swarm
 
 pytestmark = pytest.mark.slow
@@ -29,10 +32,8 @@ NOBODY = "/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
 
 
 def swarmd(*arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment}
-    )
+    command = forks.Command("--home", str(home), *arguments, environment={**os.environ, **environment})
+    return command.finish()
 
 
 def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -55,17 +56,23 @@ def some_invite(address: str, expires_in_s: int = 600, psk: bytes = b"k" * 32) -
 
 
 def test_help_has_an_example_for_every_verb() -> None:
-    program = [sys.executable, "-m", "swarmd_cli.main"]
-    top = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True)
-    verbs = re.findall(r"^  (\w+) ", top.stdout.split("Commands:")[1], re.MULTILINE)
-    assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= set(verbs)
-    groups = {"models": ["ls", "add"], "service": ["install", "uninstall", "status", "logs"]}
-    groups["policy"] = ["show", "set", "explain"]
-    groups["train"] = ["start", "join", "stop", "pause", "resume", "anchors", "status", "plan", "export"]
-    for verb in verbs:
-        for words in [[verb, sub] for sub in groups[verb]] if verb in groups else [[verb]]:
-            shown = subprocess.run([*program, *words, "--help"], capture_output=True, text=True, check=True)
-            assert "Example: swarmd" in shown.stdout, words
+    def shown(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--help"])
+        assert done.exit_code == 0, words
+        return done.output
+
+    def all_verbs(*group: str) -> list[tuple[str, ...]]:
+        """Those of a group and of the groups within it."""
+        text = shown(*group)
+        if "Commands:" not in text:
+            return [group]
+        named = re.findall(r"^  (\w+) ", text.split("Commands:")[1], re.MULTILINE)
+        return [words for name in named for words in all_verbs(*group, name)]
+
+    found = all_verbs()
+    assert {("demo",), ("up",), ("models", "add"), ("service", "install"), ("gateway", "key", "ls")} <= set(found)
+    for words in found:
+        assert "Example: swarmd" in shown(*words), words
 
 
 HEAVY = {"torch", "transformers", "libp2p", "trio", "httpx", "hypercorn", "starlette", "scipy", "numpy", "cryptography"}
