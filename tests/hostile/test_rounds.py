@@ -81,7 +81,7 @@ async def test_reducer_that_returns_something_else(
             await reduce(live)
 
         monkeypatch.setattr(Round, "_reduce", reduce_and_lie)
-        assert max(await world.pace(N_UPDATES)) < LONGEST_S
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         assert n_lies, "it had nothing to reduce"
         check(world, honest, liar)
 
@@ -112,7 +112,7 @@ async def test_reducer_that_tells_members_different_results(
 
         liar.rpc.channel = open_mine  # type: ignore[method-assign]
         monkeypatch.setattr(Channel, "send", lying)
-        assert max(await world.pace(N_UPDATES)) < LONGEST_S
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         assert n_lies
         check(world, honest, liar)
 
@@ -149,7 +149,7 @@ async def test_member_that_tells_its_leader_lies(virtual_time: MockClock, change
         await world.until(3)
         liar, *honest = world.trainers()
         says(liar, change)
-        assert max(await world.pace(N_UPDATES)) < LONGEST_S
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         check(world, honest, liar)
         n_wasted = sum(m.trainer.samples_wasted for m in honest)
         assert n_wasted < sum(m.trainer.samples_counted for m in honest) / 2

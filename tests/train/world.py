@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,17 +198,21 @@ class TrainingWorld:
         """The newest update that anybody knows."""
         return self.ledger.epoch
 
-    async def until(self, epoch: int, within_s: float = LIMIT_S) -> float:
-        """Wait until everybody who computes has come to an update; returns the time."""
+    async def until(self, epoch: int, within_s: float = LIMIT_S, among: Sequence[Member] = ()) -> float:
+        """Wait until all of some members, or everybody who computes, have come to an update; returns the time."""
+
+        def is_there(member: Member) -> bool:
+            return member.trainer.state is not None and member.trainer.state.epoch >= epoch
+
         with trio.fail_after(within_s):
-            while not all(m.trainer.state is not None and m.trainer.state.epoch >= epoch for m in self.trainers()):
+            while not all(map(is_there, among or self.trainers())):
                 await trio.sleep(0.1)
         return trio.current_time()
 
-    async def pace(self, n: int = 8) -> list[float]:
-        """How long each of the next updates takes, until everybody has it."""
+    async def pace(self, n: int = 8, among: Sequence[Member] = ()) -> list[float]:
+        """How long each of the next updates takes, until all of some members, or everybody, have it."""
         first = self.epoch + 1
-        times = [await self.until(epoch) for epoch in range(first, first + n + 1)]
+        times = [await self.until(epoch, among=among) for epoch in range(first, first + n + 1)]
         return [b - a for a, b in pairwise(times)]
 
     async def in_a_round(self, which: str) -> Member:
