@@ -40,7 +40,7 @@ N_KILLS = 50
 SEED = 20261123
 # how long each lasts here, or longer
 STARTING_S, JOINING_S, WRITING_S, DRAINING_S, ANSWERING_S = 5.0, 2.0, 2.0, 0.6, 0.5
-ORPHAN_S = 5.0  # a worker ends with its daemon's socket, at its next look
+ORPHAN_S = 20.0  # a worker ends with its daemon's socket, at its next look: torch is imported before the first
 N_TOKENS = 40
 MARK = "SWARMD_KILLS"
 IDS = torch.tensor([[5, 6, 7]])

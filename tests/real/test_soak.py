@@ -27,7 +27,7 @@ import torch
 import swarmd
 from swarmd.errors import SwarmError
 from tests import checkpoints
-from tests.real import training
+from tests.real import forks, training
 from tests.real.gateways import RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.test_tuning import batches, tuned
@@ -99,9 +99,9 @@ class Load:
 
 
 def chat(gateway: RealGateway) -> None:
-    ask = {"model": "demo", "messages": [{"role": "user", "content": f"Of {time.time()}"}], "max_tokens": 24}
+    ask = {"model": "demo", "prompt": f"Of {time.time()}", "max_tokens": 24}
     with gateway.http() as http:
-        assert http.post("/v1/chat/completions", json=ask).status_code == 200
+        assert http.post("/v1/completions", json=ask).status_code == 200
 
 
 def generate(client: swarmd.Swarm) -> None:
@@ -145,7 +145,8 @@ def everything(stay: list[Volunteer], gateway: RealGateway) -> dict[str, psutil.
     return found
 
 
-def test_nothing_grows_in_half_an_hour_of_everything(tmp_path: Path) -> None:
+def test_nothing_grows_in_half_an_hour_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "IS_ON", False)  # workers are to be children of their daemons, as users' are
     torch.set_num_threads(1)
     m = checkpoints.make("llama", tmp_path / "llama", hidden_size=256, intermediate_size=704)
     curves, load = Curves(), Load()
