@@ -27,7 +27,7 @@ from swarmd.net.write_lock import WriteLock
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024  # one window in one read
-PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after somebody wants something of it
+PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after the first of them
 QUIET_INTERVAL_S = 8.0  # between two looks where nobody wants anything: an idle machine is to sleep
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
 MAX_OWED_BYTES = 64 * 1024  # 5,000 answers to pings
@@ -277,16 +277,17 @@ class YamuxConnection(IMuxedConn):
     async def _ping(self) -> None:
         """Ask a silent peer for a sign of life: soon while this side sends something, seldom while it does not."""
         self.owe(self.core.ping(trio.current_time()))
-        while self.core.unanswered_pings < MAX_UNANSWERED_PINGS:
+        while True:
             self._used = trio.Event()
             heard_at = self._heard_at
             await trio.sleep(PING_INTERVAL_S)
-            is_silent = self._heard_at == heard_at
-            if not is_silent and not self._used.is_set() and not self.core.unanswered_pings:
+            if self.core.unanswered_pings >= MAX_UNANSWERED_PINGS:
+                break
+            if self._heard_at == heard_at:
+                self.owe(self.core.ping(trio.current_time()))
+            elif not self._used.is_set() and not self.core.unanswered_pings:
                 with trio.move_on_after(QUIET_INTERVAL_S):
                     await self._used.wait()
-            elif is_silent and self.core.unanswered_pings < MAX_UNANSWERED_PINGS:
-                self.owe(self.core.ping(trio.current_time()))
         logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
         self._fail()
 
