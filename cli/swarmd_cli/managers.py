@@ -159,7 +159,7 @@ class Systemd:
     def after_install(self) -> str:
         if self.is_system:
             return f"It runs as the user swarmd; its state is in {SYSTEM_HOME}."
-        if _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"]).stdout.strip() == "Linger=yes":
+        if _is_lingering():
             return "It goes on after you log out (lingering was on already)."
         done = _run(["loginctl", "enable-linger"])
         if done.returncode:
@@ -168,11 +168,9 @@ class Systemd:
         return "It goes on after you log out: lingering was turned on (loginctl disable-linger turns it off)."
 
     def left_behind(self) -> str:
-        if self.is_system:
+        if self.is_system or not _is_lingering():
             return ""
-        asked = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
-        is_on = asked.stdout.strip() == "Linger=yes"
-        return "lingering is still on; if nothing else of yours needs it: loginctl disable-linger" if is_on else ""
+        return "lingering is still on; if nothing else of yours needs it: loginctl disable-linger"
 
     def _systemctl(self, *arguments: str) -> list[str]:
         return ["systemctl", *([] if self.is_system else ["--user"]), *arguments]
@@ -282,6 +280,12 @@ def without_namespaces(text: str) -> str:
     return "# This machine lets users make no namespaces: what needs them is left out.\n" + NEEDS_NAMESPACE.sub(
         "", text
     )
+
+
+def _is_lingering() -> bool:
+    """Does the user's manager run while they are logged out?"""
+    asked = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
+    return asked.stdout.strip() == "Linger=yes"
 
 
 def _template(name: str) -> str:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-SECRET_FILES = ("node.key", "founder.key", "swarm.json", "gateway.token", "gateway-keys.json")
+from swarmd.gateway import keys
+from swarmd.gateway.address import TOKEN_FILE
+
+SECRET_FILES = ("node.key", "founder.key", "swarm.json", TOKEN_FILE, keys.FILE)
 SHORTEST = 16  # letters of what is looked for as a secret: less is too often something else
 INVITE_OR_KEY = re.compile(r"swarmd1-[a-z2-7]+|sk-[A-Za-z0-9_-]{8,}|hf_[A-Za-z0-9]{8,}")
 LONG_HEX = re.compile(r"\b[0-9a-f]{64,}\b")

@@ -187,16 +187,22 @@ def openapi() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
+def quiet_config(bind: str) -> HypercornConfig:
+    """Of a server within the daemon: it logs nothing by itself, and ends at once."""
+    config = HypercornConfig()
+    config.bind = [bind]
+    config.accesslog = config.errorlog = None
+    config.graceful_timeout = 0.2
+    return config
+
+
 async def serve_control(
     daemon: Controlled, path: Path, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Serve the API on a Unix socket of mode 0600 until cancelled."""
     path.unlink(missing_ok=True)
-    config = HypercornConfig()
-    config.bind = [f"unix:{path}"]
+    config = quiet_config(f"unix:{path}")
     config.umask = 0o177
-    config.accesslog = config.errorlog = None
-    config.graceful_timeout = 0.2
     task_status.started()
     try:
         await serve(application(daemon), config, shutdown_trigger=trio.sleep_forever)

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 
 import trio
-from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio import serve
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swarmd.node.control import quiet_config
 from swarmd.status import DaemonStatus
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,5 @@ async def serve_metrics(status: Callable[[], DaemonStatus], listen: str) -> None
     except (OSError, OverflowError) as error:
         logger.error("no metrics: cannot listen on %s: %s", listen, error)
         return
-    config = HypercornConfig()
-    config.bind = [f"fd://{listener.detach()}"]  # hypercorn closes it
-    config.accesslog = config.errorlog = None
-    config.graceful_timeout = 0.2
+    config = quiet_config(f"fd://{listener.detach()}")  # hypercorn closes it
     await serve(application(status, host), config, shutdown_trigger=trio.sleep_forever)

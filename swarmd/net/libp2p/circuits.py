@@ -138,9 +138,8 @@ class Circuits:
 
     async def called(self, stream: Libp2pStream) -> None:
         """A relay brings somebody who wants to connect to this peer."""
-        if (
-            stream.peer not in self._relays or stream.remote_address is None
-        ):  # nobody asked for it, or circuits in circuits
+        is_in_circuit = stream.remote_address is None
+        if is_in_circuit or stream.peer not in self._relays:
             await stream.reset()
             return
         with trio.fail_after(ANSWER_TIMEOUT_S):
