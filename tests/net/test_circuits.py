@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,12 +11,14 @@ import trio
 import trio.testing
 from libp2p.peer.id import ID
 from libp2p.transport.exceptions import OpenConnectionError
+from multiaddr import Multiaddr
 
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.api import Stream
 from swarmd.net.libp2p import circuits, punching
 from swarmd.net.libp2p.dial_back import Tried
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import write
 from swarmd.values import PeerId
@@ -262,3 +265,29 @@ async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_m
         nursery.start_soon(a.ways.hold_reservation, b.peer_id, held.set)
         await held.wait()
         nursery.cancel_scope.cancel()
+
+
+async def test_a_dial_that_is_given_up_leaves_no_socket() -> None:
+    """Row 22: unclosed sockets are errors here."""
+    listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
+    address = Multiaddr(f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}")
+    with kept_port([]) as port:
+
+        async def dial() -> None:
+            await (await connect_from(port, address)).close()
+
+        for n_steps in range(4):
+            with trio.CancelScope() as given_up:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(dial)
+                    for _ in range(n_steps):
+                        await trio.lowlevel.checkpoint()
+                    given_up.cancel()
+            gc.collect()
+    await listener.aclose()
+
+
+@pytest.mark.parametrize("address", ["/ip6/::1/tcp/9", "/ip4/127.0.0.1", "/p2p-circuit", "/"])
+async def test_what_cannot_be_dialled_from_a_port_says_so(address: str) -> None:
+    with kept_port([]) as port, pytest.raises(OpenConnectionError):
+        await connect_from(port, Multiaddr(address))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,6 +38,7 @@ from multiaddr import Multiaddr
 from swarmd.net.handles import is_scarce
 from swarmd.net.interfaces import expand, networks
 from swarmd.net.libp2p.noise import OverConnection, remote_of
+from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.plan.dialing import Attempt, attempts, is_circuit
 
@@ -162,14 +162,9 @@ class GuardedSwarm(Swarm):
         Who listens dials from that port only where a router has to know it: two that dialled each other from there in
         the same moment would make one connection, on which both begin.
         """
-        listening = [str(a) for listener in self.listeners.values() for a in listener.get_addrs()]
+        listening = [a for listener in self.listeners.values() for a in listener.get_addrs()]
         self._listens = bool(listening)
-        ports = [_port_of(address) for address in listening if address.startswith("/ip4/")]
-        with socket.socket() as kept:
-            if not ports:
-                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                kept.bind(("0.0.0.0", 0))
-            self._own_port = ports[0] if ports else kept.getsockname()[1]
+        with kept_port(listening) as self._own_port:
             yield
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
@@ -196,7 +191,7 @@ class GuardedSwarm(Swarm):
 
     async def _from_own_port(self, address: str) -> IRawConnection:
         """Raises OpenConnectionError."""
-        return await self._tcp.dial_with_source(_parsed_untrusted(address), ("0.0.0.0", self._own_port))
+        return await connect_from(self._own_port, _parsed_untrusted(address))
 
     async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
         """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
@@ -368,10 +363,6 @@ def _parsed_untrusted(address: str) -> Multiaddr:
         return Multiaddr(address)
     except (ValueError, LookupError, TypeError):
         raise OpenConnectionError(f"{address[:80]!r} is no address") from None
-
-
-def _port_of(address: str) -> int:
-    return int(str(Multiaddr(address).value_for_protocol("tcp")))
 
 
 def _causes(error: BaseException) -> list[BaseException]:
