@@ -29,6 +29,7 @@ import trio
 from swarmd.net.api import Purpose, Stream
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan import partition
 from swarmd.plan.partition import Member
@@ -41,7 +42,6 @@ from swarmd.train.accounts import Given
 from swarmd.train.round import Round
 from swarmd.train.state import Vector, average_digest
 from swarmd.values import PeerId, RunId
-from swarmd.weights.pace import Pace
 
 N_PEERS = 4
 PSK = b"b" * 32

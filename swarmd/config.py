@@ -78,7 +78,8 @@ class PolicyConfig:
 
     ``hours`` as ``mon-fri 22:00-08:00, sat, sun``, local time, "" is always; ``idle_minutes`` since keyboard or mouse
     was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of the CPU, in °C, 0 does
-    not look.
+    not look. ``up_mbit`` and ``down_mbit`` bound all that leaves or enters the home network, in Mbit/s, ``month_gib``
+    both together in a month; 0 is no limit.
     """
 
     hours: str = ""
@@ -86,6 +87,9 @@ class PolicyConfig:
     on_battery: bool = False
     not_while: str = ""
     hottest_c: float = 0.0
+    up_mbit: float = 0.0
+    down_mbit: float = 0.0
+    month_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +169,7 @@ class Config:
             raise ConfigError(f"metrics is HOST:PORT of this machine, such as 127.0.0.1:9417, not {self.metrics!r}")
         if self.gateway.running < 1 or self.gateway.waiting < 0:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
-        if self.policy.idle_minutes < 0 or not 0 <= self.policy.hottest_c < float("inf"):
-            raise ConfigError("policy.idle_minutes and policy.hottest_c cannot be negative or infinite")
-        Hours.parse(self.policy.hours)
+        _check_policy(self.policy)
         if self.tuning_share > 1:
             raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")
         if self.direct_port > 65_535:
@@ -272,6 +274,13 @@ def _settings(
     if unknown := sorted(set(table) - set(types)):
         raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in {shown}; there are: {', '.join(types)}")
     return {name: _convert(f"{prefix}.{name}", value, types[name], source) for name, value in table.items()}
+
+
+def _check_policy(policy: PolicyConfig) -> None:
+    for name in ("idle_minutes", "hottest_c", "up_mbit", "down_mbit", "month_gib"):
+        if not 0 <= getattr(policy, name) < float("inf"):
+            raise ConfigError(f"policy.{name} cannot be negative or infinite, got {getattr(policy, name)}")
+    Hours.parse(policy.hours)
 
 
 def _check_serve(serve: Serve) -> None:

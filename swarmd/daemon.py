@@ -28,6 +28,7 @@ from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus, Ways
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
+from swarmd.net.traffic import Traffic
 from swarmd.node.balancer import Turnover
 from swarmd.node.choosing import Around
 from swarmd.node.control import serve_control
@@ -36,7 +37,7 @@ from swarmd.node.gateway_process import GatewayProcess, command
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.metrics import serve_metrics
-from swarmd.node.presence import Presence, verdict_now
+from swarmd.node.presence import Presence, limits_of, verdict_now
 from swarmd.node.reachability import Reachability
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
@@ -83,6 +84,7 @@ class Surroundings:
     start_worker: Starter
     understands: Understanding = OURS
     ways: Ways | None = None
+    traffic: Traffic | None = None
 
 
 class Daemon:
@@ -126,7 +128,7 @@ class Daemon:
         )
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)
-        self.presence = Presence(config.policy, self._rest, home.pause_file) if home else None
+        self.presence = Presence(config.policy, self._rest, home.pause_file, world.traffic) if home else None
         meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
         self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         owned = (self.gateway, self.presence, self.reachability)
@@ -264,8 +266,11 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
     """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
     swarm = home.swarm()
     manager = ServiceManager()
-    at_once = config.serve and verdict_now(config.policy, home.pause_file).may_work
-    with home.locked(), closing(Prestarted(at_once)) as workers:
+    with (
+        home.locked(),
+        closing(Traffic(limits_of(config.policy), home.traffic_file)) as traffic,
+        closing(Prestarted(config.serve and verdict_now(config.policy, home.pause_file, traffic).may_work)) as workers,
+    ):
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
         from swarmd.net.libp2p.host import Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore
@@ -275,12 +280,13 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> N
             exchange.merge_catalog_untrusted(raw)
         blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
         addresses = split(config.listen), split(config.announce)
-        libp2p = Libp2pNetwork(identity, swarm.keys.psk, *addresses, blocked, swarm.certificate)
-        network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port)
+        libp2p = Libp2pNetwork(identity, swarm.keys.psk, *addresses, blocked, swarm.certificate, traffic)
+        network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
         member = Member(swarm.keys, identity, swarm.certificate, *known)
-        world = Surroundings(network, records, time.time, random.Random(), workers.start, ways=libp2p.ways)
+        around = (network, records, time.time, random.Random(), workers.start)
+        world = Surroundings(*around, ways=libp2p.ways, traffic=traffic)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
 

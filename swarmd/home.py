@@ -71,6 +71,11 @@ class Home:
         return self.folder / "pause.json"
 
     @property
+    def traffic_file(self) -> Path:
+        """What has gone to others and come from them this month."""
+        return self.folder / "traffic.json"
+
+    @property
     def weights(self) -> Path:
         """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
         return self.folder / "weights"

@@ -87,9 +87,11 @@ def explain() -> None:
     except (DaemonNotRunning, NotJoined):
         pass
     from swarmd import config
-    from swarmd.node.presence import verdict_now
+    from swarmd.net.traffic import Traffic
+    from swarmd.node.presence import limits_of, verdict_now
 
-    verdict = verdict_now(config.load(home().folder).policy, home().pause_file)
+    rules = config.load(home().folder).policy
+    verdict = verdict_now(rules, home().pause_file, Traffic(limits_of(rules), home().traffic_file))
     print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")
 
 
@@ -99,6 +101,9 @@ HELP = {
     "on_battery": "on battery too",
     "not_while": "not while one of these programs runs, comma-separated",
     "hottest_c": "not when the CPU is hotter, in degrees Celsius; 0 is no limit",
+    "up_mbit": "what leaves the home network, in Mbit/s; 0 is no limit",
+    "down_mbit": "what enters it, in Mbit/s; 0 is no limit",
+    "month_gib": "both together in a calendar month, in GiB; 0 is no limit",
 }
 
 

@@ -34,6 +34,7 @@ from swarmd.net.api import Network, Purpose, TaskStatus, Way
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import trips_of
@@ -46,7 +47,6 @@ from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Po
 from swarmd.protocol.records import AnyRecord, SpanRecord
 from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
-from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
 from swarmd.wire.history import Budget
 

@@ -31,6 +31,7 @@ from cryptography.x509.oid import NameOID
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.handles import is_scarce
+from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -46,6 +47,7 @@ KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers f
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
+HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 SEND_BUFFER_BYTES = 1 << 20  # 8 ms at 1 Gbit/s: the kernel is never out of bytes
 RECEIVE_BYTES = 1 << 18  # at a time: fewer wake-ups
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
@@ -70,8 +72,10 @@ class Inner(Network, Protocol):
 class DirectStream:
     """See ``net.api.Stream``: one TLS connection."""
 
-    def __init__(self, peer: PeerId, tls: trio.SSLStream, connection: trio.SocketStream) -> None:
+    def __init__(self, peer: PeerId, tls: trio.SSLStream, connection: trio.SocketStream, is_urgent: bool) -> None:
         self.peer = peer
+        self.traffic: Traffic | None = None
+        self._is_urgent = is_urgent
         self._tls = tls
         self._socket = connection.socket
         self._poll = select.poll()
@@ -82,12 +86,17 @@ class DirectStream:
     def is_open(self) -> bool:
         return self._socket.fileno() >= 0
 
+    @property
+    def host(self) -> str:
+        """The IP address of the other side. Raises OSError when that is gone."""
+        return str(self._socket.getpeername()[0])
+
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         sent = False
         try:
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
-                await self._tls.send_all(data)
+                await self._send(data)
             sent = True
         except BROKEN:
             raise Unreachable(f"the direct channel to {self.peer} is gone") from None
@@ -95,13 +104,29 @@ class DirectStream:
             if not sent:  # half a frame may have left: nothing after it would make sense
                 await self.reset()
 
+    async def _send(self, data: bytes) -> None:
+        if self.traffic is None:
+            await self._tls.send_all(data)
+            return
+        for part in self.traffic.up.slices(data):
+            await self.traffic.up.wait(self._is_urgent)
+            self.traffic.sent(len(part))
+            await self._tls.send_all(part)
+
     def can_send(self, n_bytes: int) -> bool:
         """The kernel calls a socket writable when a third of its buffer is free."""
+        if self.traffic is not None and not self.traffic.up.is_free(self._is_urgent):
+            return False
         return self.is_open and n_bytes <= SEND_BUFFER_BYTES // 4 and bool(self._poll.poll(0))
 
     async def receive(self) -> bytes:
         try:
-            return bytes(await self._tls.receive_some(RECEIVE_BYTES))
+            if self.traffic is None:
+                return bytes(await self._tls.receive_some(RECEIVE_BYTES))
+            await self.traffic.down.wait(self._is_urgent)
+            data = bytes(await self._tls.receive_some(self.traffic.down.at_a_time or RECEIVE_BYTES))
+            self.traffic.received(len(data))
+            return data
         except BROKEN:
             raise Unreachable(f"the direct channel from {self.peer} is gone") from None
 
@@ -124,11 +149,14 @@ class _Token:
 class DirectNetwork:
     """``inner`` with direct channels for the purposes in DIRECT. ``hosts``: where to listen; empty: only dial."""
 
-    def __init__(self, inner: Inner, hosts: tuple[str, ...] = (), port: int = 0) -> None:
+    def __init__(
+        self, inner: Inner, hosts: tuple[str, ...] = (), port: int = 0, traffic: Traffic | None = None
+    ) -> None:
         self.peer_id = inner.peer_id
         self._inner = inner
         self._hosts = hosts
         self._port = port
+        self._traffic = traffic
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._tokens: dict[bytes, _Token] = {}
         self._without: dict[PeerId, float] = {}
@@ -219,7 +247,7 @@ class DirectNetwork:
                 if tls.getpeercert(binary_form=True) != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
                 await tls.send_all(ticket.token + bytes([DIRECT.index(purpose)]))
-                return self._keep(DirectStream(peer, tls, connection))
+                return self._keep(DirectStream(peer, tls, connection, purpose == "interactive"))
         except BaseException as error:
             if connection is not None:
                 connection.socket.close()
@@ -262,12 +290,15 @@ class DirectNetwork:
             return
         tls = trio.SSLStream(connection, context, server_side=True)
         self._n_pending += 1
+        admitted, stream = None, None
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 admitted = await self._admit(tls)
-                stream = self._keep(DirectStream(admitted[0], tls, connection)) if admitted is not None else None
+                if admitted is not None:
+                    is_urgent = admitted[1] == "interactive"
+                    stream = self._keep(DirectStream(admitted[0], tls, connection, is_urgent))
         except (trio.TooSlowError, *BROKEN):
-            admitted = stream = None
+            admitted = None
         finally:
             self._n_pending -= 1
         handler = self._handlers.get(admitted[1]) if admitted is not None else None
@@ -295,6 +326,10 @@ class DirectNetwork:
         return known.peer, DIRECT[start[-1]]
 
     def _keep(self, stream: DirectStream) -> DirectStream:
+        if self._traffic is not None and (traffic := self._traffic.beyond(stream.host)) is not None:
+            traffic.connected()
+            traffic.sent(HANDSHAKE_BYTES)
+            stream.traffic = traffic
         streams = self._streams.setdefault(stream.peer, set())
         streams -= {s for s in streams if not s.is_open}
         streams.add(stream)

@@ -28,7 +28,9 @@ from swarmd.errors import ConfigError
 from swarmd.folders import write_file
 from swarmd.hours import Hours
 from swarmd.net.api import TaskStatus
-from swarmd.plan.policy import Pause, Rules, Sensors, Verdict, decide
+from swarmd.net.traffic import Traffic
+from swarmd.plan.policy import GIB, Pause, Rules, Sensors, Verdict, decide
+from swarmd.plan.traffic import MBIT, Limits
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import PolicyStatus
 
@@ -54,11 +56,13 @@ class Presence:
         config: PolicyConfig,
         act: Callable[[str], None],
         file: Path,
+        traffic: Traffic | None = None,
         sense: Callable[[Rules], Awaitable[Sensors]] | None = None,
     ) -> None:
         self._act = act
         self._file = file
-        self._sense = sense or partial(trio.to_thread.run_sync, read_sensors)
+        self._read = sense or partial(trio.to_thread.run_sync, read_sensors)
+        self._traffic = traffic or Traffic(limits_of(config))
         self._pause = recall(file)
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
@@ -78,7 +82,8 @@ class Presence:
     def _for_s(self) -> float:
         """How long nothing can change that nobody says: only the time counts where no rule asks for a sensor."""
         rules, changes_at = self.rules, self.verdict.changes_at
-        if rules.untouched_s or rules.not_while or rules.hottest_c or (not rules.on_battery and has_battery()):
+        asks = rules.untouched_s or rules.not_while or rules.hottest_c or rules.month_bytes
+        if asks or (not rules.on_battery and has_battery()):
             return SENSE_INTERVAL_S
         until_s = (changes_at - self._sensors.now).total_seconds() if changes_at else UNASKED_INTERVAL_S
         return min(max(0.0, until_s), UNASKED_INTERVAL_S)
@@ -104,7 +109,11 @@ class Presence:
         rules = rules_of(config)
         sensors = await self._sense(rules)
         self.rules = rules
+        self._traffic.limits = limits_of(config)
         self.look(sensors)
+
+    async def _sense(self, rules: Rules) -> Sensors:
+        return replace(await self._read(rules), month_bytes=self._traffic.used().n_bytes)
 
     @property
     def is_paused(self) -> bool:
@@ -136,10 +145,10 @@ class Presence:
         )
 
 
-def verdict_now(config: PolicyConfig, file: Path) -> Verdict:
+def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> Verdict:
     """What is decided before, or without, a daemon. Raises ConfigError."""
     rules = rules_of(config)
-    return decide(rules, read_sensors(rules), recall(file))
+    return decide(rules, replace(read_sensors(rules), month_bytes=traffic.used().n_bytes), recall(file))
 
 
 def rules_of(config: PolicyConfig) -> Rules:
@@ -150,7 +159,13 @@ def rules_of(config: PolicyConfig) -> Rules:
         on_battery=config.on_battery,
         not_while=split(config.not_while),
         hottest_c=config.hottest_c,
+        month_bytes=config.month_gib * GIB,
     )
+
+
+def limits_of(config: PolicyConfig) -> Limits:
+    """The settings as limits of what goes to others and comes from them."""
+    return Limits(config.up_mbit * MBIT, config.down_mbit * MBIT, config.month_gib * GIB)
 
 
 def read_sensors(rules: Rules) -> Sensors:

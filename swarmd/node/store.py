@@ -10,15 +10,16 @@ import trio
 from swarmd.config import Config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import TaskStatus
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
+from swarmd.plan.traffic import MBIT
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import WantChunks, WantManifest
 from swarmd.status import DownloadRow, HereStatus
 from swarmd.values import ModelId, Span
 from swarmd.weights.donor import Donor, Find
 from swarmd.weights.library import Library
-from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 Uplink = Callable[[], tuple[float | None, bool]]
 """This peer's measured bytes/s (None: not measured), and whether decode steps are sent now."""
 SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wait, decode steps' too
-MBIT = 1e6 / 8  # bytes a second
 
 
 class Store:

@@ -9,19 +9,22 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from swarmd.hours import Hours
+from swarmd.plan.traffic import REST_SHARE, next_month
 
+GIB = 2**30  # bytes
 COOLER_C = 10.0  # than the limit, before a machine that was too hot works again
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the owner allows; ``untouched_s`` and ``hottest_c`` of 0 are no rule. ``not_while``: names of programs."""
+    """What the owner allows; 0 is no rule. ``not_while``: names of programs; ``month_bytes``: to and from others."""
 
     hours: Hours = field(default_factory=Hours)
     untouched_s: float = 0.0
     on_battery: bool = False
     not_while: tuple[str, ...] = ()
     hottest_c: float = 0.0
+    month_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Sensors:
     on_battery: bool = False
     programs: frozenset[str] = frozenset()
     hottest_c: float | None = None
+    month_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
         _programs(rules, sensors),
         _untouched(rules, sensors),
         _heat(rules, sensors, was_too_hot),
+        _month(rules, sensors),
     ):
         if verdict is not None:
             return verdict
@@ -112,6 +117,14 @@ def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> Verdict | None:
         return None
     reason = f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}"
     return Verdict(reason, "hottest_c")
+
+
+def _month(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
+        return None
+    again = next_month(sensors.now)
+    used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
+    return Verdict(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
 
 
 def told(at: datetime, now: datetime) -> str:

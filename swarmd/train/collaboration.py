@@ -22,6 +22,7 @@ import trio
 from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
+from swarmd.net.pace import Pace
 from swarmd.protocol.recipe import Recipe, Run, is_called
 from swarmd.protocol.records import RunRecord, ends_at
 from swarmd.run_status import RunRow
@@ -33,7 +34,6 @@ from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
 from swarmd.values import RunId
-from swarmd.weights.pace import Pace
 
 if TYPE_CHECKING:
     from swarmd.client.blocking import Swarm

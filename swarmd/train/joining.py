@@ -152,7 +152,7 @@ class Joining:
                 return
             if why := self._leaders.why_not(self.round):
                 logger.info("%s leads no longer here: %s", leader[-8:], why)
-                self._members.pass_over(leader, parent)
+                self._members.pass_over(leader, parent, now)
                 self.leave()
                 return
             if now - self._pulsed_at > self.pulses.limit_s():

@@ -65,7 +65,7 @@ class Leaders:
         self._failed[1][leader] += 1
         if self._failed[1][leader] > MOST_FAILED:
             logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._failed[1][leader])
-            self._members.pass_over(leader, parent)
+            self._members.pass_over(leader, parent, trio.current_time())
 
     def why_not(self, live: Round | None) -> str:
         """Why a round comes to nothing, however lively it is; "" while it may."""

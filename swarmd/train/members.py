@@ -13,6 +13,7 @@ from swarmd.protocol.records import RunRecord
 from swarmd.values import PeerId, RunId
 
 SUSPECT_FOR_S = 15.0  # who did not answer; by then its record says that it is there, or has expired
+PASSED_OVER_S = 10.0  # as leader after one commit: a few rounds under others
 LEADS_FOR_S = 1.5  # after its last sign of life
 
 
@@ -43,7 +44,7 @@ class Members:
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
-    _passed_over: dict[PeerId, bytes] = field(default_factory=dict)
+    _passed_over: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float) -> dict[PeerId, RunRecord]:
@@ -73,9 +74,16 @@ class Members:
         """A peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
-    def pass_over(self, peer: PeerId, head: bytes) -> None:
-        """Rounds after ``head`` come to nothing under this peer, however lively it is: others lead."""
-        self._passed_over[peer] = head
+    def pass_over(self, peer: PeerId, head: bytes, now: float) -> None:
+        """Rounds after ``head`` come to nothing under this peer, however lively it is: others lead for a while.
+
+        Not for ever: two that pass each other over would each be alone until their commits count alone.
+        """
+        self._passed_over[peer] = head, now + PASSED_OVER_S
+
+    def _is_passed_over(self, peer: PeerId, head: bytes, now: float) -> bool:
+        after, until = self._passed_over.get(peer, (b"", 0.0))
+        return after == head and now < until
 
     def leads(self, peer: PeerId, head: bytes, now: float) -> None:
         """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
@@ -147,7 +155,7 @@ class Members:
             for p in self.computing(head, now)
             if records[p].can_be_dialled
             and records[p].state_epoch == records[p].epoch
-            and self._passed_over.get(p) != head
+            and not self._is_passed_over(p, head, now)
         ]
         return able + [p for p in self.leading(head, now) if p not in able]
 
@@ -155,7 +163,8 @@ class Members:
         """Members that lead that round, as their latest signs of life say."""
         records = self.look(now)
         said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
-        return [p for p in said if p in records and records[p].role == "train" and self._passed_over.get(p) != head]
+        able = [p for p in said if p in records and records[p].role == "train"]
+        return [p for p in able if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
         """Who computes on a commit."""

@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.recovery import Offer
 from swarmd.plan.standing import Fault
@@ -30,7 +31,6 @@ from swarmd.train.state import DTYPES, RunState, Vector
 from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights import folder as folders
 from swarmd.weights.fetch import Fetch, fetch_manifest
-from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from swarmd.errors import (
     first_error,
 )
 from swarmd.net.api import TaskStatus
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.directory import Directory
@@ -46,7 +47,6 @@ from swarmd.train.trainer import Trainer
 from swarmd.train.worker import WorkerSource
 from swarmd.train.world import World
 from swarmd.values import ModelId, PeerId, RunId
-from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)

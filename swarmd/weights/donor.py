@@ -10,6 +10,7 @@ from typing import Protocol
 import trio
 
 from swarmd.errors import Code, Refused
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel
 from swarmd.plan.download import PIECE_BYTES, Ref
 from swarmd.protocol import manifest as manifests
@@ -17,7 +18,6 @@ from swarmd.protocol.manifest import Manifest
 from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
 from swarmd.values import ModelId, PeerId, ranges
 from swarmd.weights.folder import ModelFolder
-from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from swarmd.errors import (
     SwarmUnavailable,
     first_error,
 )
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
 from swarmd.plan.download import Download, Piece, cut
 from swarmd.plan.standing import Fault
@@ -34,7 +35,6 @@ from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantMani
 from swarmd.values import ModelId, PeerId, Span, ranges
 from swarmd.weights.folder import ModelFolder, Part
 from swarmd.weights.hub import HUB, Hub
-from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 

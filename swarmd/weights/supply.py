@@ -9,6 +9,7 @@ from contextlib import suppress
 import trio
 
 from swarmd.errors import ConfigError, SwarmUnavailable
+from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.manifest import Manifest
@@ -18,7 +19,6 @@ from swarmd.weights.fetch import Fetch, Progress, fetch_manifest
 from swarmd.weights.folder import ModelFolder, disk_bytes
 from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.library import Library
-from swarmd.weights.pace import Pace
 
 logger = logging.getLogger(__name__)
 

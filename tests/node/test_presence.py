@@ -14,9 +14,11 @@ from trio.testing import MockClock
 
 from swarmd.config import PolicyConfig
 from swarmd.errors import ConfigError
+from swarmd.net.traffic import Traffic
 from swarmd.node import presence as presence_module
 from swarmd.node.presence import SENSE_INTERVAL_S, Presence, read_sensors, rules_of, verdict_now
 from swarmd.plan.policy import Rules, Sensors
+from swarmd.plan.traffic import Limits
 
 
 class World:
@@ -29,7 +31,7 @@ class World:
         self.presence = self.another(PolicyConfig(**rules))  # type: ignore[arg-type]
 
     def another(self, config: PolicyConfig) -> Presence:
-        return Presence(config, self.done.append, self.file, self.sense)
+        return Presence(config, self.done.append, self.file, sense=self.sense)
 
     async def sense(self, rules: Rules) -> Sensors:
         return replace(self.sensors, now=datetime.now())
@@ -76,9 +78,9 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
 
 def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert verdict_now(PolicyConfig(), world.file).may_work
+    assert verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
     world.presence.pause(None)
-    assert not verdict_now(PolicyConfig(), world.file).may_work
+    assert not verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
 
 
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,8 @@ from swarmd.config import Config
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.home import bundled_folder, bundled_model
 from swarmd.net.standing import Standing
-from swarmd.node.store import MBIT, SHARE_WHILE_DECODING, Store
+from swarmd.node.store import SHARE_WHILE_DECODING, Store
+from swarmd.plan.traffic import MBIT
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import ManifestIs, Ping, WantManifest
 from swarmd.protocol.records import Catalog

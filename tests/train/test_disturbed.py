@@ -23,6 +23,18 @@ from swarmd.train.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import training
 
+
+async def test_two_that_follow_each_other_no_more_meet_again(virtual_time: MockClock) -> None:
+    """Each alone, their commits would wait for a minute."""
+    async with training(seed=9, n=2) as world:
+        await world.until(2)
+        one, other = (m.trainer for m in world.trainers())
+        for trainer, peer in ((one, other.me), (other, one.me)):
+            trainer.members.pass_over(peer, trainer.ledger.head, trio.current_time())
+        await world.until(world.epoch + 3, within_s=30)
+        assert all(len(peers) == 2 for peers in world.contributors(world.epoch))
+
+
 # --- what it computes ----------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerTimeout, Refused, SwarmUnavailable, Unreachable
+from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
 from swarmd.protocol import manifest as manifests
 from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
@@ -20,7 +21,6 @@ from swarmd.weights import folder as files
 from swarmd.weights.donor import read_piece
 from swarmd.weights.fetch import Fetch, fetch_manifest
 from swarmd.weights.folder import ModelFolder
-from swarmd.weights.pace import Pace
 from tests.weights.conftest import N_BLOCKS
 
 pytestmark = pytest.mark.usefixtures("threads_inline")

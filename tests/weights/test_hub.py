@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from swarmd.errors import SwarmUnavailable, Unreachable
+from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
 from swarmd.weights import fetch
 from swarmd.weights import folder as files
 from swarmd.weights.fetch import Fetch
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.hub import HUB, Hub
-from swarmd.weights.pace import Pace
 from tests.weights.conftest import N_BLOCKS
 
 SOURCE = "org/name@c0ffee"

@@ -11,6 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import ConfigError, SwarmUnavailable
+from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
@@ -21,7 +22,6 @@ from swarmd.values import PeerId
 from swarmd.weights.donor import read_piece
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.library import Library
-from swarmd.weights.pace import Pace
 from swarmd.weights.supply import Supply
 
 pytestmark = pytest.mark.usefixtures("threads_inline")

@@ -38,6 +38,7 @@ from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
 from swarmd.net.libp2p.ways import Libp2pWays, is_relayed
 from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.net.traffic import Traffic
 from swarmd.plan.dialing import is_circuit
 from swarmd.protocol.identity import Identity
 from swarmd.values import PeerId
@@ -85,6 +86,7 @@ class Libp2pNetwork:
         announce: tuple[str, ...] = (),
         blocked: frozenset[PeerId] = frozenset(),
         certificate: tuple[bytes, ...] = (),
+        traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
         self._listen = listen
@@ -93,7 +95,7 @@ class Libp2pNetwork:
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._dials: dict[PeerId, _Dial] = {}
         keys = KeyPair(key := Ed25519PrivateKey.from_bytes(identity.seed), key.get_public_key())
-        self.swarm = _build_swarm(keys, psk)
+        self.swarm = _build_swarm(keys, psk, traffic)
         self.host = BasicHost(
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
         )
@@ -265,16 +267,17 @@ class Libp2pNetwork:
         return handle
 
 
-def _build_swarm(keys: KeyPair, psk: bytes | None) -> GuardedSwarm:
+def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> GuardedSwarm:
     noise = BufferedNoise(keys, noise_privkey=new_noise_keys().private_key)
     upgrader = TransportUpgrader({NOISE: noise}, {YAMUX: YamuxConnection})
-    upgrader.muxer_multistream = OurMuxer()
+    upgrader.muxer_multistream = OurMuxer(traffic)
     peer_id = ID.from_pubkey(keys.public_key)
     store = PeerStore()
     store.add_key_pair(peer_id, keys)
     swarm = GuardedSwarm(
         peer_id, store, upgrader, [TCP()], one_attempt(), connection_config(), psk=psk.hex() if psk else None
     )
+    swarm.traffic = traffic
     return swarm
 
 

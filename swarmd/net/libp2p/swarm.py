@@ -3,7 +3,7 @@
 * 1: whatever escapes a stream handler resets that stream, not the host;
 * 8, 9: dialling tries the likeliest address first and the next soon after, without a negative cache;
 * 13: inbound upgrades have a short deadline, and one address cannot take all the pending slots;
-* 17: little is read of a connection before the other side has shown its key;
+* 17: little is read of a connection before the other side has shown its key (metered.py);
 * the auto-connector, which dials whatever was ever heard of, is off.
 """
 
@@ -22,7 +22,6 @@ from libp2p.abc import IMuxedConn, INetConn, INetStream, IRawConnection, ISecure
 from libp2p.custom_types import StreamHandlerFn, TMuxerOptions, TProtocol
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
@@ -37,17 +36,17 @@ from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
 from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.noise import OverConnection, remote_of
+from swarmd.net.libp2p.metered import Metered, beyond
+from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.net.traffic import Traffic, UsedUpError
 from swarmd.plan.dialing import Attempt, attempts, is_circuit
 
 logger = logging.getLogger(__name__)
 
 YAMUX = TProtocol("/yamux/1.0.0")
 UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
-MAX_READ_OF_STRANGER = 4_096  # at a time
-MAX_BYTES_OF_STRANGER = 65_536  # a handshake takes 2 KiB
 MAX_PENDING_PER_CALLER = 4  # through relays: one that is made, and others that were given up a moment ago
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
@@ -85,13 +84,14 @@ class Failure:
 class OurMuxer(MuxerMultistream):
     """Negotiates yamux as the library does, then builds our connection instead of the library's."""
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None) -> None:
+        self._traffic = traffic
         options: TMuxerOptions = {YAMUX: YamuxConnection}
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return self._annotate_connection(YamuxConnection(conn, peer_id), conn, protocol)
+        return self._annotate_connection(YamuxConnection(conn, peer_id, beyond(conn, self._traffic)), conn, protocol)
 
 
 class IdleConnector(AutoConnector):
@@ -118,6 +118,7 @@ class GuardedSwarm(Swarm):
         self._tcp = TCP()
         self.circuits_of = {}
         self._own_port, self._listens = 0, True
+        self.traffic: Traffic | None = None
 
     def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
         async def guarded(stream: INetStream) -> None:
@@ -280,6 +281,8 @@ class GuardedSwarm(Swarm):
 
         Who does not listen dials from its own port: a relay then sees where others can meet it.
         """
+        if self.traffic is not None and self.traffic.is_used_up:
+            raise OpenConnectionError(str(UsedUpError()))
         if is_circuit(address):
             return await self.dial_circuit(address, peer_id)
         if not self._listens and address.startswith("/ip4/"):
@@ -295,6 +298,9 @@ class GuardedSwarm(Swarm):
         if is_scarce(_handle_of(raw_conn)):
             await raw_conn.close()
             raise SwarmException("the last file handles are kept for what is needed")
+        if self.traffic is not None and self.traffic.is_used_up:
+            await raw_conn.close()
+            raise SwarmException(str(UsedUpError()))
         remote, caller = remote_of(raw_conn), getattr(raw_conn, "caller", "")
         address = remote[0] if remote else caller
         limit = MAX_PENDING_PER_CALLER if caller else MAX_PENDING_PER_ADDRESS
@@ -302,7 +308,7 @@ class GuardedSwarm(Swarm):
             await raw_conn.close()
             raise SwarmException(f"{address} has {limit} connections pending already")
         self._pending_by_address[address] += 1
-        metered = _Metered(raw_conn, is_initiator=False)
+        metered = Metered(raw_conn, False, beyond(raw_conn, self.traffic))
         try:
             muxed = await super().upgrade_inbound_raw_conn(metered, maddr)
         finally:
@@ -313,31 +319,10 @@ class GuardedSwarm(Swarm):
     async def upgrade_outbound_raw_conn(
         self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
     ) -> SwarmConn:
-        metered = _Metered(raw_conn, is_initiator=True)
+        metered = Metered(raw_conn, True, beyond(raw_conn, self.traffic))
         upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
         metered.trust()
         return upgraded
-
-
-class _Metered(OverConnection):
-    """A connection of which little is read before the other side has shown its key.
-
-    py-libp2p reads as many bytes as a stranger's length prefix says, up to 2^64.
-    """
-
-    _n_read = 0
-
-    def trust(self) -> None:
-        """The other side has shown its key: from now on this costs nothing."""
-        self.read = self.raw.read  # type: ignore[method-assign]
-        self.write = self.raw.write  # type: ignore[method-assign]
-
-    async def read(self, n: int | None = None) -> bytes:
-        data = await self.raw.read(min(n or MAX_READ_OF_STRANGER, MAX_READ_OF_STRANGER))
-        self._n_read += len(data)
-        if self._n_read > MAX_BYTES_OF_STRANGER:
-            raise RawConnError(f"more than {MAX_BYTES_OF_STRANGER} B before a key was shown")
-        return data
 
 
 def _handle_of(raw_conn: IRawConnection) -> int:

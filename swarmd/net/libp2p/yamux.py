@@ -22,6 +22,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF,
 from multiaddr import Multiaddr
 
 from swarmd.net.libp2p.yamux_core import MAX_DATA_BYTES, StreamState, YamuxCore, YamuxError
+from swarmd.net.traffic import Traffic
 from swarmd.net.write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
@@ -70,13 +71,19 @@ class YamuxStream(IMuxedStream):
             if self.state.remote_closed:
                 raise MuxedStreamEOF
             await self.changed.wait()
+        if (traffic := self.connection.traffic) is not None:  # what is not read gets no credit: the other side waits
+            await traffic.down.wait(is_urgent=not self.is_bulk)
+            limit = min(limit, traffic.down.at_a_time or limit)
         data, credit = self.connection.core.take(self.state, limit, trio.current_time())
         self.connection.owe(credit)
         return data
 
     def can_write(self, n_bytes: int) -> bool:
         """Is there credit for ``n_bytes`` in one frame, and nobody else writing?"""
-        return n_bytes <= min(self.state.send_window, MAX_DATA_BYTES) and not self.connection.is_writing
+        if self.connection.is_writing or n_bytes > min(self.state.send_window, MAX_DATA_BYTES):
+            return False
+        traffic = self.connection.traffic
+        return traffic is None or traffic.up.is_free(is_urgent=not self.is_bulk)
 
     async def write(self, data: bytes) -> None:
         """Send all of ``data``, waiting for credit as long as it takes; deadlines are the caller's."""
@@ -89,7 +96,11 @@ class YamuxStream(IMuxedStream):
             if self.state.send_window == 0:
                 await self.changed.wait()
                 continue
-            rest = rest[await self.connection.send_data(self, rest) :]
+            part = rest
+            if (traffic := self.connection.traffic) is not None:
+                await traffic.up.wait(is_urgent=not self.is_bulk)
+                part = rest[: traffic.up.at_a_time]
+            rest = rest[await self.connection.send_data(self, part) :]
 
     async def close(self) -> None:
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
@@ -120,12 +131,15 @@ class YamuxStream(IMuxedStream):
 class YamuxConnection(IMuxedConn):
     """One connection: reads in ``start``, writes one frame at a time, pings while idle.
 
+    ``traffic`` bounds what its streams carry; its own small frames never wait, and count below (swarm.py).
+
     What is *owed* (pings, credit, the beginnings and ends of streams) leaves with the next write or soon by itself.
     Nobody waits for that: reading would wait for the other side to read, and who is cancelled would lose it.
     """
 
-    def __init__(self, secured: ISecureConn, peer_id: ID, **_: Any) -> None:
+    def __init__(self, secured: ISecureConn, peer_id: ID, traffic: Traffic | None = None, **_: Any) -> None:
         self.secured = secured
+        self.traffic = traffic
         self.peer_id = peer_id
         self.core = YamuxCore(secured.is_initiator)
         self.event_started = trio.Event()

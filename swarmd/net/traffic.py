@@ -1,0 +1,114 @@
+"""What goes to others and comes from them beyond the home, counted over restarts and kept within its owner's limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from swarmd.errors import ConfigError
+from swarmd.folders import write_file
+from swarmd.net.interfaces import networks
+from swarmd.net.pace import Pace
+from swarmd.plan.traffic import (
+    CONNECTION_BYTES,
+    END_SHARE,
+    Limits,
+    Used,
+    acknowledgements,
+    leaves_home,
+    month_of,
+    on_the_wire,
+)
+from swarmd.protocol.untrusted import read_json
+
+logger = logging.getLogger(__name__)
+
+AHEAD_BYTES = 16 * 2**20  # written down before they pass: what a daemon that is killed counts too much at most
+
+
+class UsedUpError(OSError):
+    """Nothing more may pass this month."""
+
+    def __init__(self) -> None:
+        super().__init__("what this machine may exchange with others this month is used up")
+
+
+class _TrafficFile(msgspec.Struct, frozen=True):
+    month: str
+    n_bytes: int  # that have passed, or soon may have
+
+
+class Traffic:
+    """See the module. ``file`` keeps what has passed in a month; None: nothing is kept."""
+
+    def __init__(self, limits: Limits, file: Path | None = None, now: Callable[[], datetime] = datetime.now) -> None:
+        self.limits = limits
+        self.up = Pace(lambda: self.limits.up_bytes_per_s or None)
+        self.down = Pace(lambda: self.limits.down_bytes_per_s or None)
+        self._now = now
+        self._file = file
+        self._used = self._written = _recall(file) or Used(month_of(now()))
+
+    def beyond(self, host: str | None) -> Traffic | None:
+        """This, for a connection with an IP address beyond the home; else None."""
+        return self if host is not None and leaves_home(host, networks()) else None
+
+    def used(self) -> Used:
+        """What has passed this month."""
+        return self._used.and_more(0, month_of(self._now()))
+
+    @property
+    def is_used_up(self) -> bool:
+        """May nothing more pass this month?"""
+        limit = self.limits.month_bytes
+        return bool(limit) and self.used().n_bytes >= END_SHARE * limit
+
+    def connected(self) -> None:
+        """A connection is made. Raises UsedUpError."""
+        self._count(CONNECTION_BYTES)
+
+    def sent(self, n_bytes: int) -> None:
+        """Count what is about to leave. Raises UsedUpError instead of letting it."""
+        self._pass(self.up, self.down, n_bytes)
+
+    def received(self, n_bytes: int) -> None:
+        """Count what has come. Raises UsedUpError when that was the last."""
+        self._pass(self.down, self.up, n_bytes)
+
+    def _pass(self, there: Pace, back: Pace, n_bytes: int) -> None:
+        there_bytes, back_bytes = on_the_wire(n_bytes), acknowledgements(n_bytes)
+        self._count(there_bytes + back_bytes)
+        there.charge(there_bytes)
+        back.charge(back_bytes)
+
+    def _count(self, n_bytes: int) -> None:
+        if self.is_used_up:
+            raise UsedUpError
+        self._used = self._used.and_more(n_bytes, month_of(self._now()))
+        if self._used.month != self._written.month or self._used.n_bytes > self._written.n_bytes:
+            self._write(AHEAD_BYTES)
+
+    def close(self) -> None:
+        """Write down what has passed."""
+        self._write(0)
+
+    def _write(self, ahead_bytes: int) -> None:
+        self._written = self._used.and_more(ahead_bytes, self._used.month)
+        if self._file is None:
+            return
+        try:
+            write_file(self._file, msgspec.json.encode(_TrafficFile(self._written.month, self._written.n_bytes)))
+        except ConfigError as error:
+            logger.warning("what passes this month is not written down: %s", error)
+
+
+def _recall(file: Path | None) -> Used | None:
+    """What was written down; None when nothing was. Raises ConfigError."""
+    if file is None or not file.is_file():
+        return None
+    kept = read_json(file, _TrafficFile, "delete it to count this month from 0")
+    return Used(kept.month, kept.n_bytes)
