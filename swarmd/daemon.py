@@ -109,8 +109,7 @@ class Daemon:
             config.exchange,
         )
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
-        news = self.directory.announce_soon
-        self.store = Store(self.rpc, self.directory.view, library, config, news)
+        self.store = Store(self.rpc, self.directory.view, library, config, self.directory.announce_soon)
         runs = home.runs if home else member.weights
         self.runs = Runs(self.rpc, member.identity, self.directory, self.store.supply, config, runs, world.rng)
         around = Around(
@@ -125,6 +124,7 @@ class Daemon:
             turnover=Turnover(world.wall_clock),
             understands=world.understands,
             spill_folder=str(home.folder) if home else "",
+            leaves_at=lambda: self.presence.leaves_at if self.presence else 0,
         )
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)

@@ -27,6 +27,8 @@ class Hours:
     @classmethod
     def parse(cls, text: str) -> Hours:
         """Read what a person wrote; times that end before they begin go on until the next day. Raises ConfigError."""
+        if text.strip() and not text.strip(" ,"):
+            raise ConfigError(f'hours are written as mon-fri 22:00-08:00, sat, sun, or "" for always, not {text!r}')
         parts = [part for piece in text.split(",") if piece.strip() for part in _read(piece.strip(), text)]
         return cls(text.strip(), tuple(parts))
 

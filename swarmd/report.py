@@ -180,8 +180,9 @@ class Owner:
             spans, wanted = view.serving(found[0]), Span(0, found[1])
             trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
             try:
-                route = best_route(spans, wanted, me, trips)
-                rejected = best_rejected(route, spans, wanted, me, trips)
+                now = self._around.wall_clock()
+                route = best_route(spans, wanted, me, trips, now=now)
+                rejected = best_rejected(route, spans, wanted, me, trips, now=now)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))

@@ -160,7 +160,8 @@ class Chain:
 
         client = self.swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens
-        find = partial(best_route, spans, wanted, client, self.swarm.trips, eligible, previous, n_tokens)
+        own = (previous, n_tokens, self.swarm.wall_clock())
+        find = partial(best_route, spans, wanted, client, self.swarm.trips, eligible, *own)
         with suppress(NoRoute):
             return find()
         is_last_resort = True

@@ -39,6 +39,7 @@ class Swarm(Protocol):
     """What a session needs of the swarm around it."""
 
     rpc: Rpc
+    wall_clock: Callable[[], float]
 
     def view(self) -> SwarmView: ...
 

@@ -84,6 +84,7 @@ class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
     def __init__(self, membership: Membership, network: Network, wall_clock: Callable[[], float]) -> None:
+        self.wall_clock = wall_clock
         self.rpc = Rpc(network, self, Standing(wall_clock))
         self.exchange = Exchange(membership.keys, wall_clock)
         self.budget = Budget()

@@ -19,6 +19,7 @@ from swarmd.node.store import Store
 from swarmd.node.worker_link import Starter
 from swarmd.plan.memory import blocks_bytes, blocks_that_fit
 from swarmd.plan.placement import Holder, choose_span
+from swarmd.plan.routing import STAYS_S, stays_s
 from swarmd.protocol.understanding import Understanding
 from swarmd.values import Decision, ModelId, PeerId, Span
 
@@ -37,7 +38,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``.
+
+    ``leaves_at``: when the owner's hours end, in seconds since 1970; 0: no end is known.
+    """
 
     rpc: Rpc
     exchange: Exchange
@@ -50,6 +54,7 @@ class Around:
     turnover: Turnover
     understands: Understanding
     spill_folder: str = ""
+    leaves_at: Callable[[], int] = lambda: 0
     choices: dict[int, Choice] = field(default_factory=dict)
 
     @property
@@ -74,7 +79,8 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
     others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
     answering = await around.directory.answering({PeerId(s.peer) for s in others})
-    holders = holders_of(s for s in others if s.peer in answering)
+    now = around.wall_clock()
+    holders = holders_of(s for s in others if s.peer in answering and stays_s(s, now) > STAYS_S)
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
     holders += [Holder(around.me, span, speed) for span in beside]

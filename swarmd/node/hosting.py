@@ -398,6 +398,7 @@ class Hosting:
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
+            "leaves_at": self._around.leaves_at(),
         }
         self._left_record = [{**span, "state": "draining"}]
         return [span]

@@ -116,6 +116,12 @@ class Presence:
         return replace(await self._read(rules), month_bytes=self._traffic.used().n_bytes)
 
     @property
+    def leaves_at(self) -> int:
+        """When work ends by the rules, in seconds since 1970; 0: no end is known."""
+        changes_at = self.verdict.changes_at
+        return int(changes_at.timestamp()) if changes_at and self.verdict.may_work else 0
+
+    @property
     def is_paused(self) -> bool:
         """By its owner's own word."""
         return self.verdict.rule == "pause"

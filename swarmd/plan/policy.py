@@ -12,6 +12,7 @@ from swarmd.hours import Hours
 from swarmd.plan.traffic import REST_SHARE, next_month
 
 GIB = 2**30  # bytes
+MOVING = timedelta(seconds=30)  # before its hours end: sessions have moved when they do
 COOLER_C = 10.0  # than the limit, before a machine that was too hot works again
 
 
@@ -65,11 +66,8 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
     if pause is not None and (pause.until is None or now < pause.until):
         until = "swarmd resume" if pause.until is None else told(pause.until, now)
         return Verdict(f"paused by its owner until {until}", "pause", pause.until)
-    change = rules.hours.next_change(now)
-    if not rules.hours.include(now):
-        when = f": next {told(change, now)}" if change else ""
-        return Verdict(f"outside its hours ({rules.hours.text}){when}", "hours", change)
     for verdict in (
+        _hours(rules, now),
         _battery(rules, sensors),
         _programs(rules, sensors),
         _untouched(rules, sensors),
@@ -78,8 +76,20 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
     ):
         if verdict is not None:
             return verdict
+    change = rules.hours.next_change(now)
     until = f"until {told(change, now)}" if change else "no rule of its owner is against it"
-    return Verdict(f"works for the swarm: {until}", changes_at=change)
+    return Verdict(f"works for the swarm: {until}", changes_at=change - MOVING if change else None)
+
+
+def _hours(rules: Rules, now: datetime) -> Verdict | None:
+    hours = rules.hours
+    change = hours.next_change(now)
+    if hours.include(now):
+        if change is None or change - now > MOVING:
+            return None
+        change = hours.next_change(change)
+    when = f": next {told(change, now)}" if change else ""
+    return Verdict(f"outside its hours ({hours.text}){when}", "hours", change)
 
 
 def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:

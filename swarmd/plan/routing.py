@@ -8,6 +8,7 @@ answers the client. Of very many servers only those that look best for some bloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ MOST_TIMES = 100.0  # faster than the usual server: a card beside processors, an
 MANY = 400  # servers: up to so many are all compared, exactly
 N_FOR_A_BLOCK = 16  # of more than that: the fastest for each block, and as many of those whose trip is known
 NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
+STAYS_S = 600.0  # as long as a conversation: who leaves within it has its sessions move
+MOVING_S = 0.02  # a token: a second's pause over the fifty tokens of a short answer
 
 Floats = NDArray[np.float64]
 
@@ -65,11 +68,16 @@ def best_route(
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
     from_peer: PeerId | None = None,
     n_tokens: int = 0,
+    now: float = 0.0,
 ) -> Route:
-    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks."""
+    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
+
+    ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
+    """
     usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
-    return _cheapest(usable, wanted, client, trips, _believed(costs), from_peer or client, n_tokens)
+    entry = _entry_s(usable, n_tokens, now)
+    return _cheapest(usable, wanted, client, trips, _believed(costs), from_peer or client, entry)
 
 
 def best_rejected(
@@ -79,13 +87,14 @@ def best_rejected(
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
+    now: float = 0.0,
 ) -> Route | None:
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
     found = []
     for peer in {hop.peer for hop in chosen.hops}:
         try:
             found.append(
-                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s))  # type: ignore[misc]
+                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
             )
         except NoRoute:
             continue
@@ -112,7 +121,7 @@ def least_loaded(
         for s in usable
     ]
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
-    return _cheapest(usable, wanted, client, trips, _believed(block_s), client, 0)
+    return _cheapest(usable, wanted, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
 
 
 def _believed(block_s: Floats) -> Floats:
@@ -199,13 +208,11 @@ def _cheapest(
     trips: TripsOf,
     block_s: Floats,
     source: PeerId,
-    n_tokens: int,
+    entry: Floats,
 ) -> Route:
-    """Walk over the blocks; ``block_s[i]`` is what one block costs on server i."""
+    """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
     n, length = len(usable), len(wanted)
     between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
-    room = np.array([0.0 if s.free_cache_tokens >= n_tokens else NO_ROOM_S for s in usable])
-    entry = room + HOP_OVERHEAD_S
     starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
     best = np.full(n, np.inf)
     came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
@@ -230,6 +237,19 @@ def _cheapest(
     total = best + last
     end = int(total.argmin())
     return _trace(usable, wanted, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+
+
+def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
+    """What a hop costs beside its trip and its computing: room that lacks, and moving when its owner's hours end."""
+    room = np.array([0.0 if s.free_cache_tokens >= n_tokens else NO_ROOM_S for s in usable])
+    moving = np.array([MOVING_S * max(0.0, 1.0 - stays_s(s, now) / STAYS_S) for s in usable])
+    entry: Floats = room + moving + HOP_OVERHEAD_S
+    return entry
+
+
+def stays_s(span: SpanRecord, now: float) -> float:
+    """For how long yet a server's owner lets it work, as far as is known."""
+    return max(0.0, span.leaves_at - now) if span.leaves_at and now else math.inf
 
 
 def _trace(

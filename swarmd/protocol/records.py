@@ -89,6 +89,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     take while sessions decode. ``n_decoding`` sessions decode there now.
     ``moves_left``: how often it may still take other blocks today; with ``any_model`` those may be another model's.
     ``slot`` tells apart the workers of one peer that serve the same model.
+    ``leaves_at``: when its owner's hours end, in seconds since 1970 (0: no end is known).
     """
 
     model: Name = ""
@@ -110,6 +111,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     training_bytes: Count = 0
     training_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
+    leaves_at: Count = 0
 
 
 class RunRecord(Record, tag="run", frozen=True):

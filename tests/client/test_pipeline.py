@@ -140,6 +140,9 @@ class World:
         ]
         return SwarmView({}, tuple(spans), Catalog())
 
+    def wall_clock(self) -> float:
+        return 0.0
+
     def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
         return {}
 

@@ -91,6 +91,16 @@ def test_route_avoids_a_server_without_room() -> None:
     assert [h.peer for h in best_route(spans[:1], Span(0, 4), ME, {}, n_tokens=100).hops] == ["full"]
 
 
+def test_route_prefers_who_stays() -> None:
+    """Whose owner's hours end within a conversation is worth a few ms less; who stays longer than that, nothing."""
+    now = 1_000_000
+    leaver = span("a", 0, 4, 110.0, leaves_at=now + 120)
+    stayer = span("b", 0, 4, 100.0)
+    assert [h.peer for h in best_route([leaver, stayer], Span(0, 4), ME, {}, now=now).hops] == ["b"]
+    assert [h.peer for h in best_route([leaver, stayer], Span(0, 4), ME, {}, now=now - 3_600).hops] == ["a"]
+    assert [h.peer for h in best_route([leaver], Span(0, 4), ME, {}, now=now).hops] == ["a"], "it still serves"
+
+
 def test_the_best_rejected_chain_does_without_one_of_the_chosen() -> None:
     spans = [span("a", 0, 4, 100), span("b", 0, 4, 90), span("c", 0, 4, 10)]
     chosen = best_route(spans, Span(0, 4), ME, {})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmd.errors import ConfigError
 from swarmd.hours import DAYS, Hours
-from swarmd.plan.policy import Pause, Rules, Sensors, decide
+from swarmd.plan.policy import MOVING, Pause, Rules, Sensors, decide
 
 MONDAY = datetime(2026, 11, 23)
 
@@ -38,7 +38,7 @@ def test_hours_as_a_person_writes_them(text: str, inside: list[str], outside: li
     assert not any(hours.include(at(*when.split())) for when in outside)
 
 
-@pytest.mark.parametrize("text", ["22-08", "mon 25:00-26:00", "monday", "mon-fri 22:00", "mon tue", "1:60-2:00"])
+@pytest.mark.parametrize("text", ["22-08", "mon 25:00-26:00", "monday", "mon-fri 22:00", "mon tue", "1:60-2:00", ","])
 def test_what_is_no_hours_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"mon-fri 22:00-08:00|0:00 to 24:00"):
         Hours.parse(text)
@@ -80,6 +80,32 @@ def test_hours_say_when_they_begin_and_end() -> None:
     assert (verdict.may_work, verdict.changes_at) == (False, at("wed", "22:00"))
     assert verdict.reason == "outside its hours (mon-fri 22:00-08:00): next 22:00"
     assert decide(rules, Sensors(at("wed", "23:00"))).reason == "works for the swarm: until Thu 08:00"
+
+
+def test_sessions_move_before_its_hours_end() -> None:
+    rules = Rules(Hours.parse("mon-fri 22:00-08:00"))
+    end = at("thu", "8:00")
+    before = decide(rules, Sensors(end - MOVING - timedelta(seconds=1)))
+    assert before.may_work
+    assert before.changes_at == end - MOVING, "looks again just then"
+    for moment in (end - MOVING, end - timedelta(seconds=1), end):
+        verdict = decide(rules, Sensors(moment))
+        assert (verdict.may_work, verdict.changes_at) == (False, at("thu", "22:00"))
+    assert decide(rules, Sensors(at("thu", "22:00"))).may_work, "but it does not begin early"
+    assert not decide(rules, Sensors(at("thu", "22:00") - timedelta(seconds=1))).may_work
+
+
+def test_a_week_of_hours_changes_when_it_says() -> None:
+    """Minute by minute: what ``explain`` promises comes true."""
+    rules = Rules(Hours.parse("mon-fri 22:00-08:00, sat 10:00-12:30"))
+    promised, was = None, None
+    for minute in range(7 * 24 * 60):
+        now = MONDAY + timedelta(minutes=minute)
+        verdict = decide(rules, Sensors(now))
+        if was is not None and verdict.may_work != was:
+            assert promised is not None
+            assert timedelta() <= now - promised < timedelta(minutes=1), now
+        promised, was = verdict.changes_at, verdict.may_work
 
 
 def test_a_battery_is_not_for_others_unless_its_owner_says_so() -> None:
