@@ -10,10 +10,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - the backend comes first
+from matplotlib.figure import Figure
 
 COLUMNS = (("resident_bytes", 2**20, "memory (MiB)"), ("handles", 1, "open handles"))
 
@@ -24,7 +21,8 @@ def draw(table: Path, picture: Path) -> None:
     with table.open(newline="") as file:
         for row in csv.DictReader(file):
             curves[row["process"]].append(row)
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = figure.subplots(1, len(COLUMNS))
     for panel, (column, unit, label) in zip(panels, COLUMNS, strict=True):
         for name, rows in curves.items():
             minutes = [float(row["seconds"]) / 60 for row in rows]
