@@ -29,6 +29,7 @@ TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
+LEAST_SHARE = 0.05  # of the time that a server computes: below, sessions take it for dead
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _LOCAL = re.compile(r"(127(\.\d{1,3}){3}|localhost):\d{1,5}")
@@ -79,7 +80,7 @@ class PolicyConfig:
     ``hours`` as ``mon-fri 22:00-08:00, sat, sun``, local time, "" is always; ``idle_minutes`` since keyboard or mouse
     was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of the CPU, in °C, 0 does
     not look. ``up_mbit`` and ``down_mbit`` bound all that leaves or enters the home network, in Mbit/s, ``month_gib``
-    both together in a month; 0 is no limit.
+    both together in a month; 0 is no limit. ``compute_share`` of the time its processor or card computes for others.
     """
 
     hours: str = ""
@@ -90,6 +91,7 @@ class PolicyConfig:
     up_mbit: float = 0.0
     down_mbit: float = 0.0
     month_gib: float = 0.0
+    compute_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,8 @@ def _check_policy(policy: PolicyConfig) -> None:
     for name in ("idle_minutes", "hottest_c", "up_mbit", "down_mbit", "month_gib"):
         if not 0 <= getattr(policy, name) < float("inf"):
             raise ConfigError(f"policy.{name} cannot be negative or infinite, got {getattr(policy, name)}")
+    if not LEAST_SHARE <= policy.compute_share <= 1:
+        raise ConfigError(f"policy.compute_share is a part of 1, at least {LEAST_SHARE}, got {policy.compute_share}")
     Hours.parse(policy.hours)
 
 

@@ -110,8 +110,9 @@ class Daemon:
         )
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.store = Store(self.rpc, self.directory.view, library, config, self.directory.announce_soon)
-        runs = home.runs if home else member.weights
-        self.runs = Runs(self.rpc, member.identity, self.directory, self.store.supply, config, runs, world.rng)
+        self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
+        folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
+        self.runs = Runs(self.rpc, member.identity, self.directory, self.store.supply, config, *folder)
         around = Around(
             rpc=self.rpc,
             exchange=exchange,
@@ -123,12 +124,11 @@ class Daemon:
             rng=world.rng,
             turnover=Turnover(world.wall_clock),
             understands=world.understands,
+            presence=self.presence,
             spill_folder=str(home.folder) if home else "",
-            leaves_at=lambda: self.presence.leaves_at if self.presence else 0,
         )
         self.hosts = Hosts(around)
         self.gateway = _gateway_of(home, config)
-        self.presence = Presence(config.policy, self._rest, home.pause_file, world.traffic) if home else None
         meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
         self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         owned = (self.gateway, self.presence, self.reachability)
@@ -156,7 +156,7 @@ class Daemon:
                 nursery.start_soon(serve_metrics, self.owner.status, self._metrics)
             if self.gateway is not None:
                 nursery.start_soon(self.gateway.run)
-            if self.presence is not None:
+            if self._home is not None:
                 await nursery.start(self.presence.run)
             if self.reachability is not None:
                 nursery.start_soon(self.reachability.run)

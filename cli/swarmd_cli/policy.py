@@ -103,6 +103,7 @@ HELP = {
     "hottest_c": "not when the CPU is hotter, in degrees Celsius; 0 is no limit",
     "up_mbit": "what leaves the home network, in Mbit/s; 0 is no limit",
     "down_mbit": "what enters it, in Mbit/s; 0 is no limit",
+    "compute_share": "of the time processor or card computes for others, as 0.5; 1 is all of it",
     "month_gib": "both together in a calendar month, in GiB; 0 is no limit",
 }
 

@@ -25,11 +25,22 @@ from swarmd.compute.engine import Engine
 from swarmd.compute.span import LoadedSpan, last
 from swarmd.compute.training import Training
 from swarmd.errors import ConfigError, RemoteProtocolError
+from swarmd.plan.duty import Duty
 from swarmd.plan.training import Allowance
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Rest, Tick, WorkerFailed
+from swarmd.protocol.worker import (
+    AdapterLoaded,
+    LoadAdapter,
+    Loaded,
+    LoadSpan,
+    Measured,
+    Rest,
+    Tick,
+    Work,
+    WorkerFailed,
+)
 from swarmd.values import Span
 from swarmd.wire.history import Budget
 from swarmd.wire.tensors import DTYPES
@@ -62,6 +73,7 @@ class Worker:
         self._measure_at = 0.0
         self._to_measure: list[int] = []
         self._speed = Measured()
+        self._duty = Duty()
 
     def run(self) -> None:
         answers: list[bytes] = []
@@ -74,6 +86,13 @@ class Worker:
                 self._send(answers)
                 answers = []
                 continue
+            if rest_s := self._duty.wait_s(time.monotonic()):
+                if answers:
+                    self._send(answers)
+                    answers = []
+                select.select([self._connection], [], [], min(rest_s, TICK_INTERVAL_S))
+                self._tick()
+                continue
             trained, wait_s = self._train() if self._training.has_work else ([], 0.0)
             if not self._engine.has_work:
                 self._send([*answers, *trained])
@@ -84,9 +103,15 @@ class Worker:
             answers += trained
             if (wait_s := self._engine.patience_s()) and select.select([self._connection], [], [], wait_s)[0]:
                 continue
+            begun = time.monotonic()
             answers += self._engine.run_pass()
+            self._worked_since(begun)
             self._send(answers)
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
+
+    def _worked_since(self, begun: float) -> None:
+        now = time.monotonic()
+        self._duty.worked(now - begun, now)
 
     @property
     def _has_work(self) -> bool:
@@ -103,6 +128,7 @@ class Worker:
             return [], wait_s
         answers = list(self._training.run_slice())
         self._allowance.spend(time.monotonic() - begun)
+        self._worked_since(begun)
         return answers, 0.0
 
     def _measure_while_idle(self) -> None:
@@ -165,8 +191,10 @@ class Worker:
         if isinstance(message, LoadSpan):
             self._n_own += 1
             return [messages.framed(self._load(message))]
-        if isinstance(message, Rest):
-            self._rests, self._n_own = True, self._n_own + 1
+        if isinstance(message, Rest | Work):
+            self._n_own += 1
+            self._rests |= isinstance(message, Rest)
+            self._duty = Duty(message.share) if isinstance(message, Work) else self._duty
             return []
         assert self._engine is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):

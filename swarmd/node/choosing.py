@@ -15,6 +15,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
 from swarmd.node.balancer import Turnover, holders_of
 from swarmd.node.directory import Directory
+from swarmd.node.presence import Presence
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Starter
 from swarmd.plan.memory import blocks_bytes, blocks_that_fit
@@ -38,10 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``.
-
-    ``leaves_at``: when the owner's hours end, in seconds since 1970; 0: no end is known.
-    """
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
 
     rpc: Rpc
     exchange: Exchange
@@ -53,8 +51,8 @@ class Around:
     rng: random.Random
     turnover: Turnover
     understands: Understanding
+    presence: Presence
     spill_folder: str = ""
-    leaves_at: Callable[[], int] = lambda: 0
     choices: dict[int, Choice] = field(default_factory=dict)
 
     @property

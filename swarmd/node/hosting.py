@@ -240,7 +240,7 @@ class Hosting:
         around, wanted = self._around, self.wanted
         limit_bytes = around.config.tuning_mib << 20
         served = Served(model, placement.action, wanted.dtype, limit_bytes, around.understands)
-        worker = WorkerLink(around.start_worker, self._load_request(served, folder))
+        worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
         ledger, supply = CacheLedger(wanted.cache_tokens), around.store.supply
         world = (around.rpc, around.exchange)
         server = Server(*world, served, worker, ledger, supply, self._on_server_change, self._deliver)
@@ -398,7 +398,7 @@ class Hosting:
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
-            "leaves_at": self._around.leaves_at(),
+            "leaves_at": self._around.presence.leaves_at,
         }
         self._left_record = [{**span, "state": "draining"}]
         return [span]

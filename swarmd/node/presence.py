@@ -29,6 +29,7 @@ from swarmd.folders import write_file
 from swarmd.hours import Hours
 from swarmd.net.api import TaskStatus
 from swarmd.net.traffic import Traffic
+from swarmd.node.share import Share
 from swarmd.plan.policy import GIB, Pause, Rules, Sensors, Verdict, decide
 from swarmd.plan.traffic import MBIT, Limits
 from swarmd.protocol.untrusted import read_json
@@ -55,7 +56,7 @@ class Presence:
         self,
         config: PolicyConfig,
         act: Callable[[str], None],
-        file: Path,
+        file: Path | None = None,
         traffic: Traffic | None = None,
         sense: Callable[[Rules], Awaitable[Sensors]] | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class Presence:
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
         self.rules = rules_of(config)
+        self.share = Share(config.compute_share)
         self.verdict = Verdict("has not looked yet")
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -110,6 +112,7 @@ class Presence:
         sensors = await self._sense(rules)
         self.rules = rules
         self._traffic.limits = limits_of(config)
+        self.share.set(config.compute_share)
         self.look(sensors)
 
     async def _sense(self, rules: Rules) -> Sensors:
@@ -130,11 +133,13 @@ class Presence:
         """Stop at once, for so long or until ``resume``. Raises ConfigError when a restart would forget it."""
         until = None if for_s is None else time.time() + for_s
         self._set(_pause_of(until))
-        write_file(self._file, msgspec.json.encode(_PauseFile(until)))
+        if self._file is not None:
+            write_file(self._file, msgspec.json.encode(_PauseFile(until)))
 
     def resume(self) -> None:
         """End a pause; the rules count again."""
-        self._file.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
         self._set(None)
 
     def _set(self, pause: Pause | None) -> None:
@@ -259,9 +264,9 @@ def _pause_of(until: float | None) -> Pause:
     return Pause(None if until is None else datetime.fromtimestamp(until))
 
 
-def recall(file: Path) -> Pause | None:
+def recall(file: Path | None) -> Pause | None:
     """The pause that was written down."""
-    if not file.is_file():
+    if file is None or not file.is_file():
         return None
     try:
         kept = read_json(file, _PauseFile, "pause again, or resume")

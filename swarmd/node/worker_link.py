@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,11 +25,12 @@ import trio
 from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.node.forkserver import VARIABLE, Forked
+from swarmd.node.share import Share
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Refusal
-from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick, WorkerFailed, WorkerMessage
+from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +185,9 @@ class WorkerStatus:
 class WorkerLink:
     """Supervises one worker that serves one span."""
 
-    def __init__(self, start: Starter, request: LoadSpan) -> None:
-        self.loaded: Loaded | None = None
+    def __init__(self, start: Starter, request: LoadSpan, share: Share | None = None) -> None:
+        self._loaded: Loaded | None = None
+        self._share = share or Share()
         self._start = start
         self._request = request
         self._handlers: Handlers = {}
@@ -208,6 +211,13 @@ class WorkerLink:
     @property
     def is_online(self) -> bool:
         return self._state == "online"
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What the worker said of itself, its speeds as its owner's share of the time leaves them."""
+        if self._loaded is None:
+            return None
+        return msgspec.structs.replace(self._loaded, speed=_shared(self._loaded.speed, self._share.value))
 
     def snapshot(self) -> WorkerStatus:
         pid = self._process.pid if self._process else None
@@ -286,13 +296,14 @@ class WorkerLink:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
                 nursery.start_soon(self._pass_on, self._process)
                 await self.send(messages.framed(self._request))
+                nursery.start_soon(self._follow_share)
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
         except* (WorkerLost, RemoteProtocolError) as group:
             self._reason = str(group.exceptions[0])
         finally:
             self._process.kill()
-            self._process, self.loaded = None, None
+            self._process, self._loaded = None, None
             self._drained.set()
             self._drained = trio.Event()
             if self._state != "failed":
@@ -316,20 +327,26 @@ class WorkerLink:
 
     async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):
-            self.loaded = message
+            self._loaded = message
             self._set("online", f"serving on {message.device}")
             await self._on_change()
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
             await self._on_change()
-        elif isinstance(message, Measured) and self.loaded is not None:
-            self.loaded = msgspec.structs.replace(self.loaded, speed=message)
+        elif isinstance(message, Measured) and self._loaded is not None:
+            self._loaded = msgspec.structs.replace(self._loaded, speed=message)
             await self._on_change()
         elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
             answer.arrive(message)
         elif (handle := self._handlers.get(type(message))) is not None:
             await handle(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
+
+    async def _follow_share(self) -> None:
+        with suppress(WorkerLost):
+            while True:
+                await self.send(messages.framed(Work(share=self._share.value)))
+                await self._share.change()
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         while True:
@@ -345,3 +362,12 @@ class WorkerLink:
     def _set(self, state: str, reason: str) -> None:
         logger.log(logging.WARNING if state in ("down", "failed") else logging.INFO, "worker %s: %s", state, reason)
         self._state, self._reason = state, reason
+
+
+def _shared(speed: Measured, share: float) -> Measured:
+    """What is left of a speed for whoever computes for a share of the time."""
+    return Measured(
+        decode_tokens_per_s=share * speed.decode_tokens_per_s,
+        prefill_tokens_per_s=share * speed.prefill_tokens_per_s,
+        batch_tokens_per_s={n: share * rate for n, rate in speed.batch_tokens_per_s.items()},
+    )

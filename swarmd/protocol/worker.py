@@ -40,6 +40,12 @@ class Rest(Message, tag="rest", frozen=True):
     """Daemon to worker: begin no other pass; caches of sessions that wait for none may still be handed over."""
 
 
+class Work(Message, tag="work", frozen=True):
+    """Daemon to worker: compute for this share of the time, and rest for the others'."""
+
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
 class LoadAdapter(Message, tag="load_adapter", frozen=True):
     """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
 
@@ -154,6 +160,8 @@ WorkerMessage = (
     | Done
     | Tick
     | WorkerFailed
+    | Rest
+    | Work
     | LoadRun
     | RunLoaded
     | MapRun

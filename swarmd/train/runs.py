@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,7 @@ class Runs:
         config: Config,
         root: Path,
         rng: random.Random,
+        share: Callable[[], float],
     ) -> None:
         self._rpc = rpc
         self._identity = identity
@@ -85,6 +87,7 @@ class Runs:
         self._config = config
         self._root = root
         self._rng = rng
+        self._share = share
         self._taken: dict[RunId, _Taken] = {}
         self._resting = ""
         self._tasks = Tasks()
@@ -245,6 +248,7 @@ class Runs:
             rng=self._rng,
             links=lambda: (self._directory.links.up_bytes_per_s, self._directory.links.down_bytes_per_s),
             can_be_dialled=lambda: bool(self._rpc.network.addresses()),
+            share=self._share,
         )
         source = None
         if folder.role == "train":

@@ -18,7 +18,7 @@ from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProt
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.plan import progress
+from swarmd.plan import duty, progress
 from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ledger import MOST_TARGETS
 from swarmd.plan.progress import Action, Progress
@@ -251,7 +251,11 @@ class Trainer:
             if gathered is not self.gathered or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
             self.gathered = Gathered(first, gathered.n + done.n, gathered.loss + done.loss, done.gathered)
-            self._note_speed(done.n, max(trio.current_time() - begun, 1e-6))
+            took_s = max(trio.current_time() - begun, 1e-6)
+            rest_s = duty.rest_s(took_s, self._world.share())
+            self._note_speed(done.n, took_s + rest_s)
+            if rest_s:
+                await trio.sleep(rest_s)
 
     def _n_at_once(self) -> int:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""

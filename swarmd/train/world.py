@@ -29,7 +29,7 @@ OffLoop = Callable[..., Awaitable[T]]
 class World:
     """The network, who this peer is, what it sees of the swarm, how work leaves the event loop.
 
-    ``links`` gives this peer's measured bytes/s, up and down.
+    ``links`` gives this peer's measured bytes/s, up and down, ``share`` how much of its time it computes.
     """
 
     rpc: Rpc
@@ -40,6 +40,7 @@ class World:
     rng: random.Random
     links: Callable[[], tuple[float | None, float | None]]
     can_be_dialled: Callable[[], bool]
+    share: Callable[[], float] = lambda: 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
+from swarmd.node.share import Share
 from swarmd.node.worker_link import STALL_S, WorkerLink, WorkerLost
 from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import Op, Refusal, Replay, Replayed
-from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Tick, WorkerFailed
+from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed
 
 KEY = b"s" * 16
 
@@ -58,7 +59,8 @@ class Stage:
         self.heard: list[tuple[Any, bool]] = []
         self.states: list[str] = []
         self._first = first
-        self.link = WorkerLink(self.start, LoadSpan(start=0, end=4))
+        self.share = Share()
+        self.link = WorkerLink(self.start, LoadSpan(start=0, end=4), self.share)
 
     async def start(self) -> PlayedWorker:
         self.workers.append(PlayedWorker(self._first))
@@ -86,7 +88,7 @@ async def test_answers_find_who_asked_whatever_their_order(virtual_time: MockClo
         first = await s.link.ask(lambda i: Replay(id=i, session=KEY))
         second = await s.link.ask(lambda i: LoadAdapter(id=i, adapter="a"))
         await trio.sleep(0.1)
-        ids = [m.id for m in s.workers[0].taken if not isinstance(m, LoadSpan)]
+        ids = [m.id for m in s.workers[0].taken if not isinstance(m, LoadSpan | Work)]
         assert len(set(ids)) == 2
         s.workers[0].say(AdapterLoaded(re=ids[1], failure="no"))
         s.workers[0].say(Replayed(re=ids[0], ops=3))
@@ -155,3 +157,12 @@ async def test_a_load_that_cannot_succeed_is_not_tried_again(virtual_time: MockC
         await trio.sleep(1)
         with pytest.raises(WorkerLost):
             await s.link.call(lambda i: Replay(id=i))
+
+
+async def test_the_owners_share_is_told_and_scales_the_speeds(virtual_time: MockClock) -> None:
+    async with stage(Loaded(device="toy", speed=Measured(decode_tokens_per_s=80.0))) as s:
+        s.share.set(0.25)
+        await trio.sleep(0.1)
+        assert [m.share for m in s.workers[0].taken if isinstance(m, Work)] == [1.0, 0.25]
+        assert s.link.loaded is not None
+        assert s.link.loaded.speed.decode_tokens_per_s == 20.0

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 import swarmd
+from swarmd.errors import SwarmError
 from tests.cli.test_commands import swarmd as command
 from tests.real.faults import generate, inputs_for
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -88,3 +93,67 @@ def test_rules_are_followed_while_it_runs(tmp_path: Path) -> None:
         swarm.wait_online()
         if "no temperature" in rule("hottest_c", "85"):
             rests(swarm, volunteer, "no temperature can be read here")
+
+
+def works_for(volunteer: Volunteer, seconds: float) -> float:
+    """The part of some time that a server's worker computes for."""
+    worker = psutil.Process(volunteer.worker_pid)
+    begun, before = time.monotonic(), worker.cpu_times()
+    time.sleep(seconds)
+    with suppress(psutil.NoSuchProcess):
+        after = worker.cpu_times()
+        return (after.user + after.system - before.user - before.system) / (time.monotonic() - begun)
+    return 0.0
+
+
+@contextmanager
+def asked_all_the_time(swarm: LocalSwarm) -> Iterator[list[int]]:
+    """A client that generates in a thread; how many answers came whole."""
+    is_over, answers = threading.Event(), [0]
+
+    def ask() -> None:
+        with swarmd.connect(swarm.invite()) as client, suppress(SwarmError):
+            model = client.model("demo")
+            while not is_over.is_set():
+                model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+                answers[0] += 1
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        (volunteer,) = swarm.serving((0, 6))
+        with asked_all_the_time(swarm) as answers:
+            swarm.wait(lambda: answers[0] > 1, "answers")
+            alone = works_for(volunteer, 3)
+            for share in ("0.3", "0.1"):
+                done = command("policy", "set", "compute_share", share, home=volunteer.home.folder)
+                assert done.returncode == 0, done.stderr
+                n, before = answers[0], alone
+                alone = works_for(volunteer, 5)
+                assert alone < min(before, 1.2 * float(share)), "less than before, and no more than the share"
+                swarm.wait(lambda n=n: answers[0] > n, "more answers")  # type: ignore[misc]
+
+
+def test_a_pause_ends_computing_whoever_asks_on(tmp_path: Path) -> None:
+    """Nobody else serves: the sessions have nowhere to go, and the worker stays for its grace, but rests."""
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path) as swarm:
+        (volunteer,) = swarm.serving((0, 6))
+        with asked_all_the_time(swarm) as answers:
+            swarm.wait(lambda: answers[0] > 1, "answers")
+            worker = volunteer.worker_pid
+            volunteer.ask("pause", "POST", seconds="600")
+            time.sleep(1.0)  # the promise
+            if psutil.pid_exists(worker):
+                assert works_for(volunteer, 0.5) < 0.1
+            rests(swarm, volunteer, "paused by its owner")
+            assert not psutil.pid_exists(worker)
