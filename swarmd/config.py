@@ -78,9 +78,10 @@ class PolicyConfig:
     """The table ``[policy]``: when this machine works for others. What cannot be checked here counts as broken.
 
     ``hours`` as ``mon-fri 22:00-08:00, sat, sun``, local time, "" is always; ``idle_minutes`` since keyboard or mouse
-    was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of the CPU, in °C, 0 does
-    not look. ``up_mbit`` and ``down_mbit`` bound all that leaves or enters the home network, in Mbit/s, ``month_gib``
-    both together in a month; 0 is no limit. ``compute_share`` of the time its processor or card computes for others.
+    was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of CPU and NVIDIA cards,
+    in °C, 0 does not look. ``up_mbit`` and ``down_mbit`` bound all that leaves or enters the home network, in Mbit/s,
+    ``month_gib`` both together in a month; 0 is no limit. ``compute_share`` of the time its processor or card computes
+    for others.
     """
 
     hours: str = ""

@@ -225,11 +225,18 @@ class GatewayStatus(Status, frozen=True, kw_only=True):
 
 
 class PolicyStatus(Status, frozen=True, kw_only=True):
-    """May this machine work for others, why (not), and when time changes that (seconds since 1970)."""
+    """May this machine work for others, why (not), and when time changes that (seconds since 1970).
+
+    ``month_bytes`` went to others and came from them beyond the home this month; limits of 0 are none.
+    """
 
     may_work: bool
     why: str
     changes_at: float | None
+    month_bytes: int = 0
+    month_limit_bytes: int = 0
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
 
 
 class DaemonStatus(Status, frozen=True, kw_only=True):

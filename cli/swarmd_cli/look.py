@@ -29,7 +29,7 @@ def status(as_json: Json = False) -> None:
         ["directory", now["directory"]["reason"]],
     ]
     if (policy := now["policy"]) is not None:
-        rows.append(["policy", policy["why"]])
+        rows += [["policy", policy["why"]], ["network", network_text(policy)]]
     for hosting in now["hosting"]:
         rows += _hosting_rows(hosting)
     if not now["hosting"]:
@@ -48,6 +48,14 @@ def reach_text(reach: dict[str, Any]) -> str:
     relaying = f"; it relays {reach['relaying']} circuits for others" if reach["relaying"] else ""
     mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
+
+
+def network_text(policy: dict[str, Any]) -> str:
+    """What has passed beyond the home this month, and the owner's limits."""
+    of = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
+    rates = [f"{way} at most {8e-6 * policy[f'{way}_bytes_per_s']:g} Mbit/s" for way in ("up", "down")]
+    limits = [text for text, way in zip(rates, ("up", "down"), strict=True) if policy[f"{way}_bytes_per_s"]]
+    return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{of or ' GiB'} beyond the home this month", *limits])
 
 
 def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:

@@ -138,6 +138,8 @@ def up(
         print(f"swarmd is up as {running.network.peer_id}", flush=True)
         for address in running.network.addresses():
             print(f"  {address}", flush=True)
+        if sys.stdout.isatty():
+            print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
 
     trio.run(daemon.main, state, settings, ready)
 

@@ -100,7 +100,7 @@ HELP = {
     "idle_minutes": "only when keyboard and mouse have not been used for so long; 0 is always",
     "on_battery": "on battery too",
     "not_while": "not while one of these programs runs, comma-separated",
-    "hottest_c": "not when the CPU is hotter, in degrees Celsius; 0 is no limit",
+    "hottest_c": "not when CPU or NVIDIA card is hotter, in degrees Celsius; 0 is no limit",
     "up_mbit": "what leaves the home network, in Mbit/s; 0 is no limit",
     "down_mbit": "what enters it, in Mbit/s; 0 is no limit",
     "compute_share": "of the time processor or card computes for others, as 0.5; 1 is all of it",

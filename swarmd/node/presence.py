@@ -42,7 +42,8 @@ UNASKED_INTERVAL_S = 60.0  # where no rule asks for a sensor: only somebody who 
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
 POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
 SUPPLY = ("type", "scope", "status", "online")  # files in it
-SEAT_TIMEOUT_S = 2.0  # for logind to answer
+SENSOR_TIMEOUT_S = 2.0  # for logind, or a card's driver, to answer
+CARDS = ("nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
 
 
 class _PauseFile(msgspec.Struct, frozen=True):
@@ -153,6 +154,10 @@ class Presence:
             may_work=self.verdict.may_work,
             why=self.verdict.reason,
             changes_at=changes_at.timestamp() if changes_at else None,
+            month_bytes=self._traffic.used().n_bytes,
+            month_limit_bytes=int(self._traffic.limits.month_bytes),
+            up_bytes_per_s=self._traffic.limits.up_bytes_per_s,
+            down_bytes_per_s=self._traffic.limits.down_bytes_per_s,
         )
 
 
@@ -220,12 +225,25 @@ def _programs() -> frozenset[str]:
 
 
 def _hottest_c() -> float | None:
+    """Of processor and cards."""
     try:
         sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     except (OSError, ValueError) as error:
         logger.info("no temperature can be read: %s", error)
-        return None
-    return max((reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())), default=None)
+        sensors = {}
+    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
+    return max([*found, *_cards_c()], default=None)
+
+
+def _cards_c() -> list[float]:
+    """NVIDIA's own tool comes with their driver; what is not supported there is no number."""
+    if shutil.which(CARDS[0]) is None:
+        return []
+    try:
+        done = subprocess.run(CARDS, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [float(line) for line in done.stdout.split() if line.isdigit()]
 
 
 def _untouched_s() -> float | None:
@@ -242,7 +260,7 @@ def _seat_untouched_s() -> float | None:
         return None
     command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SEAT_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())

@@ -9,6 +9,7 @@ killed and replaced; its sessions are lost and said to be.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -70,6 +71,7 @@ START = "import gc; gc.disable(); from {} import main; main()"
 COMMAND = (sys.executable, "-P", "-c")
 # A worker computes: it fetches nothing, least of all code.
 WITHOUT_A_HUB = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
+NOT_NEEDED = "not needed any more"  # no fault
 
 
 class SubprocessWorker:
@@ -180,6 +182,9 @@ class WorkerStatus:
     restarts: int
     loaded: Loaded | None
     reason: str
+
+
+NOT_NEEDED = "not needed any more"  # no fault
 
 
 class WorkerLink:
@@ -307,7 +312,7 @@ class WorkerLink:
             self._drained.set()
             self._drained = trio.Event()
             if self._state != "failed":
-                self._set("down", self._reason if self._reason.startswith("no progress") else "the worker ended")
+                self._set("down", self._why_down())
             answers, self._answers = self._answers, {}
             for answer in answers.values():
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
@@ -342,6 +347,11 @@ class WorkerLink:
             await handle(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
+    def _why_down(self) -> str:
+        if trio.current_effective_deadline() == -math.inf:
+            return NOT_NEEDED
+        return self._reason if self._reason.startswith("no progress") else "the worker ended"
+
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):
             while True:
@@ -360,7 +370,8 @@ class WorkerLink:
                 scope.cancel()
 
     def _set(self, state: str, reason: str) -> None:
-        logger.log(logging.WARNING if state in ("down", "failed") else logging.INFO, "worker %s: %s", state, reason)
+        is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
+        logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
         self._state, self._reason = state, reason
 
 

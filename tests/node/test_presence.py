@@ -105,6 +105,17 @@ def test_sensors_are_read_here_as_far_as_there_are_any() -> None:
     assert read_sensors(Rules()).programs == frozenset(), "nobody asked"
 
 
+def test_the_hottest_card_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '44\\n97\\n[N/A]\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(presence_module.psutil, "sensors_temperatures", dict, raising=False)
+    assert read_sensors(Rules(hottest_c=80)).hottest_c == 97.0
+    tool.write_text("#!/bin/sh\necho 'no devices were found' >&2; exit 6\n")
+    assert read_sensors(Rules(hottest_c=80)).hottest_c is None
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
