@@ -18,11 +18,13 @@ from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
+from swarmd.node.health import Health
 from swarmd.node.hosts import Hosts
 from swarmd.node.presence import Presence
 from swarmd.node.reachability import Reachability
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
+from swarmd.plan.view import SwarmView
 from swarmd.status import ChainRow, PeerRow, SpanRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, Span
@@ -41,6 +43,7 @@ class Owner:
         gateway: GatewayProcess | None = None,
         presence: Presence | None = None,
         reachability: Reachability | None = None,
+        health: Health | None = None,
     ) -> None:
         self.runs = runs
         self.stop = stop
@@ -52,6 +55,7 @@ class Owner:
         self._gateway = gateway
         self._presence = presence
         self._reachability = reachability
+        self._health = health
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -81,7 +85,15 @@ class Owner:
             gateway=self._gateway.snapshot() if self._gateway else None,
             policy=self._presence.snapshot() if self._presence else None,
             reach=self._reachability.snapshot() if self._reachability else None,
+            health=self._health_rows(view),
         )
+
+    def _health_rows(self, view: SwarmView) -> tuple[answers.HealthRow, ...]:
+        if self._health is None:
+            return ()
+        devices = [hosting.device.device for hosting in self._hosts if hosting.device is not None]
+        free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
+        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices)
 
     def peers(self) -> answers.PeersAnswer:
         """One row for each member that is known, with what it serves."""

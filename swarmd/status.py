@@ -209,9 +209,25 @@ class ModelRow(HereStatus, frozen=True, kw_only=True):
 
 
 class DirectoryStatus(Status, frozen=True, kw_only=True):
+    """``is_indexed``: has the index (the DHT) taken and found records; None: not tried yet. ``index`` says more."""
+
     known_peers: int
     last_exchange_s: float | None
     reason: str
+    is_indexed: bool | None = None
+    index: str = ""
+
+
+class HealthRow(Status, frozen=True, kw_only=True):
+    """Something that was looked at: kind is clock, identity, version, disk, index or device.
+
+    ``is_fine`` None: that cannot be said; ``remedy``: what to do.
+    """
+
+    kind: str
+    is_fine: bool | None
+    text: str
+    remedy: str = ""
 
 
 class GatewayStatus(Status, frozen=True, kw_only=True):
@@ -262,6 +278,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     gateway: GatewayStatus | None = None
     policy: PolicyStatus | None = None
     reach: ReachStatus | None = None
+    health: tuple[HealthRow, ...] = ()
 
 
 class ChainRow(Status, frozen=True, kw_only=True):

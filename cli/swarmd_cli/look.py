@@ -30,6 +30,9 @@ def status(as_json: Json = False) -> None:
     ]
     if (policy := now["policy"]) is not None:
         rows += [["policy", policy["why"]], ["network", network_text(policy)]]
+    for row in now["health"]:
+        if row["is_fine"] is False:
+            rows.append([f"!! {row['kind']}", f"{row['text']}: {row['remedy']}"])
     for hosting in now["hosting"]:
         rows += _hosting_rows(hosting)
     if not now["hosting"]:
@@ -230,6 +233,15 @@ def why(
                 print(f"  {hop}")
 
 
+def update_check() -> None:
+    """Say whether other members run a newer version.
+
+    Example: swarmd update-check
+    """
+    row = next(row for row in ask("status")["health"] if row["kind"] == "version")
+    print(": ".join(filter(None, (row["text"], row["remedy"]))))
+
+
 def doctor(as_json: Json = False) -> None:
     """Check this machine's state, daemon and swarm, and say what to do.
 
@@ -239,12 +251,14 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print_json({"checks": [{"check": c, "ok": ok, "detail": d} for c, ok, d in checks]})
     else:
-        table("Doctor", ["", "check", "detail"], [["ok" if ok else "!!", c, d] for c, ok, d in checks])
-    if not all(ok for _, ok, _ in checks):
+        marks = {True: "ok", False: "!!", None: "?"}
+        table("Doctor", ["", "check", "detail"], [[marks[ok], c, d] for c, ok, d in checks])
+    if any(ok is False for _, ok, _ in checks):
         raise typer.Exit(1)
 
 
-def _examine() -> list[tuple[str, bool, str]]:
+def _examine() -> list[tuple[str, bool | None, str]]:
+    """What was looked at, whether it is well (None: that cannot be said), and more."""
     import os
     import shutil
 
@@ -257,14 +271,15 @@ def _examine() -> list[tuple[str, bool, str]]:
         if state.folder.is_dir()
         else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
     )
-    checks = [
+    checks: list[tuple[str, bool | None, str]] = [
         ("state folder", *folder),
-        ("free disk", free > 1 << 30, size(free)),
         ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else "swarmd join INVITE"),
     ]
     if not state.has_joined:
         return checks
     running = is_running()
+    if not running:
+        checks.append(("disk", free > 1 << 30, f"{size(free)} free"))
     checks.append(("daemon", running, "answers" if running else "swarmd up"))
     if not running:
         return checks
@@ -277,6 +292,11 @@ def _examine() -> list[tuple[str, bool, str]]:
             "" if reach["state"] != "closed" else "; faster: have the router forward its TCP port (docs/operating.md)"
         )
         checks.append(("reached by others", is_reached, reach["why"] + remedy))
+        checks += [("announced as", True, address) for address in now["addresses"][:1]]
+    for row in now["health"]:
+        checks.append((row["kind"], row["is_fine"], ": ".join(filter(None, (row["text"], row["remedy"])))))
+    if (policy := now["policy"]) is not None:
+        checks.append(("policy", policy["may_work"] or None, policy["why"]))
     for hosting in now["hosting"]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")

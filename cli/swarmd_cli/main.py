@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import bugreport, chat, gateway, generate, look, member, models, policy, service, train, tune
+from swarmd_cli import bugreport, chat, gateway, generate, look, member, models, policy, service, top, train, tune
 from swarmd_cli.context import set_home
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -62,6 +62,8 @@ app.command()(look.ps)
 app.command()(look.ping)
 app.command()(look.why)
 app.command()(look.doctor)
+app.command("update-check")(look.update_check)
+app.command()(top.top)
 app.command()(bugreport.bugreport)
 app.command()(generate.run)
 app.command()(chat.chat)

@@ -92,13 +92,21 @@ class Directory:
         self._sequence = 0
         self._exchanged_at: float | None = None
         self._reason = "starting"
+        self._is_indexed: bool | None = None
+        self._index = "the DHT has not been asked yet"
 
     def view(self) -> SwarmView:
         return self.exchange.view()
 
     def snapshot(self) -> DirectoryStatus:
         ago = None if self._exchanged_at is None else trio.current_time() - self._exchanged_at
-        return DirectoryStatus(known_peers=len(self._others()), last_exchange_s=ago, reason=self._reason)
+        return DirectoryStatus(
+            known_peers=len(self._others()),
+            last_exchange_s=ago,
+            reason=self._reason,
+            is_indexed=self._is_indexed,
+            index=self._index,
+        )
 
     def announce_soon(self) -> None:
         """Something worth telling changed."""
@@ -200,8 +208,10 @@ class Directory:
                 await self._find_others()
                 await self._store.put(own_key(self.exchange.keys.swarm_id, self._network.peer_id), self._own_value())
                 await self._store.provide(self.exchange.keys.swarm_id)
+                self._is_indexed, self._index = True, "the DHT keeps this member's record"
             except PeerError as error:
                 logger.debug("rendezvous: %s", error)
+                self._is_indexed, self._index = (False if self._others() else None), f"the DHT: {error}"
 
     async def _enter_index(self) -> None:
         """Connect to somebody known, and enter the DHT through whoever is connected."""

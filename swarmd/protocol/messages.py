@@ -34,11 +34,12 @@ KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", 
 
 
 class Hello(Message, tag="hello", frozen=True):
-    """First frame on every stream, each way: who I am and why I may be here."""
+    """First frame on every stream, each way: who I am and why I may be here. ``now``: seconds since 1970; 0: untold."""
 
     certificate: Certificate = ()
     agent: Text = ""
     needs: Needs = ()
+    now: Count = 0
 
 
 class Refusal(Message, tag="refusal", frozen=True):

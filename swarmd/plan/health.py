@@ -1,0 +1,108 @@
+"""What a volunteer should know of their machine: each thing that was looked at, whether it is well, and what to do."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["clock", "identity", "version", "disk", "index", "device"]
+CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
+LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is the case. ``clocks_s``: how far others' clocks are ahead; ``is_indexed`` None: not tried yet."""
+
+    version: str = "0"
+    versions: Sequence[str] = ()
+    clocks_s: Sequence[float] = ()
+    is_cloned: bool = False
+    free_disk_bytes: int | None = None
+    is_indexed: bool | None = None
+    index: str = ""
+    has_card: bool = False
+    devices: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``is_fine`` None: that cannot be said."""
+
+    kind: Kind
+    is_fine: bool | None
+    text: str
+    remedy: str = ""
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Everything that was looked at."""
+    return (_clock(facts), _identity(facts), _version(facts), _disk(facts), _index(facts), _device(facts))
+
+
+def _clock(facts: Facts) -> Finding:
+    if not facts.clocks_s:
+        return Finding("clock", None, "no other member has told its time yet")
+    n, n_near = len(facts.clocks_s), sum(abs(s) <= CLOCK_S for s in facts.clocks_s)
+    if 2 * n_near >= n:  # else most say that it is this one that is wrong
+        return Finding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
+    ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
+    others = f"{n - n_near} of {n} other members"
+    which = "behind" if ahead_s > 0 else "ahead of"
+    remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
+    return Finding("clock", False, f"{abs(ahead_s):.0f} s {which} {others}", remedy)
+
+
+def _identity(facts: Facts) -> Finding:
+    if not facts.is_cloned:
+        return Finding("identity", True, "no other machine speaks as this one")
+    remedy = "its state folder was copied: on one of the two, swarmd leave and join anew"
+    return Finding("identity", False, "another machine speaks as this one", remedy)
+
+
+def _version(facts: Facts) -> Finding:
+    if not facts.versions:
+        return Finding("version", None, f"{facts.version}; no other member is known")
+    newer = [v for v in facts.versions if release(v) > release(facts.version)]
+    if not newer:
+        return Finding("version", True, f"{facts.version}; none of {len(facts.versions)} others runs a newer one")
+    newest = max(newer, key=release)
+    text = f"{facts.version}; {len(newer)} of {len(facts.versions)} others run newer ones, the newest {newest}"
+    return Finding("version", False, text, "update swarmd, then restart the daemon")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with; () for what is none."""
+    found = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _disk(facts: Facts) -> Finding:
+    if facts.free_disk_bytes is None:
+        return Finding("disk", None, "nothing is kept on a disk")
+    text = f"{facts.free_disk_bytes / 2**30:.1f} GiB free"
+    if facts.free_disk_bytes >= LEAST_DISK_BYTES:
+        return Finding("disk", True, text)
+    return Finding("disk", False, text, "make room, or bound what swarmd keeps: disk_limit_gib in config.toml")
+
+
+def _index(facts: Facts) -> Finding:
+    remedy = "members that know each other go on, but newcomers may not find them"
+    return Finding("index", facts.is_indexed, facts.index, remedy if facts.is_indexed is False else "")
+
+
+def _device(facts: Facts) -> Finding:
+    if not facts.devices:
+        return Finding("device", None, "no worker has told its device yet")
+    text = ", ".join(sorted(set(facts.devices)))
+    if not facts.has_card or _computes_on_cards(facts.devices):
+        return Finding("device", True, text)
+    remedy = 'install torch for CUDA, or say device = "cpu" if that is wanted'
+    return Finding("device", False, f"{text}, though an NVIDIA card is here", remedy)
+
+
+def _computes_on_cards(devices: Iterable[str]) -> bool:
+    return any(device != "cpu" for device in devices)

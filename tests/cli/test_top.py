@@ -1,0 +1,66 @@
+"""The picture that swarmd top draws, from what a daemon said at two moments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from rich.console import Console
+from swarmd_cli.top import screen
+
+STATUS: dict[str, Any] = {
+    "swarm": "ours",
+    "members": 3,
+    "uptime_s": 7_200.0,
+    "memory_mib": 125.4,
+    "version": "0.1.0",
+    "policy": {"why": "works for the swarm: until 08:00", "month_bytes": 1_000_000},
+    "reach": {"state": "open", "why": "2 of 2 could connect", "relaying": 0, "mapped": ""},
+    "health": [
+        {"kind": "clock", "is_fine": False, "text": "95 s behind 2 of 2 other members", "remedy": "set it"},
+        {"kind": "disk", "is_fine": True, "text": "72 GiB free", "remedy": ""},
+        {"kind": "device", "is_fine": None, "text": "no worker yet", "remedy": ""},
+    ],
+    "downloads": [],
+    "hosting": [
+        {
+            "serving": {"name": "demo", "blocks": [0, 6], "why": "", "model": ""},
+            "server": {"sessions": 2, "tokens_served": 100, "free_cache_tokens": 75, "total_cache_tokens": 100},
+            "tuning": {"tokens_trained": 0},
+            "state": "online",
+            "why": "",
+            "wanted": "demo",
+        },
+        {"serving": None, "server": None, "tuning": None, "state": "paused", "why": "its hours", "wanted": "other"},
+    ],
+}
+
+
+def peer(name: str, round_trip_ms: float | None) -> dict[str, Any]:
+    rest = {"is_self": False, "way": None, "spans": [], "memory_bytes": None}
+    return {"peer": f"12D3KooW{name}", "round_trip_ms": round_trip_ms, **rest}
+
+
+def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
+    later = copy.deepcopy(STATUS)
+    later["policy"]["month_bytes"] += 500_000
+    later["hosting"][0]["server"]["tokens_served"] += 84
+    console = Console(width=120, record=True, force_terminal=False)
+    peers = [peer("unknown1", None), peer("far-away", 80.0), peer("unknown2", None), peer("next-one", 0.5)]
+    console.print(screen(STATUS, later, peers, 2.0))
+    text = console.export_text()
+    assert "42.0" in text, "tokens a second"
+    assert "2.00 Mbit/s beyond the home" in text
+    assert "25 %" in text
+    assert "clock: 95 s behind" in text
+    assert "disk" not in text, "nothing is wrong with it"
+    assert "paused: its hours" in text
+    assert text.index("next-one") < text.index("far-away") < text.index("unknown1")
+
+
+def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
+    before = copy.deepcopy(STATUS)
+    before["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
+    console = Console(width=120, record=True, force_terminal=False)
+    console.print(screen(before, STATUS, [], 2.0))
+    assert "unknown" in console.export_text()
