@@ -6,6 +6,7 @@ Nobody who is up to date reloads: a state is given up only when a commit shows t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,6 +67,7 @@ class CatchingUp:
         self._end_round = end_round
         self._tasks = tasks
         self._state = state
+        self._averages_gone: int | None = None  # of which update nobody gave them
         self._get = get
         self._begin_anew = begin_anew
         self._is_mistrusted = False
@@ -144,7 +146,8 @@ class CatchingUp:
         order = self._chronicle.order
         if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
-        way = choose_way(mine, newest, offers, state.layout.n_bytes, state.n_bytes)
+        average_bytes = math.inf if self._averages_gone == newest else state.layout.n_bytes
+        way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:
             return await self._restore_if_lost()
@@ -175,7 +178,9 @@ class CatchingUp:
             if commit.restores:
                 self._is_mistrusted = not await self._restore(commit)
             else:
+                self._averages_gone = newest  # unless they come: records are older than what they tell
                 average = await self._fetch(commit.average, donors, ("average",))
+                self._averages_gone = None
                 await self._apply(commit, average["average"])
             if self._is_mistrusted:
                 return True

@@ -127,6 +127,8 @@ def test_killed_servers_change_nothing(stage: Stage) -> None:
 
     def before(step: int) -> None:
         if step and step % 3 == 0:
+            for thread in threads:
+                thread.join()  # the blow before has fallen
             for volunteer in stage.volunteers:  # whoever was killed before is back by now, or comes back
                 if volunteer.process is not None and volunteer.process.poll() is not None:
                     volunteer.stop()

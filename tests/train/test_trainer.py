@@ -10,6 +10,7 @@ from trio.testing import MockClock
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.train.source import Computed
+from swarmd.train.state import Snapshot
 from tests.train.world import replay, training
 
 
@@ -76,6 +77,29 @@ async def test_late_joiner_and_returner_catch_up(virtual_time: MockClock) -> Non
         assert away.trainer.catching_up.n_times > 0
         assert other.trainer.catching_up is not None
         assert other.trainer.catching_up.n_times == 0, "nobody who is up to date reloads"
+
+
+async def test_averages_that_are_gone_are_not_waited_for(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records say that others have them: a record is older than what it tells. The state brings a peer as far."""
+    async with training(seed=21, n=3) as world:
+        await world.until(3)
+        *others, late = world.trainers()
+        for member in others:
+            find = member.trainer.find
+            monkeypatch.setattr(
+                member.trainer, "find", lambda wanted, find=find: f if isinstance(f := find(wanted), Snapshot) else None
+            )
+        rest = {m.peer for m in world.members.values()} - {late.peer}
+        world.cut({late.peer}, rest)
+        await world.until(world.epoch + 1, among=others)
+        world.heal()
+        for member in others:
+            member.trainer.pause("its owner wants it")
+        with trio.fail_after(20):
+            while late.trainer.state is None or late.trainer.state.epoch < world.epoch:
+                await trio.sleep(0.1)
 
 
 async def test_run_goes_back_once_when_nobody_has_its_state(virtual_time: MockClock) -> None:
