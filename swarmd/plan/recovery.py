@@ -30,7 +30,7 @@ class Way:
 def choose_way(
     mine: int | None, newest: int, offers: Mapping[PeerId, Offer], average_bytes: float, state_bytes: float
 ) -> Decision[Way | None]:
-    """Choose what costs fewer bytes (inf: not to be had). ``mine``: the update of the state held here, None without any.
+    """Choose what costs fewer bytes; inf is never. ``mine``: the update of the state held here, None without any.
 
     A snapshot counts if most donors of the newest update that is offered name the same digest; a liar is outvoted.
     """
