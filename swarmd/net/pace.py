@@ -28,7 +28,7 @@ class Pace:
 
     def slices(self, data: bytes) -> Iterator[bytes]:
         """Cut what is to be sent: in slices where there is a limit, else not at all."""
-        size = self.at_a_time or len(data)
+        size = self.at_a_time or max(1, len(data))
         return (data[at : at + size] for at in range(0, len(data), size))
 
     def is_free(self, is_urgent: bool = False) -> bool:

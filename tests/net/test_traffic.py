@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from trio.testing import MockClock
 
 from swarmd.errors import ConfigError
+from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.pace import SLICE_BYTES, Pace
 from swarmd.net.traffic import AHEAD_BYTES, Traffic, UsedUpError
 from swarmd.plan.traffic import END_SHARE, Limits, on_the_wire
@@ -155,3 +160,43 @@ async def test_without_a_limit_nobody_waits(virtual_time: MockClock) -> None:
     assert trio.current_time() == begun
     assert pace.is_free()
     assert list(pace.slices(b"x" * 100_000)) == [b"x" * 100_000]
+    assert list(pace.slices(b"")) == []
+
+
+async def test_a_stream_that_is_reset_while_its_reader_waits_for_the_rate_has_not_ended(
+    virtual_time: MockClock,
+) -> None:
+    class Secured:
+        def __init__(self, pipe: trio.StapledStream, is_initiator: bool) -> None:
+            self.is_initiator = is_initiator
+            self.write = pipe.send_all
+            self.close = pipe.aclose
+            self.pipe = pipe
+
+        async def read(self, n: int | None = None) -> bytes:
+            return bytes(await self.pipe.receive_some())
+
+    pipes: Any = trio.testing.memory_stream_pair()
+    traffic = Traffic(Limits(down_bytes_per_s=1_000))
+    ours = YamuxConnection(Secured(pipes[0], True), ID(b"x"), traffic)  # type: ignore[arg-type]
+    theirs = YamuxConnection(Secured(pipes[1], False), ID(b"y"))  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        for end in (ours, theirs):
+            nursery.start_soon(end.start)
+        writer = await theirs.open_stream()
+        await writer.write(b"x" * 10)
+        reader = await ours.accept_stream()
+        assert await reader.read_some(100) == b"x" * 10
+        await writer.write(b"y" * 10)
+        traffic.received(60_000)  # a minute of the rate
+        begun = trio.current_time()
+
+        async def reset() -> None:
+            await trio.sleep(30)
+            await reader.reset()
+
+        nursery.start_soon(reset)
+        with pytest.raises(MuxedStreamReset):
+            await reader.read_some(100)
+        assert trio.current_time() - begun > 50
+        nursery.cancel_scope.cancel()

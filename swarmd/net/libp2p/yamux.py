@@ -65,15 +65,16 @@ class YamuxStream(IMuxedStream):
         return bytes(parts)
 
     async def read_some(self, limit: int) -> bytes:
+        traffic = self.connection.traffic
+        if traffic is not None:  # what is not read gets no credit: the other side waits
+            await traffic.down.wait(is_urgent=not self.is_bulk)
+            limit = min(limit, traffic.down.at_a_time or limit)
         while not self.state.readable:
             if self.state.reset or self.connection.is_closed:
                 raise MuxedStreamReset
             if self.state.remote_closed:
                 raise MuxedStreamEOF
             await self.changed.wait()
-        if (traffic := self.connection.traffic) is not None:  # what is not read gets no credit: the other side waits
-            await traffic.down.wait(is_urgent=not self.is_bulk)
-            limit = min(limit, traffic.down.at_a_time or limit)
         data, credit = self.connection.core.take(self.state, limit, trio.current_time())
         self.connection.owe(credit)
         return data
