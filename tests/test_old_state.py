@@ -1,4 +1,4 @@
-"""What an older version wrote, this one reads: two homes as 0.1 of 2026-11-20 leaves them, of a swarm that never was."""
+"""What an older version wrote, this one reads: two homes, of a swarm that never was, as 0.1 of 2026-11-20 left them."""
 
 from __future__ import annotations
 

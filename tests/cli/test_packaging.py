@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_wheel_holds_everything_that_runs(tmp_path: Path) -> None:
-    copied = re.findall(r"^COPY (.+) (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    copied = re.findall(r"^COPY ([^-].+) (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     source = tmp_path / "source"
     source.mkdir()
     for name in [name for names, _ in copied for name in names.split()]:
