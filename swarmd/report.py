@@ -166,8 +166,13 @@ class Owner:
         return answers.ModelsAnswer(models=tuple(rows))
 
     def why(self, model: str) -> answers.WhyAnswer:
-        """Explain what is served here, and the chain that would be chosen for a model (or each). Raises ConfigError."""
-        hosting = self._hosts.snapshot()
+        """Explain what is served here, and the chain that would be chosen for a model (or each). Raises ConfigError.
+
+        ``model`` may be the beginning of a session's id as well: then only that is explained.
+        """
+        hosting, sessions = self._hosts.snapshot(), self._hosts.sessions()
+        is_session = bool(model) and self._directory.view().model_named(model) is None
+        named = tuple(row for row in sessions if is_session and row.session.startswith(model))
         first = hosting[0] if hosting else None
         serving = first.serving if first else None
         idle = f"{first.state}: {first.why}" if first else "this daemon serves no blocks"
@@ -176,8 +181,8 @@ class Owner:
             balance=first.balance.last_look if first else "this daemon serves no blocks",
             worker=first.worker.why if first and first.worker else "no worker",
             hosting=hosting,
-            sessions=self._hosts.sessions(),
-            chains=self._chains(model),
+            sessions=named or sessions,
+            chains={} if named else self._chains(model),
             standing=self._around.rpc.standing.rows(),
         )
 

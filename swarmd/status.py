@@ -17,8 +17,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 # --- hosting ---------------------------------------------------------------------------------------------------
 
 
+class HopTimes(Status, frozen=True, kw_only=True):
+    """What a pass takes at the hop that begins at block ``start``: medians."""
+
+    start: int
+    waiting_ms: float
+    computing_ms: float
+
+
 class SessionRow(Status, frozen=True, kw_only=True):
-    """One hop of one session that is served here: ops received and finished, and where its outputs go."""
+    """One hop of one session that is served here: ops received and finished, and where its outputs go.
+
+    ``times``: of this hop and those before it, as far as the client asks for them.
+    """
 
     session: str
     client: str
@@ -27,6 +38,7 @@ class SessionRow(Status, frozen=True, kw_only=True):
     finished: int
     epoch: int
     why: str
+    times: tuple[HopTimes, ...] = ()
 
 
 class ServerStatus(Status, frozen=True, kw_only=True):

@@ -195,20 +195,26 @@ def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.
 
 
 def why(
-    model: Annotated[str, typer.Argument(help="A model's name; all of them if left out.")] = "", as_json: Json = False
+    what: Annotated[
+        str, typer.Argument(metavar="[MODEL|SESSION]", help="A model, or a session as swarmd ps shows it; else all.")
+    ] = "",
+    as_json: Json = False,
 ) -> None:
-    """Explain the blocks served here, where outputs go, and the chain that would be chosen.
+    """Explain the blocks served here, where the time of a token goes, and the chain that would be chosen.
 
     Example: swarmd why demo
     """
-    reasons = ask("why", model=model)
+    reasons = ask("why", model=what)
     if as_json:
         print_json(reasons)
         return
+    if what and not reasons["chains"]:
+        _say_sessions(reasons["sessions"])
+        return
     for hosting in reasons["hosting"]:
         serving = hosting["serving"]
-        what = f"{serving['name']} {span_text(serving['blocks'])}" if serving else hosting["wanted"]
-        print(f"{what}: {hosting['state']}: {hosting['why']}")
+        named = f"{serving['name']} {span_text(serving['blocks'])}" if serving else hosting["wanted"]
+        print(f"{named}: {hosting['state']}: {hosting['why']}")
         if serving:
             print(f"  placement: {serving['why']}")
         if hosting["worker"]:
@@ -218,8 +224,7 @@ def why(
         print(f"placement: {reasons['placement']}")
     for peer, standing in reasons["standing"].items():
         print(f"{peer[-8:]} is left out: {standing_text(standing)}")
-    for session in reasons["sessions"]:
-        print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
+    _say_sessions(reasons["sessions"])
     for name, chain in reasons["chains"].items():
         if chain["cost_ms"] is None:
             print(f"chain for {name}: none: {chain['error']}")
@@ -231,6 +236,15 @@ def why(
             print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
             for hop in chain["rejected"]["hops"]:
                 print(f"  {hop}")
+
+
+def _say_sessions(sessions: list[dict[str, Any]]) -> None:
+    for session in sessions:
+        print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
+        for hop in session["times"]:
+            here = " (here)" if hop["start"] == session["blocks"][0] else ""
+            times = f"{hop['computing_ms']:.1f} ms are computing, {hop['waiting_ms']:.1f} waiting"
+            print(f"  of a pass at the hop from block {hop['start']}{here}, {times}")
 
 
 def update_check() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from swarmd.plan import timing
 
 N_KEPT = 64  # passes that the medians are of
 MOST_TOKENS = 32  # of a pass that counts: longer ones are prompts
@@ -33,11 +34,9 @@ class Where:
 class Passes:
     """The last passes of a session."""
 
-    _kept: deque[tuple[float, float, Sequence[tuple[int, int, int]]]] = field(
-        default_factory=lambda: deque(maxlen=N_KEPT)
-    )
+    _kept: deque[tuple[float, float, timing.Times]] = field(default_factory=lambda: deque(maxlen=N_KEPT))
 
-    def note(self, here_s: float, total_s: float, times: Sequence[tuple[int, int, int]]) -> None:
+    def note(self, here_s: float, total_s: float, times: timing.Times) -> None:
         """Note what passed since the answer before, until this one, and what the hops say of it (``Op.times``)."""
         self._kept.append((here_s, total_s, times))
 
@@ -45,14 +44,12 @@ class Passes:
         """None before a pass was measured; else of those through the same hops as the last one."""
         if not self._kept:
             return None
-        spans = [start for start, _, _ in self._kept[-1][2]]
-        alike = [kept for kept in self._kept if [start for start, _, _ in kept[2]] == spans]
-        waiting = [[waited / 1e6 for _, waited, _ in times] for _, _, times in alike]
-        computing = [[computed / 1e6 for _, _, computed in times] for _, _, times in alike]
-        away = [total - sum(w) - sum(c) for (_, total, _), w, c in zip(alike, waiting, computing, strict=True)]
+        alike = [kept for kept in self._kept if timing.goes_alike(kept[2], self._kept[-1][2])]
+        hops = timing.medians_s([times for _, _, times in alike])
+        away = [total - sum(w + c for _, w, c in times) / 1e6 for _, total, times in alike]
         return Where(
             statistics.median(here for here, _, _ in alike),
-            tuple(statistics.median(column) for column in zip(*computing, strict=True)),
-            tuple(statistics.median(column) for column in zip(*waiting, strict=True)),
+            tuple(computing for _, _, computing in hops),
+            tuple(waiting for _, waiting, _ in hops),
             max(0.0, statistics.median(away)),
         )

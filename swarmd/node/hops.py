@@ -16,12 +16,15 @@ from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.api import Purpose
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
+from swarmd.plan import timing
 from swarmd.plan.session import HopState, Watch
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Refusal
+from swarmd.status import HopTimes, SessionRow
 from swarmd.values import Decision, PeerId, Span
 
+N_TIMED = 64  # passes that the times of a hop are medians of
 PUSH_TIMEOUT_S = 3.0  # to reach a successor: after it outputs go through the client
 
 Key = tuple[bytes, int]
@@ -48,6 +51,15 @@ class SessionHop:
     inherit_from: PeerId | None = None
     limit_bytes: int = 0
     unfinished: deque[tuple[int, int]] = field(default_factory=deque)
+    passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
+
+    def times(self) -> tuple[HopTimes, ...]:
+        """What passes take here and at the hops before, of those that went alike with the last one."""
+        alike = [times for times in self.passes if timing.goes_alike(times, self.passes[-1])]
+        return tuple(
+            HopTimes(start=start, waiting_ms=1e3 * waiting_s, computing_ms=1e3 * computing_s)
+            for start, waiting_s, computing_s in timing.medians_s(alike)
+        )
 
     def take_in(self, seq: int, n_bytes: int) -> None:
         """Count an op until it is finished. Raises Refused when more waits here than the session can ever need."""
@@ -71,6 +83,23 @@ class LaneHop:
     why: str = ""
     used_at: float = 0.0
     waiting: dict[tuple[type, int], int] = field(default_factory=dict)
+
+
+def rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
+    """One row for each hop, for people."""
+    return tuple(
+        SessionRow(
+            session=key[0].hex()[:12],
+            client=hop.state.client,
+            blocks=(hop.span.start, hop.span.end),
+            received=hop.state.received,
+            finished=hop.state.finished,
+            epoch=hop.state.epoch,
+            why=hop.why,
+            times=hop.times(),
+        )
+        for key, hop in hops.items()
+    )
 
 
 HopT = TypeVar("HopT", SessionHop, LaneHop)

@@ -21,7 +21,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.adapters import Adapters
 from swarmd.node.heartbeat import Heartbeats
-from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, reach_successor
+from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, reach_successor, rows
 from swarmd.node.migration import Migrations
 from swarmd.node.outbox import Outbox
 from swarmd.node.served import Served
@@ -116,18 +116,7 @@ class Server:
 
     def sessions(self) -> tuple[SessionRow, ...]:
         """One row for each hop."""
-        return tuple(
-            SessionRow(
-                session=key[0].hex()[:12],
-                client=hop.state.client,
-                blocks=(hop.span.start, hop.span.end),
-                received=hop.state.received,
-                finished=hop.state.finished,
-                epoch=hop.state.epoch,
-                why=hop.why,
-            )
-            for key, hop in self._hops.items()
-        )
+        return rows(self._hops)
 
     def starts_at(self, session: bytes, block: int) -> bool:
         return (session, block) in self._hops
@@ -399,6 +388,8 @@ class Server:
             hop.state.finished = max(hop.state.finished, op.seq)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
+        if op.times:
+            hop.passes.append(op.times)
         receiver = hop.successor if hop.push else None
         if receiver is not None:
             hop.watch.on_sent(op.seq, trio.current_time())
