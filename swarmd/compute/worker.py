@@ -74,6 +74,7 @@ class Worker:
         self._to_measure: list[int] = []
         self._speed = Measured()
         self._duty = Duty()
+        self._woke_at = time.monotonic()
 
     def run(self) -> None:
         answers: list[bytes] = []
@@ -90,28 +91,37 @@ class Worker:
                 if answers:
                     self._send(answers)
                     answers = []
-                select.select([self._connection], [], [], min(rest_s, TICK_INTERVAL_S))
+                self._wait(min(rest_s, TICK_INTERVAL_S))
                 self._tick()
                 continue
             trained, wait_s = self._train() if self._training.has_work else ([], 0.0)
             if not self._engine.has_work:
                 self._send([*answers, *trained])
                 answers = []
+                self._worked()
                 if wait_s:
-                    select.select([self._connection], [], [], wait_s)
+                    self._wait(wait_s)
                 continue
             answers += trained
-            if (wait_s := self._engine.patience_s()) and select.select([self._connection], [], [], wait_s)[0]:
+            if (wait_s := self._engine.patience_s()) and self._wait(wait_s):
                 continue
-            begun = time.monotonic()
             answers += self._engine.run_pass()
-            self._worked_since(begun)
             self._send(answers)
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
+            self._worked()
 
-    def _worked_since(self, begun: float) -> None:
+    def _wait(self, seconds: float) -> bool:
+        """Wait for a frame; has one come?"""
+        self._worked()
+        has_come = bool(select.select([self._connection], [], [], seconds)[0])
+        self._woke_at = time.monotonic()
+        return has_come
+
+    def _worked(self) -> None:
+        """All that was done since it last waited is work."""
         now = time.monotonic()
-        self._duty.worked(now - begun, now)
+        self._duty.worked(now - self._woke_at, now)
+        self._woke_at = now
 
     @property
     def _has_work(self) -> bool:
@@ -128,18 +138,19 @@ class Worker:
             return [], wait_s
         answers = list(self._training.run_slice())
         self._allowance.spend(time.monotonic() - begun)
-        self._worked_since(begun)
         return answers, 0.0
 
     def _measure_while_idle(self) -> None:
         """While nothing comes, measure, pass by pass: a frame that arrives waits for one of these at most."""
         while self._engine is not None and not self._has_work and not self._rests:
             wait_s = max(IDLE_S, self._measure_at - time.monotonic())
-            if select.select([self._connection], [], [], wait_s)[0]:
+            if self._wait(wait_s):
                 return
             if not self._to_measure:
                 self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]
-            if not self._measure(self._engine.span, self._to_measure[0]):
+            is_measured = self._measure(self._engine.span, self._to_measure[0])
+            self._woke_at = time.monotonic()  # nobody who comes now is to wait for that
+            if not is_measured:
                 return
             self._to_measure.pop(0)
             self._measure_at = time.monotonic() + (IDLE_S if self._to_measure else MEASURE_INTERVAL_S)
@@ -171,12 +182,16 @@ class Worker:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
         flags = 0 if wait else socket.MSG_DONTWAIT
         while True:
+            if not flags:
+                self._worked()
             try:
                 data = self._connection.recv(_RECEIVE_BYTES, flags)
             except BlockingIOError:
                 return
             if not data:
                 raise EOFError
+            if not flags:
+                self._woke_at = time.monotonic()  # it has waited
             yield from self._decoder.feed_untrusted(data)
             if self._decoder.is_between_frames:
                 flags = socket.MSG_DONTWAIT
@@ -194,7 +209,8 @@ class Worker:
         if isinstance(message, Rest | Work):
             self._n_own += 1
             self._rests |= isinstance(message, Rest)
-            self._duty = Duty(message.share) if isinstance(message, Work) else self._duty
+            if isinstance(message, Work):
+                self._duty, self._woke_at = Duty(message.share), time.monotonic()  # loading is nobody's debt
             return []
         assert self._engine is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):

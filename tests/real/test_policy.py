@@ -139,7 +139,7 @@ def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
                 assert done.returncode == 0, done.stderr
                 n, before = answers[0], alone
                 alone = works_for(volunteer, 5)
-                assert alone < min(before, 1.2 * float(share)), "less than before, and no more than the share"
+                assert alone < min(before, 1.25 * float(share)), "less than before, and no more than the share"
                 swarm.wait(lambda n=n: answers[0] > n, "more answers")  # type: ignore[misc]
 
 
