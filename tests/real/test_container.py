@@ -90,6 +90,7 @@ class Container:
         assert self._process.wait(WAIT_S) == 0
 
 
+@pytest.mark.prove  # half a minute, for what the tests of joining and serving show too
 @pytest.mark.slow
 def test_three_members_as_compose_starts_them(tmp_path: Path) -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
