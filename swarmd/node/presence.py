@@ -115,6 +115,7 @@ class Presence:
         self._traffic.limits = limits_of(config)
         self.share.set(config.compute_share)
         self.look(sensors)
+        self._changed.set()  # other rules may ask for another look sooner
 
     async def _sense(self, rules: Rules) -> Sensors:
         return replace(await self._read(rules), month_bytes=self._traffic.used().n_bytes)

@@ -167,3 +167,15 @@ def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
     world = World(tmp_path)
     world.presence.look(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
+
+
+async def test_a_new_rule_is_looked_after_at_its_own_pace(virtual_time: MockClock, tmp_path: Path) -> None:
+    """Where no rule asked for a sensor, a daemon looked once a minute only."""
+    world = World(tmp_path)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(world.presence.run)
+        await world.presence.follow(PolicyConfig(not_while="game"))
+        world.sensors = replace(world.sensors, programs=frozenset({"game"}))
+        await trio.sleep(2 * SENSE_INTERVAL_S)
+        assert world.done == ["not while game runs"]
+        nursery.cancel_scope.cancel()
