@@ -143,6 +143,7 @@ def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
                 swarm.wait(lambda n=n: answers[0] > n, "more answers")  # type: ignore[misc]
 
 
+@pytest.mark.prove  # its client waits for as long as a repair waits for somebody to come
 def test_a_pause_ends_computing_whoever_asks_on(tmp_path: Path) -> None:
     """Nobody else serves: the sessions have nowhere to go, and the worker stays for its grace, but rests."""
     torch.set_num_threads(1)
