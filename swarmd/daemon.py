@@ -133,7 +133,7 @@ class Daemon:
         meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
         self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         self.health = Health(network.peer_id, version("swarmd"), world.wall_clock)
-        owned = (self.gateway, self.presence, self.reachability, self.health)
+        owned = (self.gateway, self.reachability, self.health)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
         self._metrics = config.metrics
         self._certificate = member.certificate

@@ -20,7 +20,6 @@ from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.health import Health
 from swarmd.node.hosts import Hosts
-from swarmd.node.presence import Presence
 from swarmd.node.reachability import Reachability
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
@@ -31,7 +30,7 @@ from swarmd.values import ModelId, Span
 
 
 class Owner:
-    """See the module. ``stop`` ends the daemon; without a home there is nobody who could pause it."""
+    """See the module. ``stop`` ends the daemon."""
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class Owner:
         home: Home | None,
         stop: Callable[[], None],
         gateway: GatewayProcess | None = None,
-        presence: Presence | None = None,
         reachability: Reachability | None = None,
         health: Health | None = None,
     ) -> None:
@@ -53,7 +51,7 @@ class Owner:
         self._hosts = hosts
         self._home = home
         self._gateway = gateway
-        self._presence = presence
+        self._presence = around.presence
         self._reachability = reachability
         self._health = health
         self._started_at = trio.current_time()
@@ -83,7 +81,7 @@ class Owner:
             balance=first.balance if first else None,
             memory_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
             gateway=self._gateway.snapshot() if self._gateway else None,
-            policy=self._presence.snapshot() if self._presence else None,
+            policy=self._presence.snapshot(),
             reach=self._reachability.snapshot() if self._reachability else None,
             health=self._health_rows(view),
         )
@@ -250,8 +248,7 @@ class Owner:
             if raw is not None:
                 self._around.exchange.merge_catalog_untrusted(raw)
             self._directory.announce_soon()
-            if self._presence is not None:
-                await self._presence.follow(load(self._home.folder).policy)
+            await self._presence.follow(load(self._home.folder).policy)
         return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
 
     def drain(self, model: str) -> answers.DrainAnswer:
@@ -260,7 +257,7 @@ class Owner:
 
     def pause(self, seconds: str) -> answers.PauseAnswer:
         """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
-        presence, n = self._present(), len(self._hosts.sessions())
+        presence, n = self._presence, len(self._hosts.sessions())
         if seconds and not (seconds.isdecimal() and 0 < int(seconds) <= LONGEST_PAUSE_S):
             raise ConfigError(f"a pause takes 1 to {LONGEST_PAUSE_S} seconds, not {seconds!r}")
         presence.pause(int(seconds) if seconds else None)
@@ -268,18 +265,13 @@ class Owner:
 
     def resume(self, model: str) -> answers.ResumeAnswer:
         """Serve again after a drain; without a model, after a pause too."""
-        was_paused = self._presence is not None and self._presence.is_paused and not model
-        if self._presence is not None and was_paused:
+        was_paused = self._presence.is_paused and not model
+        if was_paused:
             self._presence.resume()
         if list(self._hosts) or not was_paused:
             self._hosts.resume(model)
-        policy = self._presence.snapshot() if self._presence else None
-        return answers.ResumeAnswer(serving=policy is None or policy.may_work, policy=policy)
-
-    def _present(self) -> Presence:
-        if self._presence is None:
-            raise ConfigError("this daemon follows no policy: it keeps nothing on a disk")
-        return self._presence
+        policy = self._presence.snapshot()
+        return answers.ResumeAnswer(serving=policy.may_work, policy=policy)
 
     def _hash_of(self, name: str) -> ModelId:
         return self._directory.view().catalog.hash_of(name)

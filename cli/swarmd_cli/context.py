@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from swarmd.folders import SOCKET, default_folder
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmd.home import Home
 
 WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
@@ -31,6 +33,7 @@ def _folder() -> Path:
 
 
 def home() -> Home:
+
     from swarmd.home import Home
 
     return Home(_folder())
@@ -75,20 +78,26 @@ def print_json(value: dict[str, Any]) -> None:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table for people; says so when there is nothing in it."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not rows:
         console.print(f"{title}: none", highlight=False)
         return
-    drawn = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    console.print(drawn(columns, rows, title))
+
+
+def drawn(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
+    """A table as all of them look."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    found = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        drawn.add_column(column, overflow="fold")
+        found.add_column(column, overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
-    console.print(drawn)
+        found.add_row(*row)
+    return found
 
 
 def size(n_bytes: float | None) -> str:

@@ -32,7 +32,7 @@ def status(as_json: Json = False) -> None:
         rows += [["policy", policy["why"]], ["network", network_text(policy)]]
     for row in now["health"]:
         if row["is_fine"] is False:
-            rows.append([f"!! {row['kind']}", f"{row['text']}: {row['remedy']}"])
+            rows.append([f"!! {row['kind']}", health_text(row)])
     for hosting in now["hosting"]:
         rows += _hosting_rows(hosting)
     if not now["hosting"]:
@@ -53,11 +53,16 @@ def reach_text(reach: dict[str, Any]) -> str:
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
 
+def health_text(row: dict[str, Any]) -> str:
+    """What was found, and what to do."""
+    return ": ".join(filter(None, (row["text"], row["remedy"])))
+
+
 def network_text(policy: dict[str, Any]) -> str:
     """What has passed beyond the home this month, and the owner's limits."""
     of = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
-    rates = [f"{way} at most {8e-6 * policy[f'{way}_bytes_per_s']:g} Mbit/s" for way in ("up", "down")]
-    limits = [text for text, way in zip(rates, ("up", "down"), strict=True) if policy[f"{way}_bytes_per_s"]]
+    rates = [(way, policy[f"{way}_bytes_per_s"]) for way in ("up", "down")]
+    limits = [f"{way} at most {8e-6 * bytes_per_s:g} Mbit/s" for way, bytes_per_s in rates if bytes_per_s]
     return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{of or ' GiB'} beyond the home this month", *limits])
 
 
@@ -253,7 +258,7 @@ def update_check() -> None:
     Example: swarmd update-check
     """
     row = next(row for row in ask("status")["health"] if row["kind"] == "version")
-    print(": ".join(filter(None, (row["text"], row["remedy"]))))
+    print(health_text(row))
 
 
 def doctor(as_json: Json = False) -> None:
@@ -308,7 +313,7 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         checks.append(("reached by others", is_reached, reach["why"] + remedy))
         checks += [("announced as", True, address) for address in now["addresses"][:1]]
     for row in now["health"]:
-        checks.append((row["kind"], row["is_fine"], ": ".join(filter(None, (row["text"], row["remedy"])))))
+        checks.append((row["kind"], row["is_fine"], health_text(row)))
     if (policy := now["policy"]) is not None:
         checks.append(("policy", policy["may_work"] or None, policy["why"]))
     for hosting in now["hosting"]:

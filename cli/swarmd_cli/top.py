@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, duration, number, size
+from swarmd_cli.context import ask, drawn, duration, number, size
 from swarmd_cli.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 MOST_PEERS = 20  # as many as a screen holds: those nearby
 
@@ -61,8 +62,8 @@ def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, An
     return Group(*lines, _served(before, now, passed_s), _members(peers))
 
 
-def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Any:
-    names = ("serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used")
+def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Table:
+    names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
     for n, hosting in enumerate(now["hosting"]):
         serving, server, tuning = hosting["serving"], hosting["server"], hosting["tuning"]
@@ -81,15 +82,15 @@ def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Any
                 f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
             ]
         )
-    return _drawn(names, rows)
+    return drawn(names, rows)
 
 
 def _per_s(before: dict[str, Any] | None, now: dict[str, Any], name: str, passed_s: float) -> str:
     return f"{max(0, now[name] - before[name]) / passed_s:.1f}" if before else "unknown"
 
 
-def _members(peers: list[dict[str, Any]]) -> Any:
-    names = ("member", "way", "away", "serves", "tokens/s", "memory")
+def _members(peers: list[dict[str, Any]]) -> Table:
+    names = ["member", "way", "away", "serves", "tokens/s", "memory"]
     others = sorted(
         (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
     )
@@ -104,16 +105,4 @@ def _members(peers: list[dict[str, Any]]) -> Any:
         ]
         for peer in others[:MOST_PEERS]
     ]
-    return _drawn(names, rows)
-
-
-def _drawn(names: tuple[str, ...], rows: list[list[str]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        drawn.add_column(name, overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
+    return drawn(names, rows)

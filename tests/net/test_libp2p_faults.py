@@ -267,19 +267,21 @@ async def test_a_reset_is_not_lost_while_somebody_else_writes() -> None:
             await ended.wait()
 
 
+class Secured:
+    """Stands for a secured connection: a pipe in memory."""
+
+    def __init__(self, pipe: trio.abc.Stream, is_initiator: bool) -> None:
+        self.is_initiator = is_initiator
+        self.write = pipe.send_all
+        self.close = pipe.aclose
+        self.pipe = pipe
+
+    async def read(self, n: int | None = None) -> bytes:
+        return bytes(await self.pipe.receive_some())
+
+
 async def test_two_that_answer_each_others_pings_both_go_on_reading(autojump_clock: trio.testing.MockClock) -> None:
     """Over buffers that are full: whoever waited for its answer to be read would not read the other's."""
-
-    class Secured:
-        def __init__(self, pipe: trio.abc.Stream, is_initiator: bool) -> None:
-            self.is_initiator = is_initiator
-            self.write = pipe.send_all
-            self.close = pipe.aclose
-            self.pipe = pipe
-
-        async def read(self, n: int | None = None) -> bytes:
-            return bytes(await self.pipe.receive_some())
-
     pipes = trio.testing.lockstep_stream_pair()  # what is sent waits to be received
     ends = [YamuxConnection(Secured(pipe, i == 0), ID(b"x")) for i, pipe in enumerate(pipes)]  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:

@@ -19,6 +19,7 @@ from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.pace import SLICE_BYTES, Pace
 from swarmd.net.traffic import AHEAD_BYTES, Traffic, UsedUpError
 from swarmd.plan.traffic import END_SHARE, Limits, on_the_wire
+from tests.net.test_libp2p_faults import Secured
 
 MIB = 2**20
 
@@ -166,16 +167,6 @@ async def test_without_a_limit_nobody_waits(virtual_time: MockClock) -> None:
 async def test_a_stream_that_is_reset_while_its_reader_waits_for_the_rate_has_not_ended(
     virtual_time: MockClock,
 ) -> None:
-    class Secured:
-        def __init__(self, pipe: trio.StapledStream, is_initiator: bool) -> None:
-            self.is_initiator = is_initiator
-            self.write = pipe.send_all
-            self.close = pipe.aclose
-            self.pipe = pipe
-
-        async def read(self, n: int | None = None) -> bytes:
-            return bytes(await self.pipe.receive_some())
-
     pipes: Any = trio.testing.memory_stream_pair()
     traffic = Traffic(Limits(down_bytes_per_s=1_000))
     ours = YamuxConnection(Secured(pipes[0], True), ID(b"x"), traffic)  # type: ignore[arg-type]

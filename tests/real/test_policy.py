@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -30,6 +31,13 @@ def answers(volunteer: Volunteer) -> bool:
         return bool(volunteer.ask("status"))
     except httpx.TransportError:
         return False
+
+
+def set_rule(volunteer: Volunteer, name: str, value: str) -> str:
+    """What a person types; returns what it answers."""
+    done = command("policy", "set", name, value, home=volunteer.home.folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def rests(swarm: LocalSwarm, volunteer: Volunteer, why: str) -> None:
@@ -73,11 +81,7 @@ def test_rules_are_followed_while_it_runs(tmp_path: Path) -> None:
         (volunteer,) = swarm.serving((0, 6))
         home = volunteer.home.folder
 
-        def rule(name: str, value: str) -> str:
-            done = command("policy", "set", name, value, home=home)
-            assert done.returncode == 0, done.stderr
-            return done.stdout
-
+        rule = partial(set_rule, volunteer)
         game = shutil.copy(shutil.which("sleep") or "/bin/sleep", tmp_path / "swarmd-game")
         rule("not_while", "swarmd-game")
         with subprocess.Popen([game, "600"]) as running:
@@ -135,8 +139,7 @@ def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
             swarm.wait(lambda: answers[0] > 1, "answers")
             alone = works_for(volunteer, 3)
             for share in ("0.3", "0.1"):
-                done = command("policy", "set", "compute_share", share, home=volunteer.home.folder)
-                assert done.returncode == 0, done.stderr
+                set_rule(volunteer, "compute_share", share)
                 n, before = answers[0], alone
                 alone = works_for(volunteer, 5)
                 assert alone < min(before, 1.25 * float(share)), "less than before, and no more than the share"

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make
-from tests.cli.test_commands import swarmd as command
 from tests.real import netlab
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.netlab import Place
-from tests.real.test_policy import answers
+from tests.real.test_policy import answers, set_rule
 
 pytestmark = [pytest.mark.prove, pytest.mark.slow, pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())]
 
@@ -73,10 +72,6 @@ class World:
     giver: Volunteer
     fetcher: Volunteer
 
-    def rule(self, volunteer: Volunteer, name: str, value: str) -> None:
-        done = command("policy", "set", name, value, home=volunteer.home.folder)
-        assert done.returncode == 0, done.stderr
-
     def fetch(self) -> None:
         here = self.fetcher.ask("here", model="m")
         if not here["here"] and not here["pulling"]:
@@ -120,7 +115,7 @@ def world(folder: Path, *giver: str) -> Iterator[World]:
 @pytest.mark.parametrize(("rule", "which", "direction"), [("up_mbit", 0, 0), ("down_mbit", 1, 1)])
 def test_a_minute_is_within_five_percent_of_the_rate(tmp_path: Path, rule: str, which: int, direction: int) -> None:
     with world(tmp_path) as w:
-        w.rule((w.giver, w.fetcher)[which], rule, "16")
+        set_rule((w.giver, w.fetcher)[which], rule, "16")
         w.fetch()
         share = w.rate(which, direction) / (16e6 / 8)
         print(f"{rule}: {share:.3f} of the rate over a minute")
@@ -130,7 +125,7 @@ def test_a_minute_is_within_five_percent_of_the_rate(tmp_path: Path, rule: str, 
 def test_a_conversation_goes_on_while_weights_take_all_that_is_left(tmp_path: Path) -> None:
     with world(tmp_path, "--serve", "m", "--blocks", "0:2") as w:
         w.swarm.wait(lambda: w.giver.ask("status")["serving"] is not None, "blocks that are served")
-        w.rule(w.giver, "up_mbit", "16")
+        set_rule(w.giver, "up_mbit", "16")
         wire = Wire(w.places[0])
         talk = [*w.places[1].inside, sys.executable, "-c", TALK, w.swarm.invite()]
         with subprocess.Popen(talk, stdout=subprocess.PIPE, text=True) as process:
@@ -153,8 +148,8 @@ def test_the_cap_is_never_exceeded_whatever_dies(tmp_path: Path) -> None:
     cap_gib = 0.15
     with world(tmp_path) as w:
         wire = Wire(w.places[0])
-        w.rule(w.giver, "month_gib", str(cap_gib))
-        w.rule(w.giver, "up_mbit", "80")
+        set_rule(w.giver, "month_gib", str(cap_gib))
+        set_rule(w.giver, "up_mbit", "80")
 
         def used() -> float:
             return sum(wire.counted()) / 2**30
@@ -173,5 +168,5 @@ def test_the_cap_is_never_exceeded_whatever_dies(tmp_path: Path) -> None:
         at_the_end = used()
         time.sleep(10)
         assert used() < at_the_end + 1e-5, "knocks at most"
-        w.rule(w.giver, "month_gib", "0")
+        set_rule(w.giver, "month_gib", "0")
         w.fetch_until(lambda: bool(w.fetcher.ask("here", model="m")["here"]), "the whole model")
