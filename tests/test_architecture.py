@@ -148,9 +148,9 @@ LONG_FILES = {
     "swarmd/node/server.py": (455, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
     "swarmd/client/lane.py": (460, "one lane, forward and backward"),
-    "swarmd/train/joining.py": (456, "one peer's part in rounds, whoever leads"),
+    "swarmd/train/joining.py": (455, "one peer's part in rounds, whoever leads"),
     "swarmd/train/trainer.py": (414, "one peer's part in a run"),
-    "swarmd/train/leader.py": (406, "one round"),
+    "swarmd/train/leader.py": (405, "one round"),
 }
 LONG_FUNCTIONS = {
     "swarmd/train/report.py:report": (58, "a row of a table, field by field"),

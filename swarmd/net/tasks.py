@@ -35,13 +35,19 @@ class Tasks:
             finally:
                 self._nursery = None  # before it closes
 
-    def start_soon(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+    def start_soon(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> trio.CancelScope:
+        """Begin work; the scope that is returned ends it alone."""
+        scope = trio.CancelScope()
         if self._nursery is not None:
-            self._nursery.start_soon(self._guarded, function, arguments)
+            self._nursery.start_soon(self._guarded, scope, function, arguments)
+        return scope
 
     @staticmethod
-    async def _guarded(function: Callable[..., Awaitable[object]], arguments: tuple[Any, ...]) -> None:
+    async def _guarded(
+        scope: trio.CancelScope, function: Callable[..., Awaitable[object]], arguments: tuple[Any, ...]
+    ) -> None:
         try:
-            await function(*arguments)
+            with scope:
+                await function(*arguments)
         except Exception:
             logger.exception("%s failed", getattr(function, "__qualname__", function))

@@ -235,7 +235,7 @@ class Pulse(Message, tag="pulse", frozen=True):
     """Leader to members and, before it has begun, to those it expects, twice a second: I am at it, and for what I wait.
 
     ``retry_ms``: too few samples are there, go on computing for so long. ``successor`` leads instead; a member
-    says so, too, when it goes over to that one.
+    says so, too, when it goes over to that one. ``is_awaited``: the receiver has not joined what is gathered now.
     """
 
     run: Name = ""
@@ -243,3 +243,4 @@ class Pulse(Message, tag="pulse", frozen=True):
     waits_for: Text = ""
     retry_ms: Count | None = None
     successor: Name = ""
+    is_awaited: bool = False

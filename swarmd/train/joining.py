@@ -25,7 +25,7 @@ from swarmd.train import assents
 from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.groups import check_group
-from swarmd.train.leader import Leader, Outcome, TooEarly
+from swarmd.train.leader import PULSE_INTERVAL_S, Leader, Outcome, TooEarly
 from swarmd.train.leaders import Leaders, RoundCounters
 from swarmd.train.members import Members
 from swarmd.train.proposer import RoundFailed
@@ -73,6 +73,7 @@ class Joining:
         self._leaders = Leaders(self._me, members)
         self._offered = Gathered()  # what this peer joined with; a micro-batch that ends later is not of this round
         self._pulsed_at = 0.0
+        self._awaited_at = 0.0
         self._scope = trio.CancelScope()
         self._pulsing = trio.CancelScope()
         self._tasks = Tasks()
@@ -161,6 +162,8 @@ class Joining:
                 return
             if now < self.retry_at:
                 return
+            if self.round is None and self._awaited_at > begun + PULSE_INTERVAL_S:
+                return  # what this peer had joined was given up, and it was not told
             if self.round is None and (first := self._leaders.first(leader, parent)) != leader:
                 await self._tell(leader, Pulse(run=self._chronicle.run.id, parent=parent, successor=first))
                 return
@@ -200,7 +203,6 @@ class Joining:
         """The one for the round after the newest commit; its members hear from it from now on."""
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
-            self._pulsing = trio.CancelScope()
             chronicle, members = self._chronicle, self._members
             self.leader = Leader(
                 self._me,
@@ -212,13 +214,8 @@ class Joining:
                 chronicle.proposer(),
                 self._clip,
             )
-            self._tasks.start_soon(self._pulse, self.leader, self._pulsing)
+            self._pulsing = self._tasks.start_soon(self.leader.pulse)
         return self.leader
-
-    @staticmethod
-    async def _pulse(leader: Leader, scope: trio.CancelScope) -> None:
-        with scope:
-            await leader.pulse()
 
     async def _lead(self, why_idle: Callable[[], str]) -> None:
         """Lead the round to its end. Members are told what came of it."""
@@ -228,6 +225,7 @@ class Joining:
             leader.join(self._me, self._joining(0))
             outcome = await self._lead_on(leader, why_idle)
         except* Refused as group:
+            self.close_leader(leader)  # who joins from here on joins the next
             self._why = f"the anchors know more: {group.exceptions[0]}"
             if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
                 await self._news.wait(LOOK_INTERVAL_S)
@@ -239,6 +237,7 @@ class Joining:
             logger.warning("this round failed: %s", group.exceptions[0])
             leader.missing = []
             self._members.look_again()
+            self.close_leader(leader)
             self._begin_again(leader, SHORTEST_RETRY_S)
             await self._news.wait(LOOK_INTERVAL_S)
         else:
@@ -250,8 +249,7 @@ class Joining:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
             self._members.blame(leader.blamed)
-            if self.leader is leader:
-                self.close_leader()
+            self.close_leader(leader)
 
     async def _lead_on(self, leader: Leader, why_idle: Callable[[], str]) -> Outcome | None:
         """Lead until it is done, or of no use: committed or led by others, other anchors, stopped, paused."""
@@ -347,6 +345,8 @@ class Joining:
             return
         self.pulses.add(now - self._pulsed_at)
         self._pulsed_at = now
+        if message.is_awaited:
+            self._awaited_at = now
         if message.retry_ms is not None:
             if self.round is not None:
                 self._leaders.note_failure(peer, message.parent)
@@ -374,8 +374,7 @@ class Joining:
         sign = partial(self._signer.share, group.parent, state.root if state is not None else b"", self._offered)
         self.round = Round(self._world.rpc, group, vector, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
-        self._scope = trio.CancelScope()
-        self._tasks.start_soon(self._live, self.round, self._scope, peer)
+        self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()
 
     async def take_numbers(self, channel: Channel, message: Contribution | Reduced, payload: memoryview) -> None:
@@ -419,10 +418,11 @@ class Joining:
             self._followed = None
             self._news.notify()
 
-    def close_leader(self) -> None:
-        """This peer leads nobody now; who joined will notice, and follow the next."""
-        self._pulsing.cancel()
-        self.leader = None
+    def close_leader(self, given_up: Leader | None = None) -> None:
+        """This peer leads nobody now, or at least not this; who joined will notice, and follow the next."""
+        if given_up in (None, self.leader):
+            self._pulsing.cancel()
+            self.leader = None
 
     def leave(self) -> None:
         """Follow nobody any more: what was gathered may change from here on."""
@@ -436,14 +436,13 @@ class Joining:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    async def _live(self, live: Round, scope: trio.CancelScope, leader: PeerId) -> None:
+    async def _live(self, live: Round, leader: PeerId) -> None:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
                 self._averages.put(live.group.parent, message.result, live.average)
             await self._tell(leader, message)
 
-        with scope:
-            await live.run(beat)
+        await live.run(beat)
 
     async def _tell(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""

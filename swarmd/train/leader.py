@@ -390,7 +390,9 @@ class Leader:
 
         async def tell(peer: PeerId) -> None:
             under_way.add(peer)
-            await self._tell(peer, Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for), b"")
+            awaited = peer not in self.joined and not self.has_begun
+            pulse = Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for, is_awaited=awaited)
+            await self._tell(peer, pulse, b"")
             if self._group is not None and peer in self._seen and self._seen[peer].beat is None:
                 await self._tell(peer, self._group, b"")  # it may have missed this version
             under_way.discard(peer)

@@ -11,12 +11,13 @@ import trio
 from msgspec.structs import replace
 from trio.testing import MockClock
 
-from swarmd.errors import Refused
+from swarmd.errors import Code, Refused
 from swarmd.plan import standing
 from swarmd.plan.progress import leader_order
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
+from swarmd.train.chronicle import Chronicle
 from swarmd.train.leader import Leader, Outcome
 from swarmd.train.proposer import RoundFailed
 from swarmd.train.state import Vector
@@ -222,6 +223,33 @@ async def test_after_a_round_that_failed_all_join_anew_at_once(
         await world.until(world.epoch + 1)
         assert trio.current_time() - begun < 2 * usual_s + 1.0
         assert failed
+        assert world.contributors(1) == [{m.peer for m in world.trainers()}]
+
+
+async def test_who_joined_what_its_leader_gave_up_without_a_word_joins_anew(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears that its leader lives, and would wait for 30 s for a round that it is not in."""
+    async with training(seed=9, n=2) as world:
+        await world.until(6)
+        usual_s = np.mean(await world.pace())
+        gather, given_up = Leader._gather, []
+
+        async def give_up_once(leader: Leader) -> None:
+            await gather(leader)
+            if not given_up:
+                given_up.append(set(leader.joined))
+                raise Refused(Code.STALE_EPOCH, "there is more, says an anchor")
+
+        async def find_nothing(chronicle: Chronicle, peers: list[PeerId]) -> bool:
+            return False
+
+        monkeypatch.setattr(Leader, "_gather", give_up_once)
+        monkeypatch.setattr(Chronicle, "sync", find_nothing)
+        begun = trio.current_time()
+        await world.until(world.epoch + 1)
+        assert given_up == [{m.peer for m in world.trainers()}]
+        assert trio.current_time() - begun < 2 * usual_s + 3.0
         assert world.contributors(1) == [{m.peer for m in world.trainers()}]
 
 
