@@ -22,7 +22,7 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117"
+DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 TRAINING = ("asked", "off")

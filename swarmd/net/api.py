@@ -88,8 +88,8 @@ MayRelay = Callable[[PeerId, tuple[bytes, ...]], bool]
 class Ways(Protocol):
     """What a peer behind a router needs to be reached, and what it can do for others. All raise PeerError."""
 
-    async def ask_dial_back(self, peer: PeerId) -> Answer:
-        """Have a member try to connect to this peer."""
+    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
+        """Have a member try to connect to this peer over one version of IP, 4 or 6."""
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
         """Be reachable through a relay until that ends; calls ``held`` once it is so."""
@@ -100,8 +100,14 @@ class Ways(Protocol):
     def listening_port(self) -> int | None:
         """The TCP port that others find this peer at; None when it does not listen."""
 
-    def announce_also(self, addresses: tuple[str, ...]) -> None:
-        """Name these addresses beside the interfaces' own, as multiaddrs that end in /p2p/ID."""
+    def own_hosts(self) -> tuple[str, ...]:
+        """The IP addresses that it listens on, and those that its owner announces."""
+
+    def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
+        """Name these addresses beside the interfaces' own, as multiaddrs that end in /p2p/ID.
+
+        Public ones of these IP versions are left out, but for those that the owner announces.
+        """
 
     def is_open(self, is_open: bool) -> None:
         """Others can dial this peer at its addresses: who is reached through a relay is told to do so."""

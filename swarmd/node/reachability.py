@@ -17,8 +17,17 @@ from swarmd.net.api import Ways
 from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
 from swarmd.node.directory import Directory
-from swarmd.plan.dialing import host_of, is_circuit, is_private
-from swarmd.plan.reachability import N_ASKED, N_RELAYS, Answer, Reach, choose_relays, forwarded, is_near, judge
+from swarmd.plan.dialing import is_circuit, is_private
+from swarmd.plan.reachability import (
+    N_RELAYS,
+    Answer,
+    Reach,
+    choose_relays,
+    forwarded,
+    judge,
+    lead_nowhere,
+    versions_to_try,
+)
 from swarmd.protocol.records import PeerRecord
 from swarmd.status import ReachStatus
 from swarmd.values import Decision, PeerId
@@ -48,13 +57,13 @@ class Reachability:
         self._directory = directory
         self._rng = rng
         self._offers = offers
-        self._answers: dict[PeerId, tuple[Answer, float]] = {}
-        self._asked_at: dict[PeerId, float] = {}
+        self._answers: dict[tuple[PeerId, int], tuple[Answer, float]] = {}  # by whom, over which version of IP
+        self._asked_at: dict[tuple[PeerId, int], float] = {}
         self._relays: list[PeerId] = []
         self._holding: dict[PeerId, trio.CancelScope] = {}
         self._refused_at: dict[PeerId, float] = {}
         self._own: set[str] = set()
-        self._also: tuple[str, ...] = ()
+        self._announced: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
         self._wake = trio.Event()
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
 
@@ -111,34 +120,31 @@ class Reachability:
 
     # --- asking ----------------------------------------------------------------------------------------------
 
-    def _own_hosts(self) -> set[str]:
-        """Of its interfaces, and what its owner announces; not what a router forwards."""
-        found = {a for a in self._rpc.network.addresses() if not is_circuit(a) and a not in self._also}
-        return {str(host) for a in found if (host := host_of(a)) is not None}
-
     async def _ask(self) -> None:
         """Have one more member try, until enough from outside have; all again after a while."""
-        now, own = trio.current_time(), self._own_hosts()
+        now, own = trio.current_time(), set(self._ways.own_hosts())
         if own != self._own:  # another network, perhaps: what was found there counts no more
             self._own, self._answers, self._asked_at = own, {}, {}
-        fresh = {p: a for p, (a, at) in self._answers.items() if now - at < ASK_AGAIN_S}
-        if self._ways.listening_port() is None or sum(not is_near(answer, own) for answer in fresh.values()) >= N_ASKED:
+        fresh = [answer for answer, at in self._answers.values() if now - at < ASK_AGAIN_S]
+        others = sorted(self._directory.view().peers.keys() - {self._rpc.network.peer_id})
+        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own)
+        asked = self._whom_to_ask(versions, others, now)
+        if asked is None:
             return
-        others = [
-            peer
-            for peer in sorted(self._directory.view().peers)
-            if peer != self._rpc.network.peer_id and now - self._asked_at.get(peer, -ASK_AGAIN_S) >= ASK_AGAIN_S
-        ]
-        if not others:
-            return
-        peer = self._rng.choice(others)
-        self._asked_at[peer] = now
+        self._asked_at[asked], (peer, version) = now, asked
         try:
             self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
-            self._answers[peer] = (await self._ways.ask_dial_back(peer), now)
+            self._answers[asked] = (await self._ways.ask_dial_back(peer, version), now)
         except PeerError as error:
-            self._asked_at[peer] = now - ASK_AGAIN_S + UNANSWERED_S
-            logger.debug("%s does not say whether it can connect here: %s", peer, error)
+            self._asked_at[asked] = now - ASK_AGAIN_S + UNANSWERED_S
+            logger.debug("%s does not say whether it can connect here over IPv%d: %s", peer, version, error)
+
+    def _whom_to_ask(self, versions: tuple[int, ...], others: list[PeerId], now: float) -> tuple[PeerId, int] | None:
+        for version in versions:
+            asked_at = {peer: self._asked_at.get((peer, version)) for peer in others}
+            if able := [peer for peer, at in asked_at.items() if at is None or now - at >= ASK_AGAIN_S]:
+                return self._rng.choice(able), version
+        return None
 
     def _judge(self) -> None:
         own = self._own
@@ -231,7 +237,7 @@ class Reachability:
     def _announce(self) -> None:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
         me, view = self._rpc.network.peer_id, self._directory.view()
-        answers = (answer for answer, _ in self._answers.values())
+        answers = [answer for answer, _ in self._answers.values()]
         also = [
             f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{me}"
             for host, port in forwarded(answers, self._own)
@@ -240,7 +246,8 @@ class Reachability:
             record = view.peers.get(relay)
             direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
             also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        if tuple(also) != self._also:
-            self._also = tuple(also)
-            self._ways.announce_also(self._also)
+        announced = tuple(also), lead_nowhere(answers, self._own)
+        if announced != self._announced:
+            self._announced = announced
+            self._ways.announce(*announced)
             self._directory.announce_soon()

@@ -50,7 +50,10 @@ def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Itera
 def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
     """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
     near = tuple(networks)
-    return any(_rank(address, near) in (NEAR, RELAYED) or _is_name(address) for address in addresses)
+    leads = {NEAR, RELAYED}
+    if any(network.version == 6 and network.is_global for network in near):
+        leads.add(PUBLIC_6)  # it is announced where members could connect to it
+    return any(_rank(address, near) in leads or _is_name(address) for address in addresses)
 
 
 def _is_name(address: str) -> bool:

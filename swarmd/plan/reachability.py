@@ -15,7 +15,8 @@ from typing import Literal
 from swarmd.plan.dialing import is_private
 from swarmd.values import Decision, PeerId
 
-N_ASKED = 3  # members: one may be behind a firewall of its own, or lie
+N_ASKED = 3  # members, over each version of IP: one may be behind a firewall of its own, or lie
+VERSIONS = (4, 6)  # of IP
 N_RELAYS = 2  # one may die: the other is there already
 
 Reach = Literal["unknown", "open", "closed"]
@@ -23,22 +24,26 @@ Reach = Literal["unknown", "open", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one member found: the host that it sees this peer at, and which ports of it answered as this peer."""
+    """What one member found: the host that it sees this peer at, and which ports of it answered as this peer.
+
+    ``is_neighbour``: it is on a network of this machine, so no router is between.
+    """
 
     by: PeerId
     host: str
     open_ports: tuple[int, ...]
+    is_neighbour: bool = False
 
 
 def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[Reach]:
     """Open when at least half could connect: who shows this peer's key has been here, who could not may be to blame.
 
-    Neighbours, who see a private address of an interface here, only count where nobody else was asked.
+    Neighbours only count where nobody else was asked. IPv4 decides where somebody tried it: not all members have IPv6.
     """
     if not answers:
         return Decision("unknown", "no member has tried to connect yet")
     outside = [answer for answer in answers if not is_near(answer, own_hosts)]
-    counted = outside or answers
+    counted = [a for a in outside if version_of(a.host) == 4] or outside or answers
     failed = [answer for answer in counted if not answer.open_ports]
     who = f"{len(counted)} members{'' if outside else ' of the same network'} that tried"
     if 2 * len(failed) <= len(counted):
@@ -47,10 +52,41 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     return Decision("closed", f"{len(failed)} of {who} could not connect to it at {hosts}")
 
 
+def lead_nowhere(answers: Collection[Answer], own_hosts: Collection[str]) -> frozenset[int]:
+    """The IP versions (4, 6) of which this machine's public addresses need not be announced: a firewall is before it.
+
+    One that nobody from outside has tried may lead here only as long as the machine as a whole is not closed.
+    """
+    found = set[int]()
+    is_closed = judge(answers, own_hosts).action == "closed"
+    for version in VERSIONS:
+        tried = [a for a in answers if version_of(a.host) == version and not is_near(a, own_hosts)]
+        if judge(tried, own_hosts).action == "closed" or (is_closed and not tried):
+            found.add(version)
+    return frozenset(found)
+
+
+def versions_to_try(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[int, ...]:
+    """Over which IP versions to ask one more member to connect, until enough from outside have: most lacking first."""
+    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
+    hosts = [ip_address(host) for host in own_hosts]
+    is_needed = {4: any(h.version == 4 for h in hosts), 6: any(h.version == 6 and not is_private(h) for h in hosts)}
+    if hosts and not any(is_needed.values()):
+        is_needed[6] = True
+    tried = Counter(version_of(answer.host) for answer in outside)
+    lacking = [v for v in VERSIONS if is_needed[v] and tried[v] < N_ASKED]
+    return tuple(sorted(lacking, key=lambda version: tried[version]))
+
+
+def version_of(host: str) -> int:
+    """4 or 6."""
+    return 6 if ":" in host else 4
+
+
 def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
     """Does it come from the same network, so that it says nothing of others?"""
     try:
-        return answer.host in own_hosts and is_private(ip_address(answer.host))
+        return answer.is_neighbour or (answer.host in own_hosts and is_private(ip_address(answer.host)))
     except ValueError:
         return False
 

@@ -46,7 +46,7 @@ async def test_row_20_a_protocol_whose_name_is_no_text_is_a_peer_error(how: str)
         ask = {
             "reserve": lambda: a.ways.hold_reservation(b.peer_id, lambda: None),
             "relay": lambda: a.ways.open_for_relay(b.peer_id),
-            "dial back": lambda: a.ways.ask_dial_back(b.peer_id),
+            "dial back": lambda: a.ways.ask_dial_back(b.peer_id, 4),
             "open": lambda: a.open_stream(b.peer_id, "interactive"),
         }
         with pytest.raises(PeerError):
@@ -62,7 +62,7 @@ async def test_row_21_ipv6_is_no_relay() -> None:
         assert await said(stream, b"6") == b"6"
         assert a.way_to(b.peer_id) == "direct"
         assert a.remote_host(b.peer_id) == "::1"
-        answer = await a.ways.ask_dial_back(b.peer_id)
+        answer = await a.ways.ask_dial_back(b.peer_id, 6)
         assert (answer.host, answer.open_ports) == ("::1", a.announced_ports())
 
 
@@ -107,7 +107,7 @@ async def test_nobody_names_what_is_dialled_on_this_machine(is_relayed: bool) ->
         port = listener.socket.getsockname()[1]
         victim = p.server if is_relayed else p.relay
         if is_relayed:
-            p.server.ways.announce_also(("/ip4/192.0.2.7/tcp/4117",))
+            p.server.ways.announce(("/ip4/192.0.2.7/tcp/4117",), frozenset())
         await p.client.connect(victim.peer_id)
         await meet(p.client, victim, port)
         assert not knocked

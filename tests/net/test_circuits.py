@@ -240,17 +240,17 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
     async with a.running(), b.running():
         a.learn(b.peer_id, b.addresses())
         (port,) = a.announced_ports()
-        answer = await a.ways.ask_dial_back(b.peer_id)
+        answer = await a.ways.ask_dial_back(b.peer_id, 4)
         assert (answer.host, answer.open_ports) == ("127.0.0.1", (port,))
         a.ways.reached_at_port(1)
-        assert (await a.ways.ask_dial_back(b.peer_id)).open_ports == (port,), "nobody answers at port 1"
+        assert (await a.ways.ask_dial_back(b.peer_id, 4)).open_ports == (port,), "nobody answers at port 1"
 
         async def lie(stream: Libp2pStream) -> None:
             await write(stream, Tried("5.0.0.1/tcp/80", (port,)))
 
         b.serve("dial_back", lie)
         with pytest.raises(RemoteProtocolError, match="is no IP address"):
-            await a.ways.ask_dial_back(b.peer_id)
+            await a.ways.ask_dial_back(b.peer_id, 4)
 
 
 async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_made() -> None:

@@ -41,6 +41,8 @@ class World:
         self.held: dict[PeerId, trio.CancelScope] = {}
         self.unwilling: set[PeerId] = set()
         self.also: tuple[str, ...] = ()
+        self.without: frozenset[int] = frozenset()
+        self.is_open_over_6 = False
         self.may_relay: MayRelay | None = None
         self.n_announced = 0
         self.n_relayed = 0
@@ -73,11 +75,13 @@ class World:
     def announce_soon(self) -> None:
         self.n_announced += 1
 
-    async def ask_dial_back(self, peer: PeerId) -> Answer:
+    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
         self.asked.append(peer)
         await trio.sleep(0.1)
         if peer in self.unwilling:
             raise Unreachable("no")
+        if version == 6:
+            return Answer(peer, "2600::2", self.ports if self.is_open_over_6 else ())
         return Answer(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
@@ -88,8 +92,11 @@ class World:
             held()
             await trio.sleep_forever()
 
-    def announce_also(self, addresses: tuple[str, ...]) -> None:
-        self.also = addresses
+    def own_hosts(self) -> tuple[str, ...]:
+        return tuple(address.split("/")[2] for address in self.addresses)
+
+    def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
+        self.also, self.without = also, without
 
     def is_open(self, is_open: bool) -> None:
         assert is_open == (self.me.reach.action == "open")
@@ -125,6 +132,20 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
         assert not world.may_relay(PeerId("A"), ())
         await trio.sleep(ASK_AGAIN_S)
         assert len(world.asked) > 3, "routers change"
+
+
+async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(virtual_time: MockClock) -> None:
+    world = World()
+    world.addresses, world.is_open_over_6 = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME"), True
+    world.add("A", "B", "C", "D")
+    async with living(world):
+        await trio.sleep(60)
+        assert world.without == {4}
+        assert len(world.asked) == 6
+        assert world.me.reach.action == "closed", "some have no IPv6: they need relays"
+        world.is_open_over_6 = False
+        await trio.sleep(3 * ASK_AGAIN_S)
+        assert world.without == {4, 6}
 
 
 async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(virtual_time: MockClock) -> None:

@@ -54,6 +54,7 @@ def test_who_is_closed_to_dialling_is_reached_by_neighbours_and_through_relays()
     assert leads_there([OTHER_LAN, LAN], HOME)
     assert leads_there([OTHER_LAN, CIRCUIT], HOME)
     assert not leads_there([OTHER_LAN, PUBLIC, PUBLIC_6], HOME)
+    assert leads_there([OTHER_LAN, PUBLIC_6], [*HOME, ipaddress.ip_network("2600:1::/64")]), "it is open over IPv6"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.reachability import Answer, choose_relays, forwarded, judge
+from swarmd.plan.reachability import Answer, choose_relays, forwarded, judge, lead_nowhere, versions_to_try
 from swarmd.values import PeerId
 
 A, B, C, D = map(PeerId, "ABCD")
 HOME = ("192.168.1.2", "fd00::2")
 ROUTER = "5.0.1.2"
+SIX = "2600::2"
+DUAL = ("192.168.1.2", SIX)
 
 
 def test_nobody_asked_is_not_known() -> None:
@@ -33,6 +35,38 @@ def test_nobody_asked_is_not_known() -> None:
 )
 def test_who_asks_from_outside_counts_and_most_are_believed(answers: list[Answer], reach: str) -> None:
     assert judge(answers, HOME).action == reach
+
+
+def test_ipv4_decides_as_not_all_members_have_ipv6() -> None:
+    shut, reached = Answer(A, ROUTER, ()), Answer(B, SIX, (4117,))
+    assert judge([shut, reached], DUAL).action == "closed"
+    assert judge([Answer(A, ROUTER, (4117,)), Answer(B, SIX, ())], DUAL).action == "open"
+    assert judge([reached], DUAL).action == "open"
+    neighbour = Answer(C, SIX, (4117,), is_neighbour=True)
+    assert judge([neighbour, Answer(B, SIX, ())], DUAL).action == "closed", "no firewall is between neighbours"
+
+
+def test_addresses_of_a_version_that_is_shut_are_not_announced() -> None:
+    shut_4, open_4 = Answer(A, ROUTER, ()), Answer(A, ROUTER, (1,))
+    shut_6, open_6 = Answer(B, SIX, ()), Answer(B, SIX, (1,))
+    assert lead_nowhere([], DUAL) == frozenset()
+    assert lead_nowhere([open_4], DUAL) == frozenset()
+    assert lead_nowhere([open_4, shut_6], DUAL) == {6}
+    assert lead_nowhere([shut_4, open_6], DUAL) == {4}
+    assert lead_nowhere([shut_4], DUAL) == {4, 6}, "nobody has tried IPv6: most routers shut it"
+    assert lead_nowhere([Answer(A, "192.168.1.2", ())], DUAL) == {4, 6}
+
+
+def test_members_try_each_version_that_leads_outside() -> None:
+    four, six = Answer(A, ROUTER, ()), Answer(B, SIX, (1,))
+    assert versions_to_try([], DUAL) == (4, 6)
+    assert versions_to_try([four], DUAL) == (6, 4)
+    assert versions_to_try([four] * 3 + [six] * 2, DUAL) == (6,)
+    assert versions_to_try([four] * 3 + [six] * 3, DUAL) == ()
+    assert versions_to_try([four] * 3, HOME) == (), "fd00:: leads to neighbours only"
+    assert versions_to_try([Answer(A, "192.168.1.2", (1,))] * 3, HOME) == (4,), "neighbours do not count"
+    assert versions_to_try([], ("::1",)) == (6,)
+    assert versions_to_try([], ()) == ()
 
 
 def test_a_public_machine_sees_its_own_address() -> None:

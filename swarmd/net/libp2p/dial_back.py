@@ -44,8 +44,6 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
 class Dialler(Protocol):
     """What this needs of the network that it belongs to."""
 
-    async def open_dial_back(self, peer: PeerId) -> Libp2pStream: ...
-
     async def answers(self, host: str, port: int, peer: PeerId) -> bool:
         """Does ``peer`` itself answer at an address, over a new connection?"""
 
@@ -57,9 +55,9 @@ class DialBack:
         self._network = network
         self._tried_for: set[PeerId] = set()
 
-    async def ask(self, peer: PeerId, ports: tuple[int, ...]) -> Answer:
-        """Raises PeerError when the other cannot say."""
-        stream = await self._network.open_dial_back(peer)
+    async def ask(self, stream: Libp2pStream, ports: tuple[int, ...]) -> Answer:
+        """Ask over a stream, which ends with that. Raises PeerError when the other cannot say."""
+        peer = stream.peer
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
                 await write(stream, Try(ports[:MAX_PORTS]))

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
@@ -32,14 +32,14 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
-from swarmd.net.interfaces import expand, networks
+from swarmd.net.interfaces import expand, has_ipv6, networks, own_hosts
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
-from swarmd.net.libp2p.ways import Libp2pWays, is_relayed
+from swarmd.net.libp2p.ways import Libp2pWays, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
-from swarmd.plan.dialing import is_circuit
+from swarmd.plan.dialing import host_of, is_circuit, is_private
 from swarmd.protocol.identity import Identity
 from swarmd.values import PeerId
 
@@ -49,6 +49,7 @@ CONNECT_TIMEOUT_S = 4.5  # TCP, Noise and yamux over 300 ms of round trip
 OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
 ADDRESS_TTL_S = 3_600  # records renew addresses far more often
 MAX_DIALS = 3  # of one wish to be connected: some other's may fail, or be ended, meanwhile
+EVERY_IPV6 = "/ip6/::/"  # left out where a machine has no IPv6, and something else to listen on
 MAX_OWN_ADDRESSES = 10  # of interfaces: relays' come after them, and a record holds 16
 OPEN_ERRORS = (
     UnicodeDecodeError,  # of what a peer calls its protocols (row 20)
@@ -89,7 +90,7 @@ class Libp2pNetwork:
         traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
-        self._listen = listen
+        self._listen = tuple(a for a in listen if not a.startswith(EVERY_IPV6) or len(listen) == 1 or has_ipv6())
         self._announce = announce
         self._blocked = blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
@@ -118,9 +119,21 @@ class Libp2pNetwork:
 
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
-        found = self._announce or expand(tuple(str(a) for a in self.host.get_transport_addrs()))
+        found = self._announce or self._led_to(expand(self._listening()))
         own = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found)
         return tuple(dict.fromkeys([*list(own)[:MAX_OWN_ADDRESSES], *self.ways.also]))
+
+    def _listening(self) -> tuple[str, ...]:
+        return tuple(str(a) for a in self.host.get_transport_addrs())
+
+    def _led_to(self, addresses: Iterable[str]) -> tuple[str, ...]:
+        """Those that may lead here, as others have tried."""
+        hosts = {address: host_of(address) for address in addresses}
+        return tuple(a for a, h in hosts.items() if h is None or is_private(h) or h.version not in self.ways.without)
+
+    def own_hosts(self) -> tuple[str, ...]:
+        """The IP addresses that it listens on, and those that its owner announces."""
+        return own_hosts((*self._announce, *self._listening()))
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
@@ -148,8 +161,8 @@ class Libp2pNetwork:
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again: not through a relay, nor behind a router that is not ours."""
-        muxed = [c.muxed_conn for c in self.connections(peer) if not is_relayed(c)]
-        remote = muxed[0].secured.get_remote_address() if muxed and isinstance(muxed[0], YamuxConnection) else None
+        direct = [c for c in self.connections(peer) if not is_relayed(c)]
+        remote = remote_of(direct[0]) if direct else None
         if remote is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
             return remote[0] if remote else None
         host = ipaddress.ip_address(remote[0])

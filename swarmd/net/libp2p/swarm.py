@@ -144,6 +144,11 @@ class GuardedSwarm(Swarm):
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
         return await self._first(attempts(addresses, networks(), self._own()), peer_id)
 
+    async def dial_over(self, version: int, peer_id: ID) -> INetConn:
+        """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
+        kinds = (f"/ip{version}/", f"/dns{version}/")
+        return await self.dial_addresses(tuple(a for a in self._known(peer_id) if a.startswith(kinds)), peer_id)
+
     def knows(self, peer_id: ID) -> bool:
         """Is there an address of a peer?"""
         return bool(self._known(peer_id))

@@ -6,7 +6,10 @@ Each of the three knows its own messages (circuits.py, dial_back.py, punching.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from ipaddress import ip_address
 from typing import Protocol
 
 import trio
@@ -24,8 +27,9 @@ from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
+from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.plan.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
-from swarmd.plan.reachability import Answer
+from swarmd.plan.reachability import Answer, version_of
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ class Host(Protocol):
     def addresses(self) -> tuple[str, ...]: ...
 
     def announced_ports(self) -> tuple[int, ...]: ...
+
+    def own_hosts(self) -> tuple[str, ...]: ...
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None: ...
 
@@ -69,6 +75,7 @@ class Libp2pWays:
         self._is_open = False
         self._seen_at: Place | None = None
         self.also: tuple[str, ...] = ()
+        self.without: frozenset[int] = frozenset()
         self._port_of_router: int | None = None
         host.serve(RELAY, self._circuits.asked)
         host.serve(CIRCUIT, self._circuits.called)
@@ -77,9 +84,32 @@ class Libp2pWays:
 
     # --- net.api.Ways ----------------------------------------------------------------------------------------
 
-    async def ask_dial_back(self, peer: PeerId) -> Answer:
+    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
         ports = [self._port_of_router] if self._port_of_router else []
-        return await self._dial_back.ask(peer, tuple(dict.fromkeys([*ports, *self._host.announced_ports()])))
+        async with self._connection_over(peer, version) as connection:
+            remote = remote_of(connection)
+            stream = await self._host.open(peer, DIAL_BACK, connection)
+            answer = await self._dial_back.ask(stream, tuple(dict.fromkeys([*ports, *self._host.announced_ports()])))
+        is_neighbour = remote is not None and any(ip_address(remote[0]) in network for network in networks())
+        return replace(answer, is_neighbour=is_neighbour)
+
+    @asynccontextmanager
+    async def _connection_over(self, peer: PeerId, version: int) -> AsyncIterator[INetConn]:
+        """One that there is, or that is made for this alone. Raises Unreachable."""
+        for connection in self._host.connections(peer):
+            if (remote := remote_of(connection)) is not None and version_of(remote[0]) == version:
+                yield connection
+                return
+        try:
+            made = await self._host.swarm.dial_over(version, ID.from_base58(peer))
+        except SwarmException as error:
+            raise Unreachable(str(error)) from None
+        try:
+            yield made
+        finally:
+            if not made.get_streams():
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await made.close()
 
     def reached_at_port(self, port: int) -> None:
         self._port_of_router = port
@@ -100,8 +130,11 @@ class Libp2pWays:
         if connection is not None and not connection.is_closed and not connection.get_streams():
             await connection.close()
 
-    def announce_also(self, addresses: tuple[str, ...]) -> None:
-        self.also = addresses
+    def own_hosts(self) -> tuple[str, ...]:
+        return self._host.own_hosts()
+
+    def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
+        self.also, self.without = also, without
 
     def is_open(self, is_open: bool) -> None:
         self._is_open = is_open
@@ -169,10 +202,6 @@ class Libp2pWays:
 
     # --- dialling back ---------------------------------------------------------------------------------------
 
-    async def open_dial_back(self, peer: PeerId) -> Libp2pStream:
-        await self._host.connect(peer)
-        return await self._host.open(peer, DIAL_BACK)
-
     async def answers(self, host: str, port: int, peer: PeerId) -> bool:
         return await self._host.swarm.answers(multiaddr_of(host, port), ID.from_base58(peer))
 
@@ -230,6 +259,12 @@ class Libp2pWays:
 
 def is_relayed(connection: INetConn) -> bool:
     return bool(getattr(connection.muxed_conn, "is_relayed", False))
+
+
+def remote_of(connection: INetConn) -> tuple[str, int] | None:
+    """Host and port of the other side; None through a relay."""
+    muxed = connection.muxed_conn
+    return muxed.secured.get_remote_address() if isinstance(muxed, YamuxConnection) else None
 
 
 def multiaddr_of(host: str, port: int) -> str:

@@ -1,0 +1,54 @@
+"""Which addresses a listen address stands for."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from swarmd.net import interfaces
+from swarmd.net.interfaces import expand, own_hosts
+
+EVERY = ("/ip4/0.0.0.0/tcp/1", "/ip6/::/tcp/1")
+STABLE, TEMPORARY, UNIQUE_LOCAL = "2600::2", "2600::7e57", "fd00::2"
+HOSTS = {
+    "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],
+    "eth0": [
+        (socket.AF_INET, "192.168.1.2"),
+        *((socket.AF_INET6, host) for host in (STABLE, TEMPORARY, UNIQUE_LOCAL, "fe80::1%eth0")),
+    ],
+}
+FLAGS = f"{'2600' + 24 * '0' + '0002'} 02 40 00 80 eth0\n{'2600' + 24 * '0' + '7e57'} 02 40 00 01 eth0\n"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {name: [SimpleNamespace(family=f, address=a) for f, a in hosts] for name, hosts in HOSTS.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    (tmp_path / "if_inet6").write_text(FLAGS)
+    monkeypatch.setattr(interfaces, "IF_INET6", tmp_path / "if_inet6")
+
+
+def test_every_address_is_what_stays_this_machines(machine: None) -> None:
+    assert expand(EVERY) == ("/ip4/192.168.1.2/tcp/1", f"/ip6/{STABLE}/tcp/1", f"/ip6/{UNIQUE_LOCAL}/tcp/1")
+    assert expand(("/ip4/192.168.1.2/tcp/1",)) == ("/ip4/192.168.1.2/tcp/1",)
+
+
+def test_connections_may_come_from_an_address_that_passes(machine: None) -> None:
+    assert TEMPORARY in own_hosts(EVERY)
+    assert own_hosts(("/ip4/0.0.0.0/tcp/1", "/dns4/example.org/tcp/1")) == ("192.168.1.2", "127.0.0.1")
+    assert own_hosts(("/ip6/2600::2/tcp/1",)) == (STABLE,)
+
+
+def test_a_system_that_keeps_no_such_list_announces_all(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "IF_INET6", Path("/nowhere"))
+    assert f"/ip6/{TEMPORARY}/tcp/1" in expand(EVERY)
+
+
+def test_without_a_network_there_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    assert expand(EVERY) == ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1")
+    assert expand(()) == ()
