@@ -117,6 +117,11 @@ def host_of(address: str) -> IpAddress | None:
         return None
 
 
+def origin_of(host: str) -> str:
+    """What stands for one machine where connections are counted: of IPv6 a whole network is its own (RFC 6177)."""
+    return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host else host
+
+
 def relay_of(address: str) -> tuple[str, str] | None:
     """The peer id and the multiaddr of the relay that a circuit address names; None when it names none."""
     through, found, _ = address.partition(CIRCUIT)

@@ -11,6 +11,8 @@ import pytest
 
 from swarmd.net import interfaces
 from swarmd.net.interfaces import expand, own_hosts
+from swarmd.net.libp2p import host
+from tests.net.test_libp2p_faults import network
 
 EVERY = ("/ip4/0.0.0.0/tcp/1", "/ip6/::/tcp/1")
 STABLE, TEMPORARY, UNIQUE_LOCAL = "2600::2", "2600::7e57", "fd00::2"
@@ -46,6 +48,15 @@ def test_connections_may_come_from_an_address_that_passes(machine: None) -> None
 def test_a_system_that_keeps_no_such_list_announces_all(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "IF_INET6", Path("/nowhere"))
     assert f"/ip6/{TEMPORARY}/tcp/1" in expand(EVERY)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_ipv6_is_left_out_where_there_is_none_and_something_else_to_listen_on(
+    monkeypatch: pytest.MonkeyPatch, has_ipv6: bool
+) -> None:
+    monkeypatch.setattr(host, "has_ipv6", lambda: has_ipv6)
+    assert network(listen=EVERY).listen_hosts() == (("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",))
+    assert network(listen=EVERY[1:]).listen_hosts() == ("::",), "who wants nothing else is told what is wrong"
 
 
 def test_without_a_network_there_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

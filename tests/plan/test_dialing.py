@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.dialing import HEAD_START_S, STAGGER_S, Attempt, attempts, leads_there, relay_of
+from swarmd.plan.dialing import HEAD_START_S, STAGGER_S, Attempt, attempts, leads_there, origin_of, relay_of
 
 HOME = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("192.168.1.0/24"))
 LAN, OTHER_LAN, PUBLIC, PUBLIC_6 = (
@@ -43,6 +43,11 @@ def test_an_address_of_another_home_is_tried_only_where_there_is_nothing_else() 
     assert order(OTHER_LAN, PUBLIC) == [PUBLIC]
     assert order(OTHER_LAN) == [OTHER_LAN], "a company's network, perhaps"
     assert order("/ip4/100.64.3.3/tcp/1", CIRCUIT) == [CIRCUIT], "a carrier's"
+
+
+def test_a_machine_with_a_whole_network_counts_as_one() -> None:
+    assert origin_of("2600::1:2") == origin_of("2600::ffff") != origin_of("2600:0:0:1::1")
+    assert origin_of("5.0.1.2") == "5.0.1.2"
 
 
 def test_a_machine_does_not_dial_itself() -> None:

@@ -3,7 +3,8 @@
 The middle is one namespace that forwards between public hosts, each on a link of its own, and no route leads out of
 it. Every home has the same private addresses, as homes do. A router is Linux' own masquerade, which lets in only what
 was asked for (a port-restricted NAT): ``cone`` keeps ports, so that others can meet them, ``symmetric`` takes a new one
-for each connection; a router behind a router is a carrier's NAT. ``forward`` opens a port by hand.
+for each connection; a router behind a router is a carrier's NAT. ``forward`` opens a port by hand. ``six`` gives a
+public place IPv6, those behind it addresses of its network: ``shut`` lets in what was asked for, as most routers do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 Nat = Literal["cone", "symmetric"]
+Six = Literal["none", "open", "shut"]
 MASQUERADE = {"cone": "masquerade", "symmetric": "masquerade fully-random"}
 UPNP_CHAINS = """table inet upnp {
     chain forward { type filter hook forward priority -10; jump miniupnpd; }
@@ -42,6 +44,9 @@ upnp_nat_postrouting_chain=postrouting_miniupnpd
 allow 1024-65535 {lan}.0/24 1024-65535
 """
 FILTER = "ct state established,related accept"
+GUARD_6 = f"""table ip6 guard {{
+    chain forward {{ type filter hook forward priority 0; policy drop; {FILTER}; iifname lan accept; }}
+}}"""
 
 
 def missing() -> str:
@@ -67,6 +72,7 @@ class Place:
     address: str = ""
     n_within: int = 0
     lan: str = ""
+    lan_6: str = ""
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -84,6 +90,9 @@ class Place:
         self.do(f"ip link set {link}a master lan && ip link set {link}a up")
         place.do(f"ip addr add {place.address}/24 dev {link}b && ip link set {link}b up")
         place.do(f"ip route add default via {self.lan}.1")
+        if self.lan_6:
+            place.do(f"ip addr add {self.lan_6}::{self.n_within + 1}/64 dev {link}b nodad")
+            place.do(f"ip route add default via {self.lan_6}::1")
         return place
 
     def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1") -> Place:
@@ -125,7 +134,7 @@ class Lab:
         place = Place(self, f"{self.prefix}-{name}")
         run("ip", "netns", "add", place.name)
         self.places.append(place)
-        place.do("ip link set lo up && sysctl -qw net.ipv4.ip_forward=1")
+        place.do("ip link set lo up && sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
         return place
 
     def of(self, name: str) -> Place:
@@ -138,7 +147,7 @@ class Lab:
         run("ip", "link", "add", f"{name}a", "netns", a.name, "type", "veth", "peer", f"{name}b", "netns", b.name)
         return name
 
-    def public(self, name: str) -> Place:
+    def public(self, name: str, six: Six = "none") -> Place:
         """A machine with a public address of its own."""
         self.n_public += 1
         place = self.place(name)
@@ -146,16 +155,26 @@ class Lab:
         place.address = f"{net}.2"
         self.middle.do(f"ip addr add {net}.1/30 dev {link}a && ip link set {link}a up")
         place.do(f"ip addr add {net}.2/30 dev {link}b && ip link set {link}b up && ip route add default via {net}.1")
+        if six != "none":
+            net_6 = f"2600:{self.n_public}"
+            self.middle.do(f"ip addr add {net_6}::1/64 dev {link}a nodad && ip route add {net_6}:1::/64 via {net_6}::2")
+            place.do(f"ip addr add {net_6}::2/64 dev {link}b nodad && ip route add default via {net_6}::1")
         return place
 
-    def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1") -> Place:
+    def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1", six: Six = "none") -> Place:
         """A home's router, with a public address."""
-        return self.route(self.public(name), nat, lan)
+        place = self.public(name, six)
+        place.lan_6 = "" if six == "none" else f"2600:{self.n_public}:1"
+        if six == "shut":
+            place.do(f"nft '{GUARD_6}'")
+        return self.route(place, nat, lan)
 
     def route(self, place: Place, nat: Nat, lan: str) -> Place:
         """Make a place a router of a network behind it."""
         place.lan = lan
         place.do(f"ip link add lan type bridge && ip addr add {lan}.1/24 dev lan && ip link set lan up")
+        if place.lan_6:
+            place.do(f"ip addr add {place.lan_6}::1/64 dev lan nodad")
         place.do(
             "nft add table ip nat && "
             "nft add chain ip nat out '{ type nat hook postrouting priority 100; }' && "
@@ -175,7 +194,8 @@ def laid() -> Iterator[Lab]:
     lab = Lab(f"swarmd{os.getpid()}", Path(folder.name))
     try:
         lab.middle = lab.place("middle")
-        lab.middle.do("ip route add blackhole default")  # what leads nowhere gets no answer
+        for version in (4, 6):
+            lab.middle.do(f"ip -{version} route add blackhole default")  # what leads nowhere gets no answer
         yield lab
     finally:
         for process in lab.started:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from swarmd.config import DEFAULT_LISTEN
 from tests.checkpoints import make
 from tests.real import netlab
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -25,7 +26,7 @@ from tests.real.netlab import Lab, Place
 
 pytestmark = [pytest.mark.prove, pytest.mark.slow, pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())]
 
-LISTEN = "/ip4/0.0.0.0/tcp/4117"
+LISTEN = DEFAULT_LISTEN
 N_TOKENS, KILLED_AT = 120, 30
 CLIENT = """
 import sys, time, torch, swarmd, msgspec
@@ -119,6 +120,33 @@ def test_a_chain_through_two_homes_and_a_forwarded_port(lab: Lab, swarm: LocalSw
     rows = {row["peer"]: row for row in forwarded.ask("peers")["peers"]}
     assert rows[closed.peer]["reach"] == "closed"
     assert rows[closed.peer]["way"] in ("reversed", "direct"), "who can be dialled needs no relay"
+
+
+def test_who_has_ipv6_is_reached_over_it_and_others_by_a_relay(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+    """IPv4 through routers that cannot be punched; one lets IPv6 in, one does not."""
+    relay = start(swarm, lab.public("relay", six="open"), checkpoint)
+    opened = start(
+        swarm, lab.router("opened", "symmetric", six="open").home("a"), checkpoint, "--serve", "m", "--blocks", "0:3"
+    )
+    shut = start(
+        swarm, lab.router("shut", "symmetric", six="shut").home("b"), checkpoint, "--serve", "m", "--blocks", "3:6"
+    )
+    wait_for(swarm, relay, "open")
+
+    def announced(volunteer: Volunteer) -> list[str]:
+        found = [a for a in volunteer.ask("status")["addresses"] if "/p2p-circuit/" not in a]
+        return sorted(a.split("/")[2] for a in found)
+
+    for volunteer, hosts in ((opened, ["192.168.1.2", "2600:2:1::2"]), (shut, ["192.168.1.2"])):
+        wait_for(swarm, volunteer, "closed", n_relays=1)
+        swarm.wait(lambda v=volunteer, h=hosts: announced(v) == h, "the addresses that lead there")  # type: ignore[misc]
+    swarm.wait_online()
+    with_six = generate(swarm, lab.router("six", "symmetric", six="shut").home("c"))
+    assert with_six["ways"] == ["direct", "relayed"]
+    without = generate(swarm, lab.router("four", "symmetric").home("d"))
+    assert without == {**with_six, "ways": ["relayed", "relayed"], "pause": without["pause"]}
+    rows = {row["peer"]: row["way"] for row in shut.ask("peers")["peers"]}
+    assert rows[opened.peer] == "direct"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])

@@ -41,7 +41,7 @@ from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic, UsedUpError
-from swarmd.plan.dialing import Attempt, attempts, is_circuit
+from swarmd.plan.dialing import Attempt, attempts, is_circuit, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class GuardedSwarm(Swarm):
             await raw_conn.close()
             raise SwarmException(str(UsedUpError()))
         remote, caller = remote_of(raw_conn), getattr(raw_conn, "caller", "")
-        address = remote[0] if remote else caller
+        address = origin_of(remote[0]) if remote else caller
         limit = MAX_PENDING_PER_CALLER if caller else MAX_PENDING_PER_ADDRESS
         if self._pending_by_address[address] >= limit:
             await raw_conn.close()
