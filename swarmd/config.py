@@ -100,7 +100,7 @@ class Config:
     """Everything a daemon can be told.
 
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
-    ``upnp`` asks the router to forward a port where members cannot connect.
+    ``upnp`` asks the router to forward a port where members cannot connect (by PCP and NAT-PMP, too).
     ``relay`` connects members that nobody can dial to others, where this machine can be dialled.
     ``model`` may name several, comma-separated: each gets a worker of its own. ``hosted``, the tables ``[[serve]]``,
     says more of each; what a table leaves out is as the setting of that name.

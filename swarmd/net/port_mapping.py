@@ -1,6 +1,7 @@
-"""Ask the router of this home to forward a TCP port (UPnP Internet Gateway Device), by the library miniupnpc.
+"""Ask the router of this home to forward a TCP port: by PCP or NAT-PMP, else by UPnP (Internet Gateway Device).
 
-Its calls block, so they run in a thread. A mapping is leased, so that it ends by itself when this machine is gone.
+UPnP is the library miniupnpc's; its calls block, so they run in a thread. A mapping is leased, so that it ends by
+itself when this machine is gone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import trio
 
 from swarmd.errors import Unreachable
+from swarmd.net import port_control
+from swarmd.net.port_control import Spoken
 
 LEASE_S = 3_600  # for a mapping; renewed at half of it
 DISCOVERY_MS = 300  # that routers have to answer, for each way of asking
@@ -28,24 +31,39 @@ class Mapping:
 
     host: str
     port: int
+    inside: int
+    spoken: Spoken | Literal["UPnP"]
 
 
-async def map_port(port: int) -> Mapping:
-    """Have ``port`` forwarded, by the same port of the router or one of the next. Raises Unreachable."""
-    return await _in_thread(partial(_map, port), "does not answer")
+async def map_port(port: int, nonce: bytes) -> Mapping:
+    """Have ``port`` forwarded, by the same port of the router or another. Raises Unreachable.
+
+    The nonce, 12 bytes, is what this machine shows when it asks again or takes it back.
+    """
+    try:
+        granted = await port_control.map_port(port, nonce, LEASE_S)
+        return Mapping(granted.host, granted.port, port, granted.spoken)
+    except Unreachable as error:
+        try:
+            return await _in_thread(partial(_map, port))
+        except Unreachable as other:
+            raise Unreachable(f"{other}; {error}") from None
 
 
-async def unmap_port(mapping: Mapping) -> None:
+async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
     """Take a mapping back. Raises Unreachable."""
-    await _in_thread(partial(_unmap, mapping), "does not answer")
+    if mapping.spoken == "UPnP":
+        await _in_thread(partial(_unmap, mapping))
+    else:
+        await port_control.map_port(mapping.inside, nonce, lease_s=0)
 
 
-async def _in_thread(function: Callable[[], T], otherwise: str) -> T:
+async def _in_thread(function: Callable[[], T]) -> T:
     try:
         with trio.fail_after(ROUTER_TIMEOUT_S):
             return await trio.to_thread.run_sync(function, abandon_on_cancel=True)  # type: ignore[call-arg]
     except trio.TooSlowError:
-        raise Unreachable(f"the router {otherwise} within {ROUTER_TIMEOUT_S:.0f} s") from None
+        raise Unreachable(f"the router does not answer within {ROUTER_TIMEOUT_S:.0f} s") from None
 
 
 def _map(port: int) -> Mapping:
@@ -61,7 +79,7 @@ def _map(port: int) -> Mapping:
             except Unreachable as error:
                 refusal = refusal or error
             else:
-                return Mapping(host, outside)
+                return Mapping(host, outside, port, "UPnP")
     assert refusal is not None
     raise refusal
 
@@ -88,4 +106,4 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, for a router's answers and its own
-        raise Unreachable(f"the router opens no port: {error}") from None
+        raise Unreachable(f"the router opens no port by UPnP: {error}") from None

@@ -5,6 +5,7 @@ The judgement is plan.reachability's; here members are asked, reservations are h
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from contextlib import suppress
@@ -14,6 +15,7 @@ import trio
 
 from swarmd.errors import IntegrityError, PeerError, Refused
 from swarmd.net.api import Ways
+from swarmd.net.port_control import NONCE_BYTES
 from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
 from swarmd.node.directory import Directory
@@ -50,6 +52,7 @@ class Reachability:
         self, ways: Ways, rpc: Rpc, directory: Directory, rng: random.Random, offers: bool, asks_router: bool = False
     ) -> None:
         self._asks_router = asks_router
+        self._nonce = hashlib.sha256(f"swarmd port {rpc.network.peer_id}".encode()).digest()[:NONCE_BYTES]
         self._mapping: Mapping | None = None
         self._map_at = 0.0
         self._ways = ways
@@ -86,7 +89,7 @@ class Reachability:
         finally:
             if self._mapping is not None:
                 with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S), suppress(PeerError):
-                    await unmap_port(self._mapping)
+                    await unmap_port(self._mapping, self._nonce)
 
     def snapshot(self) -> ReachStatus:
         relays = tuple(str(peer) for peer in self._relays)
@@ -186,14 +189,15 @@ class Reachability:
     async def _map(self, port: int) -> None:
         before = self._mapping
         try:
-            self._mapping = await map_port(port)
+            self._mapping = await map_port(port, self._nonce)
         except PeerError as error:
             self._mapping = None
             logger.info("%s", error)
             return
         self._map_at = trio.current_time() + LEASE_S / 2
         if self._mapping != before:
-            logger.info("the router forwards its port %d to this machine's %d", self._mapping.port, port)
+            spoken, outside = self._mapping.spoken, self._mapping.port
+            logger.info("the router forwards its port %d to this machine's %d (%s)", outside, port, spoken)
             self._ways.reached_at_port(self._mapping.port)
             self._answers, self._asked_at = {}, {}
             self._wake.set()

@@ -250,14 +250,14 @@ async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_b
 ) -> None:
     world, asked, given_back = World(asks_router=True), list[float](), list[Mapping]()
 
-    async def map_port(port: int) -> Mapping:
+    async def map_port(port: int, nonce: bytes) -> Mapping:
         asked.append(trio.current_time())
         if len(asked) == 1:
             raise Unreachable("the router opens no port: it is busy")
         world.open_ports = {port + 1}
-        return Mapping("5.0.1.2", port + 1)
+        return Mapping("5.0.1.2", port + 1, port, "PCP")
 
-    async def unmap_port(mapping: Mapping) -> None:
+    async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
         given_back.append(mapping)
 
     monkeypatch.setattr(reachability, "map_port", map_port)
@@ -274,7 +274,7 @@ async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_b
         assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
         await trio.sleep(LEASE_S)
         assert len(asked) in (3, 4), "it is renewed before it ends"
-    assert given_back == [Mapping("5.0.1.2", 4118)]
+    assert given_back == [Mapping("5.0.1.2", 4118, 4117, "PCP")]
 
 
 async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(

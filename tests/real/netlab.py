@@ -33,7 +33,8 @@ UPNP_CHAINS = """table inet upnp {
 }"""
 UPNP = """ext_ifname={outside}
 listening_ip=lan
-enable_upnp=yes
+enable_upnp={upnp}
+enable_natpmp={pcp}
 secure_mode=yes
 uuid=00000000-0000-0000-0000-000000000001
 upnp_table_name=upnp
@@ -107,13 +108,14 @@ class Place:
             f"nft insert rule ip nat forward tcp dport {port} accept"
         )
 
-    def open_ports(self) -> None:
-        """Let machines of this router's home open ports (UPnP IGD), by the daemon that many routers have."""
+    def open_ports(self, speaks: Literal["UPnP", "PCP"] = "UPnP") -> None:
+        """Let machines of this router's home open ports, by the daemon that many routers have."""
         outside = self.do("ip -o route show default").split("dev ")[1].split()[0]
         self.do(f"nft '{UPNP_CHAINS}' && nft insert rule ip nat forward ct status dnat accept")
         self.do("ip route add 239.0.0.0/8 dev lan")
         settings = self.lab.folder / f"{self.name}.conf"
-        settings.write_text(UPNP.format(outside=outside, lan=self.lan))
+        asked = {"upnp": "yes", "pcp": "no"} if speaks == "UPnP" else {"upnp": "no", "pcp": "yes"}
+        settings.write_text(UPNP.format(outside=outside, lan=self.lan, **asked))
         command = [*self.inside, "miniupnpd", "-d", "-f", str(settings)]
         self.lab.started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 

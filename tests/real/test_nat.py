@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -193,11 +193,14 @@ def test_without_a_relay_the_message_is_true_and_comes_soon(lab: Lab, swarm: Loc
 
 
 @pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed")
-def test_a_router_that_can_be_asked_opens_a_port_for_each(lab: Lab, swarm: LocalSwarm, checkpoint: Path) -> None:
+@pytest.mark.parametrize("speaks", ["UPnP", "PCP"])
+def test_a_router_that_can_be_asked_opens_a_port_for_each(
+    lab: Lab, swarm: LocalSwarm, checkpoint: Path, speaks: Literal["UPnP", "PCP"]
+) -> None:
     """Two machines of one home want the same port; the one that ends gives its port back."""
     start(swarm, lab.public("relay"), checkpoint)
     router = lab.router("asked")
-    router.open_ports()
+    router.open_ports(speaks)
     first = start(swarm, router.home("first"), checkpoint, "--serve", "m", "--blocks", "0:3")
     second = start(swarm, router.home("second"), checkpoint, "--serve", "m", "--blocks", "3:6")
 

@@ -1,0 +1,161 @@
+"""Ask the router of this home to forward a TCP port over IPv4: PCP (RFC 6887), or its older form NAT-PMP (RFC 6886).
+
+Both are one exchange of datagrams with the router itself. No library that is kept speaks them; the messages are a few
+fields each. Which machine the router is, only Linux says in a file.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import trio
+
+from swarmd.errors import RemoteProtocolError, Unreachable
+
+CONTROL_PORT = 5351  # of routers, for both
+ROUTES = Path("/proc/net/route")  # Linux' IPv4 routes: numbers in hexadecimal, the machine's byte order
+WAITS_S = (0.25, 0.5, 1.0)  # for an answer, before it is asked again: NAT-PMP's, which begins sooner than PCP's
+MAX_BYTES = 1100  # of a message (RFC 6887, 7)
+NONCE_BYTES = 12  # RFC 6887, 11.1
+
+PCP, NAT_PMP = 2, 0  # versions, as the messages name them
+MAP, MAP_TCP, ANSWER = 1, 2, 0x80  # opcodes; an answer's has the highest bit set
+TCP = 6  # as IP names it
+RESULTS = {
+    1: "it knows another version",
+    2: "it may not",
+    3: "it does not understand",
+    4: "it cannot do that",
+    8: "it has no ports left",
+    10: "too many ports",
+    11: "it has no such address",
+    12: "another router is in between",
+}
+PCP_MAP = struct.Struct("!BBxxI16s12sB3xHH16s")  # RFC 6887, 7.1 and 11.1
+PCP_MAPPED = struct.Struct("!BBxBII12x12sB3xHH16s")
+NAT_PMP_ADDRESS = bytes((NAT_PMP, 0))
+NAT_PMP_IS_AT = struct.Struct("!BBHI4s")  # RFC 6886, 3.2
+NAT_PMP_MAP = struct.Struct("!BBxxHHI")  # 3.3
+NAT_PMP_MAPPED = struct.Struct("!BBHIHHI")
+T = TypeVar("T")
+
+Spoken = Literal["PCP", "NAT-PMP"]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A port of the router, and its address, that lead to a port of this machine."""
+
+    host: str
+    port: int
+    spoken: Spoken
+
+
+class WrongVersionError(Exception):
+    """The router knows NAT-PMP only."""
+
+
+async def map_port(port: int, nonce: bytes, lease_s: int) -> Granted:
+    """Have the router's ``port``, or another, forwarded to this machine's. ``lease_s`` 0 takes it back.
+
+    The nonce (12 bytes) names who may change the mapping, after a restart too. Raises Unreachable.
+    """
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            await asking.connect((str(gateway()), CONTROL_PORT))
+            own = IPv4Address(asking.getsockname()[0])
+            wanted = pcp_map(nonce, own, port, lease_s)
+            try:
+                return await _ask(asking, wanted, lambda data: pcp_mapped(data, nonce, port))
+            except WrongVersionError:
+                host = await _ask(asking, NAT_PMP_ADDRESS, nat_pmp_is_at)
+                outside = await _ask(asking, nat_pmp_map(port, lease_s), lambda data: nat_pmp_mapped(data, port))
+                return Granted(str(host), outside, "NAT-PMP")
+        except OSError as error:
+            raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
+
+
+async def _ask(asking: trio.socket.SocketType, message: bytes, read: Callable[[bytes], T]) -> T:
+    """The first answer that is one to this message; others are no answer. Raises Unreachable, OSError."""
+    for wait_s in WAITS_S:
+        await asking.send(message)
+        with trio.move_on_after(wait_s):
+            while True:
+                try:
+                    return read(await asking.recv(MAX_BYTES))
+                except RemoteProtocolError:
+                    continue
+    raise Unreachable("the router speaks neither PCP nor NAT-PMP (it does not answer)")
+
+
+def gateway() -> IPv4Address:
+    """The router that leads elsewhere. Raises Unreachable."""
+    try:
+        rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        raise Unreachable("this system does not say which router it has") from None
+    found = [(int(row[6]), row[2]) for row in rows if row[1] == row[7] == "00000000" and row[2] != "00000000"]
+    if not found:
+        raise Unreachable("this machine has no router")
+    return IPv4Address(struct.pack("=I", int(min(found)[1], 16)))
+
+
+# --- messages --------------------------------------------------------------------------------------------------
+
+
+def pcp_map(nonce: bytes, own: IPv4Address, port: int, lease_s: int) -> bytes:
+    any_host = IPv6Address("::ffff:0.0.0.0").packed
+    return PCP_MAP.pack(PCP, MAP, lease_s, IPv6Address(f"::ffff:{own}").packed, nonce, TCP, port, port, any_host)
+
+
+def pcp_mapped(data: bytes, nonce: bytes, port: int) -> Granted:
+    """Raises RemoteProtocolError for what is no answer, Unreachable for a refusal, WrongVersionError."""
+    if data[:1] == bytes((NAT_PMP,)):
+        raise WrongVersionError
+    version, opcode, result, _, _, named, protocol, inside, outside, host = _unpack(PCP_MAPPED, data)
+    if (version, opcode, named, protocol, inside) != (PCP, ANSWER | MAP, nonce, TCP, port):
+        raise RemoteProtocolError("another's answer")
+    _check(result)
+    address = IPv6Address(host).ipv4_mapped
+    if address is None:
+        raise RemoteProtocolError("an answer without an IPv4 address")
+    return Granted(str(address), outside, "PCP")
+
+
+def nat_pmp_map(port: int, lease_s: int) -> bytes:
+    return NAT_PMP_MAP.pack(NAT_PMP, MAP_TCP, port, port if lease_s else 0, lease_s)
+
+
+def nat_pmp_mapped(data: bytes, port: int) -> int:
+    """The router's port. Raises RemoteProtocolError or Unreachable."""
+    version, opcode, result, _, inside, outside, _ = _unpack(NAT_PMP_MAPPED, data)
+    if (version, opcode, inside) != (NAT_PMP, ANSWER | MAP_TCP, port):
+        raise RemoteProtocolError("another's answer")
+    _check(result)
+    return int(outside)
+
+
+def nat_pmp_is_at(data: bytes) -> IPv4Address:
+    """The router's own address. Raises RemoteProtocolError or Unreachable."""
+    version, opcode, result, _, host = _unpack(NAT_PMP_IS_AT, data)
+    if (version, opcode) != (NAT_PMP, ANSWER):
+        raise RemoteProtocolError("another's answer")
+    _check(result)
+    return IPv4Address(host)
+
+
+def _unpack(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
+    if len(data) < form.size:
+        raise RemoteProtocolError(f"an answer of {len(data)} bytes, expected {form.size}")
+    return form.unpack_from(data)
+
+
+def _check(result: int) -> None:
+    if result:
+        raise Unreachable(f"the router opens no port: {RESULTS.get(result, f'error {result}')}")
