@@ -1,9 +1,10 @@
-"""What a member costs that nobody asks for anything: wake-ups a second, and the share of a core.
+"""What a member costs that nobody asks for anything: wake-ups a second, the share of a core, and bytes.
 
-    python -m benchmarks.idle [--members 2] [--seconds 120] [--settle 60]
+    python -m benchmarks.idle [--members 2] [--seconds 120] [--settle 60] [--apart]
 
-Real daemons on loopback, each serving half of a model; wake-ups are voluntary context switches of all threads, of a
-daemon and of its worker, by /proc. Linux only.
+Real daemons, each serving half of a model, on loopback or each on a network of its own (``--apart``: needs root, for
+network namespaces; then bytes count, both ways, with TCP's and IP's headers, as they do towards ``month_gib``).
+Wake-ups are voluntary context switches of all threads, of a daemon and of its worker, by /proc. Linux only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
-from tests.real.harness import Volunteer, local_swarm
+from swarmd.config import DEFAULT_LISTEN
+from tests.real import netlab
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+DAY_S = 86_400
 
 
 def wake_ups(process: psutil.Process) -> int:
@@ -34,22 +40,46 @@ def cost(volunteer: Volunteer) -> list[tuple[str, int, float]]:
     return [(name, wake_ups(process), sum(process.cpu_times()[:2])) for name, process in named]
 
 
+def moved_bytes(volunteer: Volunteer) -> int:
+    return int(volunteer.ask("status")["policy"]["month_bytes"])
+
+
+def start(swarm: LocalSwarm, members: int, lab: netlab.Lab | None) -> list[Volunteer]:
+    spans = [(0, 3) if n % 2 == 0 else (3, 6) for n in range(members)]
+    if lab is None:
+        return swarm.serving(*spans)
+    found = []
+    for n, (first, end) in enumerate(spans):
+        wanted = "--serve", "demo", "--blocks", f"{first}:{end}"
+        found.append(swarm.add(*wanted, listen=DEFAULT_LISTEN, inside=lab.public(f"m{n}").inside))
+    swarm.wait_online()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--settle", type=float, default=60.0)
+    parser.add_argument("--apart", action="store_true")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        volunteers = swarm.serving(*((0, 3) if n % 2 == 0 else (3, 6) for n in range(asked.members)))
+    if asked.apart and (why := netlab.missing()):
+        raise SystemExit(why)
+    with ExitStack() as stack:
+        lab = stack.enter_context(netlab.laid()) if asked.apart else None
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        volunteers = start(stack.enter_context(local_swarm(Path(folder))), asked.members, lab)
         time.sleep(asked.settle)
-        before = [cost(volunteer) for volunteer in volunteers]
+        before, bytes_before = [cost(v) for v in volunteers], [moved_bytes(v) for v in volunteers]
         time.sleep(asked.seconds)
         for number, (volunteer, then) in enumerate(zip(volunteers, before, strict=True)):
             for (name, woken, used_s), (_, woken_before, used_before_s) in zip(cost(volunteer), then, strict=True):
                 a_second = (woken - woken_before) / asked.seconds
                 share = 100 * (used_s - used_before_s) / asked.seconds
                 print(f"member {number} {name}: {a_second:.2f} wake-ups/s, {share:.2f} % of a core")
+        for number, (volunteer, then) in enumerate(zip(volunteers, bytes_before, strict=True) if lab else ()):
+            rate = (moved_bytes(volunteer) - then) / asked.seconds
+            print(f"member {number}: {rate:.0f} bytes/s, {rate * DAY_S / 2**20:.1f} MiB a day")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 EXCHANGE_INTERVAL_S = 2.0  # news crosses a swarm in a few of these
 QUIET_EXCHANGE_S = 8.0  # where pushes reach all and exchanges bring nothing: a seventh of a record's life
 ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
-RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT: for peers that know nobody, so seldom is enough
+RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT, until it has worked and others are known
+SETTLED_RENDEZVOUS_S = 600.0  # from then on: it is for peers that know nobody, and keeps addresses for half an hour
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
 PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
 ANSWER_S = 5.0  # for a peer that is there to say so
@@ -90,6 +91,7 @@ class Directory:
         self._likely_next: Callable[[], set[PeerId]] = set
         self._announce_now = trio.Event()
         self._sequence = 0
+        self._told_of_catalog: tuple[int, int] | None = None
         self._exchanged_at: float | None = None
         self._reason = "starting"
         self._is_indexed: bool | None = None
@@ -178,7 +180,10 @@ class Directory:
         raws = [records.sign(record, self._identity) for record in self._own_records()]
         connected = sorted(self._rpc.peers() - {self._network.peer_id}) if self._is_exchange_on else []
         told = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
-        await self.exchange.push(self._rpc, raws, told, catalog=True)
+        newest = self.exchange.book.catalog.rank
+        await self.exchange.push(self._rpc, raws, told, catalog=newest != self._told_of_catalog)
+        if told:
+            self._told_of_catalog = newest
 
     def _own_records(self) -> list[AnyRecord]:
         now = int(self._wall_clock())
@@ -203,6 +208,8 @@ class Directory:
         while True:
             await trio.sleep(delay_s)
             delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
+            if self._is_indexed:
+                delay_s = SETTLED_RENDEZVOUS_S * self._rng.uniform(0.75, 1.25)
             try:
                 await self._enter_index()
                 await self._find_others()
@@ -250,6 +257,7 @@ class Directory:
             await trio.sleep(1.5 if not self.links.round_trip_s else PROBE_INTERVAL_S)
             others = sorted(self._others())
             likely = sorted(self._likely_next().intersection(others))
+            before = set(self.links.round_trip_s), self.links.up_bytes_per_s
             chosen = {*self._rng.sample(likely, min(8, len(likely))), *self._rng.sample(others, min(8, len(others)))}
             for peer in sorted(chosen):
                 try:
@@ -258,8 +266,8 @@ class Directory:
                     self.links.round_trip_s.pop(peer, None)
             if others and self.links.up_bytes_per_s is None:
                 await self._probe_bandwidth(self._rng.choice(others))
-            if others:
-                self.announce_soon()
+            if before != (set(self.links.round_trip_s), self.links.up_bytes_per_s):
+                self.announce_soon()  # else the next announcement says how they have changed
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
         """Measure one round trip in seconds. Raises PeerError."""
