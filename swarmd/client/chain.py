@@ -194,9 +194,9 @@ class Chain:
     def lose(self, link: Link, reason: str) -> None:
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
-        self.swarm.rpc.standing.leave_out(link.hop.peer, reason)
-        self.swarm.rpc.doubt(link.hop.peer)
         self.worry(f"{link.hop}: {reason}")
+        is_relayed = self.swarm.rpc.doubt(link.hop.peer)
+        self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
 
     def drop(self, link: Link, error: PeerError) -> None:
         """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""

@@ -236,10 +236,15 @@ class Rpc:
             times.append(trio.current_time() - begun)
         return min(times)
 
-    def doubt(self, peer: PeerId) -> None:
-        """A peer gives no sign of life: where a relay is between, that may be to blame, and another way is tried."""
-        if self.network.way_to(peer) == "relayed" and self._nursery is not None:
+    def doubt(self, peer: PeerId) -> bool:
+        """A peer gives no sign of life: is a relay between, which may be to blame? Then the next call tries another."""
+        is_relayed = self.network.way_to(peer) == "relayed"
+        if is_relayed and self._nursery is not None:
+            for purpose in PURPOSES:
+                for channel in list(self._channels.get((peer, purpose), ())):
+                    self._forget(channel)
             self._nursery.start_soon(self.network.disconnect, peer)
+        return is_relayed
 
     def _require_standing(self, peer: PeerId) -> None:
         """Have nothing to do with who is banned. Raises Refused."""

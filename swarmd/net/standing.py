@@ -50,12 +50,17 @@ class Standing:
             self._news.set()
 
     def leave_out(
-        self, peer: PeerId, why: str, for_s: float = LEFT_OUT_S, longest_s: float = LONGEST_LEFT_OUT_S
+        self,
+        peer: PeerId,
+        why: str,
+        for_s: float = LEFT_OUT_S,
+        longest_s: float = LONGEST_LEFT_OUT_S,
+        is_way_to_blame: bool = False,
     ) -> None:
         """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
         seen, now = self._of(peer), self._clock()
         note(seen, Fault.SILENT, why, now)
-        until = leave_out(seen, now, for_s, longest_s)
+        until = leave_out(seen, now, for_s, longest_s, is_way_to_blame)
         logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
 
     def did_well(self, peer: PeerId) -> None:

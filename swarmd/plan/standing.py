@@ -54,15 +54,15 @@ RULES: Mapping[Fault, Rule] = {
 class Seen:
     """What was seen of one peer: faults by kind as (count, weight as of ``at``), and what follows from them.
 
-    ``out_since`` and ``out_until`` say when it is left out though nothing is held against it; ``strikes`` counts how
-    often that was, since it last did something right.
+    It is left out until ``out_until``, or as a last resort until ``last_resort_at``, though nothing is held against it;
+    ``strikes`` counts how often that was, since it last did something right.
     """
 
     faults: dict[Fault, tuple[int, float]] = field(default_factory=dict)
     at: float = 0.0
     why: str = ""
     strikes: int = 0
-    out_since: float = 0.0
+    last_resort_at: float = 0.0
     out_until: float = 0.0
     banned_until: float = 0.0
     n_bans: int = 0
@@ -100,12 +100,16 @@ def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> De
     return Decision(True, f"banned for {ban_s:.0f} s, for the {seen.n_bans}. time: {seen.why}")
 
 
-def leave_out(seen: Seen, now: float, for_s: float, longest_s: float) -> float:
-    """Do without a peer for a while, twice as long each time until it does something right; returns until when."""
+def leave_out(seen: Seen, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False) -> float:
+    """Do without a peer for a while, twice as long each time until it does something right; returns until when.
+
+    ``is_way_to_blame``: a relay may be what is silent, so it is a last resort at once, unless it was left out before.
+    """
     grown_s = min(longest_s, for_s * 2**seen.strikes)
+    seen.last_resort_at = now if is_way_to_blame and not seen.strikes else now + SECOND_CHANCE_S
     if longest_s > for_s:  # else it is only asked again and again whether it is there
         seen.strikes = min(seen.strikes + 1, 32)
-    seen.out_since, seen.out_until = now, now + grown_s
+    seen.out_until = now + grown_s
     return seen.out_until
 
 
@@ -123,5 +127,5 @@ def is_allowed(seen: Seen, now: float, is_last_resort: bool = False) -> bool:
     if is_banned(seen, now):
         return False
     if is_last_resort:
-        return now >= min(seen.out_until, seen.out_since + SECOND_CHANCE_S)
+        return now >= min(seen.out_until, seen.last_resort_at)
     return now >= seen.out_until and not is_shunned(seen, now)

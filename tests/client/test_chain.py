@@ -67,7 +67,8 @@ class PlayedSwarm:
 
     def existing(self, peer: PeerId) -> None: ...
 
-    def doubt(self, peer: PeerId) -> None: ...
+    def doubt(self, peer: PeerId) -> bool:
+        return False
 
     async def channel(self, peer: PeerId) -> PlayedSwarm:
         if peer in self.dead:

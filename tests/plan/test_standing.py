@@ -96,6 +96,15 @@ def test_who_alone_holds_something_is_asked_again_soon_and_who_fails_again_waits
     assert not is_allowed(banned, 0.0, is_last_resort=True)
 
 
+def test_who_is_silent_behind_a_relay_is_a_last_resort_at_once_but_not_again_and_again() -> None:
+    seen = Seen()
+    leave_out(seen, 0.0, 20.0, 600.0, is_way_to_blame=True)
+    assert not is_allowed(seen, 0.0)
+    assert is_allowed(seen, 0.0, is_last_resort=True)
+    leave_out(seen, 0.1, 20.0, 600.0, is_way_to_blame=True)
+    assert not is_allowed(seen, 0.1, is_last_resort=True)
+
+
 @given(st.lists(st.tuples(st.sampled_from(Fault), st.floats(0, 1e5)), max_size=40))
 def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tuple[Fault, float]]) -> None:
     seen, now = Seen(), 0.0

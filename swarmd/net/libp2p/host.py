@@ -217,7 +217,8 @@ class Libp2pNetwork:
 
     async def disconnect(self, peer: PeerId) -> None:
         with trio.move_on_after(2):
-            await self.swarm.close_peer(ID.from_base58(peer))
+            for connection in self.connections(peer):  # the library's close_peer forgets one that is made meanwhile
+                await connection.close()
 
     async def connect(self, peer: PeerId) -> None:
         """Be connected with a peer, by the best way that there is. Raises PeerError.
