@@ -81,7 +81,7 @@ class PolicyConfig:
     was used, 0 does not look; ``not_while`` names programs, comma-separated; ``hottest_c`` is of CPU and NVIDIA cards,
     in °C, 0 does not look. ``up_mbit`` and ``down_mbit`` bound all that leaves or enters the home network, in Mbit/s,
     ``month_gib`` both together in a month; 0 is no limit. ``compute_share`` of the time its processor or card computes
-    for others.
+    for others; ``leave_free_gib`` of the memory of what computes (the card's, or the machine's) stays its owner's.
     """
 
     hours: str = ""
@@ -93,6 +93,7 @@ class PolicyConfig:
     down_mbit: float = 0.0
     month_gib: float = 0.0
     compute_share: float = 1.0
+    leave_free_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +281,7 @@ def _settings(
 
 
 def _check_policy(policy: PolicyConfig) -> None:
-    for name in ("idle_minutes", "hottest_c", "up_mbit", "down_mbit", "month_gib"):
+    for name in ("idle_minutes", "hottest_c", "up_mbit", "down_mbit", "month_gib", "leave_free_gib"):
         if not 0 <= getattr(policy, name) < float("inf"):
             raise ConfigError(f"policy.{name} cannot be negative or infinite, got {getattr(policy, name)}")
     if not LEAST_SHARE <= policy.compute_share <= 1:

@@ -104,6 +104,7 @@ HELP = {
     "up_mbit": "what leaves the home network, in Mbit/s; 0 is no limit",
     "down_mbit": "what enters it, in Mbit/s; 0 is no limit",
     "compute_share": "of the time processor or card computes for others, as 0.5; 1 is all of it",
+    "leave_free_gib": "of the card's memory, or the machine's, for its owner, from the next load on; 0 leaves nothing",
     "month_gib": "both together in a calendar month, in GiB; 0 is no limit",
 }
 

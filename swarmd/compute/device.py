@@ -30,8 +30,14 @@ def device_description(device: str) -> tuple[str, int | None]:
     return device, None
 
 
+class Kept:
+    """Memory that this process leaves to the machine's owner, in bytes; of all that it computes on."""
+
+    n_bytes = 0
+
+
 def free_memory_bytes(device: str) -> int:
-    """What may still be allocated on a device."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    """What this process may still allocate on a device."""
+    is_card = device.startswith("cuda")
+    free = int(torch.cuda.mem_get_info(device)[0]) if is_card else int(psutil.virtual_memory().available)
+    return max(0, free - Kept.n_bytes)

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from swarmd.compute.device import device_description, pick_device
+from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
 from swarmd.compute.span import LoadedSpan, last
 from swarmd.compute.training import Training
@@ -237,6 +237,7 @@ class Worker:
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:
             torch.set_num_threads(request.threads)
+        Kept.n_bytes = request.leave_free_bytes
         try:
             device = pick_device(request.device)
             folder, blocks = Path(request.path), Span(request.start, request.end)

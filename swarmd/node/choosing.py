@@ -72,6 +72,7 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
     own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
     free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
+    free_bytes = max(0, free_bytes - around.presence.kept_bytes)
     n_fit = blocks_that_fit(free_bytes, blocks)
     n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
     spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]

@@ -238,8 +238,7 @@ class Hosting:
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         around, wanted = self._around, self.wanted
-        limit_bytes = around.config.tuning_mib << 20
-        served = Served(model, placement.action, wanted.dtype, limit_bytes, around.understands)
+        served = Served(model, placement.action, wanted.dtype, around.config.tuning_mib << 20, around.understands)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
         ledger, supply = CacheLedger(wanted.cache_tokens), around.store.supply
         world = (around.rpc, around.exchange)
@@ -279,6 +278,7 @@ class Hosting:
             history_bytes=config.history_mib << 20,
             tuning_bytes=served.limit_bytes,
             tuning_share=config.tuning_share,
+            leave_free_bytes=self._around.presence.kept_bytes,
             spill_folder=self._around.spill_folder,
         )
 
@@ -344,9 +344,9 @@ class Hosting:
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
-        free = loaded.device_memory_bytes or psutil.virtual_memory().available
+        free = (loaded.device_memory_bytes or psutil.virtual_memory().available) - self._around.presence.kept_bytes
         per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.wanted.dtype] * loaded.hidden  # history too
-        return min(self.wanted.cache_tokens, free // 2 // max(1, per_token))
+        return min(self.wanted.cache_tokens, max(0, free) // 2 // max(1, per_token))
 
     def _on_server_change(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""

@@ -70,6 +70,7 @@ class Presence:
         self._changed = trio.Event()
         self.rules = rules_of(config)
         self.share = Share(config.compute_share)
+        self.kept_bytes = int(config.leave_free_gib * GIB)
         self.verdict = Verdict("has not looked yet")
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -114,6 +115,7 @@ class Presence:
         self.rules = rules
         self._traffic.limits = limits_of(config)
         self.share.set(config.compute_share)
+        self.kept_bytes = int(config.leave_free_gib * GIB)
         self.look(sensors)
         self._changed.set()  # other rules may ask for another look sooner
 

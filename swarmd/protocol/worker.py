@@ -33,6 +33,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     history_bytes: Count = 0
     tuning_bytes: Count = 0
     tuning_share: float = 0.0
+    leave_free_bytes: Count = 0
     spill_folder: FilePath = ""
 
 

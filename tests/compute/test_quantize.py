@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmd.compute import skeleton
+from swarmd.compute.device import Kept, free_memory_bytes
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
@@ -44,6 +45,13 @@ def test_quantised_blocks_are_small_and_their_error_is_measured(
     pieces = [Piece(h, positions, span.new_cache(), 0) for h in hidden]
     for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
         assert relative_error(got, expected) < error
+
+
+def test_what_its_owner_keeps_is_not_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kept, "n_bytes", 2**50)
+    assert free_memory_bytes("cpu") == 0
+    with pytest.raises(ConfigError, match=r"are free on cpu \(1048576\.00 GiB are left to its owner\): serve fewer"):
+        LoadedSpan(folder, Span(0, 2), torch.float32)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

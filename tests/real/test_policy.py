@@ -131,7 +131,7 @@ def asked_all_the_time(swarm: LocalSwarm) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
+def test_a_share_of_the_time_is_kept_and_may_change_and_memory_is_left(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with local_swarm(tmp_path) as swarm:
         (volunteer,) = swarm.serving((0, 6))
@@ -144,6 +144,12 @@ def test_a_share_of_the_time_is_kept_and_may_change(tmp_path: Path) -> None:
                 alone = works_for(volunteer, 5)
                 assert alone < min(before, 1.25 * float(share)), "less than before, and no more than the share"
                 swarm.wait(lambda n=n: answers[0] > n, "more answers")  # type: ignore[misc]
+        for kept_gib, said in (("100000", "(100000.00 GiB are left to its owner)"), ("0", "serving on cpu")):
+            set_rule(volunteer, "leave_free_gib", kept_gib)
+            volunteer.ask("drain", "POST")
+            swarm.wait(lambda: volunteer.ask("status")["serving"] is None, "the end of serving")
+            volunteer.ask("resume", "POST")
+            swarm.wait(lambda said=said: said in volunteer.ask("status")["hosting"][0]["why"], said)  # type: ignore[misc]
 
 
 @pytest.mark.prove  # its client waits for as long as a repair waits for somebody to come
