@@ -18,7 +18,7 @@ from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, Remo
 from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.standing import Fault
-from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView
+from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView, short_name
 from swarmd.protocol import records
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.frames import Frame
@@ -26,6 +26,7 @@ from swarmd.protocol.identity import Membership, read_links_untrusted, verify_ce
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord
+from swarmd.protocol.understanding import SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -144,11 +145,14 @@ class Exchange:
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
         """Send a peer my digest, take what I lack, send what it lacks; was there any? Raises PeerError."""
-        digest = msgspec.msgpack.encode(self.book.digest())
+        known = self.view().peers.get(peer)
+        is_short = known is not None and known.minor >= SHORT_DIGESTS
+        naming = short_name if is_short else str
+        digest = msgspec.msgpack.encode(self.book.digest(naming))
         root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0)
 
         def request(call_id: int) -> ExchangeDigest:
-            return ExchangeDigest(id=call_id, catalog_version=version, catalog_root=root)
+            return ExchangeDigest(id=call_id, catalog_version=version, catalog_root=root, is_short=is_short)
 
         reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
         if not isinstance(reply, ExchangeReply):
@@ -158,7 +162,7 @@ class Exchange:
         except RemoteProtocolError as error:
             rpc.standing.fault(peer, Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED, str(error))
             raise
-        wanted = self.book.pick(set(body.want))
+        wanted = self.book.pick(set(body.want), naming) if body.want else []
         if wanted:
             channel = await rpc.channel(peer, "bulk")
             await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
@@ -179,7 +183,8 @@ class Exchange:
         """Answer somebody's digest with what it lacks and what this side wants."""
         if len(frame.payload) > MAX_DIGEST_BYTES:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
-        send, want = self.book.compare(decode(frame.payload, Digest, "a digest"))
+        naming = short_name if message.is_short else str
+        send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
         theirs = (message.catalog_root, message.catalog_version)
         catalog = self.book.catalog_raw if theirs == (0, 0) or self.book.catalog.rank > theirs else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -84,6 +87,16 @@ def _count_down(counter: Counter[T], key: T) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
+
+
+Naming = Callable[[str], str]
+"""What stands for a record's key in a digest."""
+
+
+@lru_cache(maxsize=2 * MAX_RECORDS)
+def short_name(key: str) -> str:
+    """11 letters for a key of about 90: who wants two keys to have the same name tries 2^64."""
+    return base64.urlsafe_b64encode(hashlib.blake2b(key.encode(), digest_size=8).digest()).rstrip(b"=").decode()
 
 
 @dataclass(slots=True)
@@ -172,34 +185,31 @@ class RecordBook:
                 if peer not in self._n_of_peer:
                     _count_down(self._peers_of_voucher, voucher)
 
-    def digest(self) -> dict[str, int]:
-        return {key: v.record.sequence for key, v in self.entries.items()}
+    def digest(self, naming: Naming = str) -> dict[str, int]:
+        """Sequence numbers by key, or by what stands for it."""
+        return {naming(key): v.record.sequence for key, v in self.entries.items()}
 
-    def compare(self, other: Mapping[str, int]) -> tuple[list[bytes], list[str]]:
-        """Return (records that the other lacks, keys of records that it has and this book lacks)."""
+    def compare(self, other: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
+        """Return (records that the other lacks, names of records that it has and this book lacks)."""
         send: list[bytes] = []
-        size = 0
+        size, own = 0, self.digest(naming)
         for key, entry in self.entries.items():
-            if other.get(key, -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
+            if other.get(naming(key), -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
                 send.append(entry.raw)
                 size += len(entry.raw)
-        want = [key for key, sequence in other.items() if sequence > self.sequence(key)]
+        want = [name for name, sequence in other.items() if sequence > own.get(name, -1)]
         return send[:MAX_SENT], want[:MAX_SENT]
 
-    def pick(self, keys: set[str]) -> list[bytes]:
-        """The records under ``keys`` that are known, as many as fit one frame."""
+    def pick(self, names: set[str], naming: Naming = str) -> list[bytes]:
+        """The records under ``names`` that are known, as many as fit one frame."""
         picked: list[bytes] = []
         size = 0
-        for key in sorted(keys):
-            entry = self.entries.get(key)
-            if entry is not None and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
+        for key in sorted(key for key in self.entries if naming(key) in names):
+            entry = self.entries[key]
+            if size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
                 picked.append(entry.raw)
                 size += len(entry.raw)
         return picked
-
-    def sequence(self, key: str) -> int:
-        entry = self.entries.get(key)
-        return -1 if entry is None else entry.record.sequence
 
     def view(self, networks: Callable[[], Iterable[IpNetwork]] = tuple) -> SwarmView:
         """The picture for a machine on these networks."""

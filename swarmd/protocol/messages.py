@@ -67,15 +67,16 @@ class Pong(Message, tag="pong", frozen=True):
 
 
 class ExchangeDigest(Message, tag="digest", frozen=True):
-    """What I know: the payload is a msgpack map of record key to sequence number."""
+    """What I know: a msgpack map of record keys (``is_short``: of plan.view's short names) to sequence numbers."""
 
     id: Count = 0
     catalog_version: Count = 0
     catalog_root: Count = 0
+    is_short: bool = False
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):
-    """What you lack, and in ``want`` what I lack: the payload is an ``ExchangeBody``."""
+    """What you lack, and in ``want`` what I lack, named as the digest does: the payload is an ``ExchangeBody``."""
 
     re: Count = 0
 

@@ -12,7 +12,9 @@ from swarmd.protocol.messages import KNOWN_NEEDS
 from swarmd.protocol.records import PeerRecord
 from swarmd.protocol.tensors import CODECS
 
-MINOR = 1  # grows with each message, codec or need that is added
+MINOR = 2  # grows with each message, codec or need that is added
+
+SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from swarmd.plan.placement import (
     moves_left,
 )
 from swarmd.plan.routing import best_rejected, best_route, least_loaded, pass_s
-from swarmd.plan.view import RecordBook
+from swarmd.plan.view import RecordBook, short_name
 from swarmd.protocol.identity import Identity, Membership
 from swarmd.protocol.records import Catalog, SpanRecord, Verified
 from swarmd.values import PeerId, Span, ranges
@@ -359,15 +360,18 @@ def test_the_newer_record_wins_and_expired_ones_go() -> None:
     assert book.expire(61) == ["a/span/m"]
 
 
-def test_an_exchange_makes_two_books_equal() -> None:
+@pytest.mark.parametrize("naming", [str, short_name])
+def test_an_exchange_makes_two_books_equal(naming: Callable[[str], str]) -> None:
     ours, theirs = RecordBook(), RecordBook()
     for peer in "abc":
         ours.add(verified(span(peer, 0, 2)))
     for peer in "cde":
         theirs.add(verified(span(peer, 0, 2, sequence=2)))
-    send, want = theirs.compare(ours.digest())
+    send, want = theirs.compare(ours.digest(naming), naming)
     assert set(send) == {b"c", b"d", b"e"}
-    assert set(want) == {"a/span/m", "b/span/m"}
+    assert set(want) == {naming("a/span/m"), naming("b/span/m")}
+    assert ours.pick(set(want), naming) == [b"a", b"b"]
+    assert len(short_name("12D3KooW" + 80 * "x")) == 11
 
 
 def test_an_older_catalog_never_replaces_a_newer_one_and_revocation_empties_the_book() -> None:
