@@ -191,11 +191,12 @@ class Chain:
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
-    def lose(self, link: Link, reason: str) -> None:
+    def lose(self, link: Link, reason: str, is_silent: bool = True) -> None:
+        """Do without a hop. Who speaks, and is wrong, does so over a way that works."""
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
         self.worry(f"{link.hop}: {reason}")
-        is_relayed = self.swarm.rpc.doubt(link.hop.peer)
+        is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
         self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
 
     def drop(self, link: Link, error: PeerError) -> None:

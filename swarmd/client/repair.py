@@ -99,7 +99,8 @@ class Repairs:
     def _lose_who_keeps_all(self) -> None:
         """Lose the last hop that says it has everything: the next one has not, or it is the one that should answer."""
         got_all = [link for link in self._chain.links if link.received == self._position.seq]
-        self._chain.lose(got_all[-1] if got_all else self._chain.links[0], "it goes on and on, and gives nothing")
+        link = got_all[-1] if got_all else self._chain.links[0]
+        self._chain.lose(link, "it goes on and on, and gives nothing", is_silent=False)
 
     def _replace_lost(self) -> None:
         """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""

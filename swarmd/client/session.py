@@ -298,7 +298,7 @@ class ChainSession:
     def _is_wrong(self, link: Link, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._count_wrong(reason)
-        self.hops.lose(link, reason)
+        self.hops.lose(link, reason, is_silent=False)
 
     def _doubt_all(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""

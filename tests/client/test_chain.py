@@ -43,6 +43,8 @@ class PlayedSwarm:
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
+        self.relayed: set[PeerId] = set()
+        self.doubted: list[PeerId] = []
         self.refuse: dict[PeerId, Refused] = {}
         self.received: dict[PeerId, int] = {}
         self.on_replay: Callable[[PeerId], None] = lambda peer: None
@@ -68,7 +70,8 @@ class PlayedSwarm:
     def existing(self, peer: PeerId) -> None: ...
 
     def doubt(self, peer: PeerId) -> bool:
-        return False
+        self.doubted.append(peer)
+        return peer in self.relayed
 
     async def channel(self, peer: PeerId) -> PlayedSwarm:
         if peer in self.dead:
@@ -162,6 +165,19 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     begun = trio.current_time()
     await session._repairs.run()
     assert trio.current_time() - begun < 2, "nobody else holds its blocks: it is not left out for 20 s"
+
+
+async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual_time: MockClock) -> None:
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
+    swarm.relayed = {A, B}
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    await session.open()
+    first, last = session.hops.links
+    session.hops.lose(first, "wrong numbers", is_silent=False)
+    session.hops.lose(last, "a moment of silence")
+    assert swarm.doubted == [B]
+    assert not swarm.standing.allows(A, is_last_resort=True)
+    assert swarm.standing.allows(B, is_last_resort=True), "by another way, at once"
 
 
 async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock) -> None:

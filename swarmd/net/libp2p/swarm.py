@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 YAMUX = TProtocol("/yamux/1.0.0")
 UPGRADE_TIMEOUT_S = 3.0  # Noise and yamux; a silent socket is given up
+OWN_PORT_TIMEOUT_S = 6.0  # for all addresses together: two that are silent, or a row that answer fast
 MAX_PENDING_PER_CALLER = 4  # through relays: one that is made, and others that were given up a moment ago
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
@@ -175,9 +176,10 @@ class GuardedSwarm(Swarm):
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
-        for attempt in attempts(self._known(peer_id), networks(), self._own()):
-            with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
-                return await self._made(await self._from_own_port(attempt.address), peer_id)
+        with trio.move_on_after(OWN_PORT_TIMEOUT_S):
+            for attempt in attempts(self._known(peer_id), networks(), self._own()):
+                with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
+                    return await self._made(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
     async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import trio
 from libp2p.abc import INetConn, IRawConnection
@@ -70,7 +71,7 @@ class Libp2pWays:
         self._circuits = Circuits(self, certificate)
         self._dial_back = DialBack(self)
         self._punching = Punching(self)
-        self._made: dict[int, Way] = {}
+        self._made: WeakKeyDictionary[INetConn, Way] = WeakKeyDictionary()
         self._reserving: dict[PeerId, INetConn] = {}
         self._is_open = False
         self._seen_at: Place | None = None
@@ -152,7 +153,7 @@ class Libp2pWays:
         return next((way for way in ways if way != "relayed"), ways[0] if ways else None)
 
     def _way_of(self, connection: INetConn) -> Way:
-        return "relayed" if is_relayed(connection) else self._made.get(id(connection), "direct")
+        return "relayed" if is_relayed(connection) else self._made.get(connection, "direct")
 
     # --- circuits --------------------------------------------------------------------------------------------
 
@@ -248,12 +249,10 @@ class Libp2pWays:
         connections = self._host.connections(peer)
         direct = [c for c in connections if not is_relayed(c)]
         for connection in direct:
-            self._made[id(connection)] = way
+            self._made[connection] = way
         for connection in connections if direct else ():
             if is_relayed(connection) and not self._host.is_used(connection):  # by what the other side began on it
                 await connection.close()
-        live = {id(c) for connections in self._host.swarm.connections.values() for c in connections}
-        self._made = {key: made for key, made in self._made.items() if key in live}
         return bool(direct)
 
 
