@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -27,16 +27,16 @@ NONCE_BYTES = 12  # RFC 6887, 11.1
 PCP, NAT_PMP = 2, 0  # versions, as the messages name them
 MAP, MAP_TCP, ANSWER = 1, 2, 0x80  # opcodes; an answer's has the highest bit set
 TCP = 6  # as IP names it
-RESULTS = {
+PCP_SAYS = {  # RFC 6887, 7.4
     1: "it knows another version",
     2: "it may not",
-    3: "it does not understand",
-    4: "it cannot do that",
+    7: "it is not connected",
     8: "it has no ports left",
-    10: "too many ports",
+    10: "this machine has too many",
     11: "it has no such address",
     12: "another router is in between",
 }
+NAT_PMP_SAYS = {1: "it knows another version", 2: "it may not", 3: "it is not connected", 4: "it has no ports left"}
 PCP_MAP = struct.Struct("!BBxxI16s12sB3xHH16s")  # RFC 6887, 7.1 and 11.1
 PCP_MAPPED = struct.Struct("!BBxBII12x12sB3xHH16s")
 NAT_PMP_ADDRESS = bytes((NAT_PMP, 0))
@@ -121,7 +121,7 @@ def pcp_mapped(data: bytes, nonce: bytes, port: int) -> Granted:
     version, opcode, result, _, _, named, protocol, inside, outside, host = _unpack(PCP_MAPPED, data)
     if (version, opcode, named, protocol, inside) != (PCP, ANSWER | MAP, nonce, TCP, port):
         raise RemoteProtocolError("another's answer")
-    _check(result)
+    _check(result, PCP_SAYS)
     address = IPv6Address(host).ipv4_mapped
     if address is None:
         raise RemoteProtocolError("an answer without an IPv4 address")
@@ -137,7 +137,7 @@ def nat_pmp_mapped(data: bytes, port: int) -> int:
     version, opcode, result, _, inside, outside, _ = _unpack(NAT_PMP_MAPPED, data)
     if (version, opcode, inside) != (NAT_PMP, ANSWER | MAP_TCP, port):
         raise RemoteProtocolError("another's answer")
-    _check(result)
+    _check(result, NAT_PMP_SAYS)
     return int(outside)
 
 
@@ -146,7 +146,7 @@ def nat_pmp_is_at(data: bytes) -> IPv4Address:
     version, opcode, result, _, host = _unpack(NAT_PMP_IS_AT, data)
     if (version, opcode) != (NAT_PMP, ANSWER):
         raise RemoteProtocolError("another's answer")
-    _check(result)
+    _check(result, NAT_PMP_SAYS)
     return IPv4Address(host)
 
 
@@ -156,6 +156,6 @@ def _unpack(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     return form.unpack_from(data)
 
 
-def _check(result: int) -> None:
+def _check(result: int, says: Mapping[int, str]) -> None:
     if result:
-        raise Unreachable(f"the router opens no port: {RESULTS.get(result, f'error {result}')}")
+        raise Unreachable(f"the router opens no port: {says.get(result, f'error {result}')}")

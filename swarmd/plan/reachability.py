@@ -92,12 +92,13 @@ def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
 
 
 def forwarded(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports that lead here although no interface has the address: a router forwards them.
+    """Hosts and ports of IPv4 that lead here although no interface has the address: a router forwards them.
 
     Public ones, that two members found, where two were asked: one could name somebody else's.
     """
     outside = [answer for answer in answers if not is_near(answer, own_hosts)]
     found = Counter((a.host, port) for a in outside for port in a.open_ports if a.host not in own_hosts)
+    found = Counter({(host, port): n for (host, port), n in found.items() if version_of(host) == 4})
     needed = min(2, len(outside))
     return tuple(sorted(p for p, n in found.items() if n >= needed and not is_private(ip_address(p[0]))))
 

@@ -85,6 +85,7 @@ def test_one_member_names_no_address_of_others() -> None:
     answers = [Answer(A, "8.8.8.8", (4117,)), Answer(B, ROUTER, (4117,)), Answer(C, ROUTER, (4117,))]
     assert forwarded(answers, HOME) == ((ROUTER, 4117),)
     assert forwarded([Answer(A, "10.1.1.1", (4117,))], HOME) == (), "another network's private address"
+    assert forwarded([Answer(A, SIX, (4117,))], HOME) == (), "an address of this machine's own that passes"
 
 
 def test_relays_are_the_nearest_and_those_in_use_stay() -> None:

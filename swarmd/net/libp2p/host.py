@@ -32,7 +32,7 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
-from swarmd.net.interfaces import expand, has_ipv6, networks, own_hosts
+from swarmd.net.interfaces import expand, has_ipv6, networks
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
@@ -119,12 +119,12 @@ class Libp2pNetwork:
 
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
-        found = self._announce or self._led_to(expand(self._listening()))
+        found = self._announce or self._led_to(self._listening())
         own = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found)
         return tuple(dict.fromkeys([*list(own)[:MAX_OWN_ADDRESSES], *self.ways.also]))
 
     def _listening(self) -> tuple[str, ...]:
-        return tuple(str(a) for a in self.host.get_transport_addrs())
+        return expand(tuple(str(a) for a in self.host.get_transport_addrs()))
 
     def _led_to(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Those that may lead here, as others have tried."""
@@ -133,7 +133,7 @@ class Libp2pNetwork:
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""
-        return own_hosts((*self._announce, *self._listening()))
+        return tuple(str(host) for a in (*self._announce, *self._listening()) if (host := host_of(a)) is not None)
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:

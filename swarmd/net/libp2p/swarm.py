@@ -147,7 +147,7 @@ class GuardedSwarm(Swarm):
 
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
-        kinds = (f"/ip{version}/", f"/dns{version}/")
+        kinds = (f"/ip{version}/", f"/dns{version}/", "/dns/")
         return await self.dial_addresses(tuple(a for a in self._known(peer_id) if a.startswith(kinds)), peer_id)
 
     def knows(self, peer_id: ID) -> bool:
