@@ -207,9 +207,6 @@ class Directory:
         delay_s = 0.5
         while True:
             await trio.sleep(delay_s)
-            delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
-            if self._is_indexed:
-                delay_s = SETTLED_RENDEZVOUS_S * self._rng.uniform(0.75, 1.25)
             try:
                 await self._enter_index()
                 await self._find_others()
@@ -219,6 +216,10 @@ class Directory:
             except PeerError as error:
                 logger.debug("rendezvous: %s", error)
                 self._is_indexed, self._index = (False if self._others() else None), f"the DHT: {error}"
+            if delay_s >= RENDEZVOUS_INTERVAL_S and self._is_indexed and self._others():
+                delay_s = SETTLED_RENDEZVOUS_S * self._rng.uniform(0.75, 1.25)
+            else:
+                delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
 
     async def _enter_index(self) -> None:
         """Connect to somebody known, and enter the DHT through whoever is connected."""
