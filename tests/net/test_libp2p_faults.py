@@ -385,3 +385,26 @@ def test_yamux_window_grows_while_the_reader_keeps_up() -> None:
             _, credit = ours.take(state, 65_536, now)
             theirs.receive_untrusted(credit, now)
     assert state.receive_window > 4 * INITIAL_WINDOW
+
+
+async def test_row_23_a_connection_made_while_another_ends_is_not_forgotten() -> None:
+    a, b = network(), network()
+    async with a.running(), b.running():
+        b.set_handler("interactive", echo)
+        a.learn(b.peer_id, b.addresses())
+        await a.connect(b.peer_id)
+        (old,) = a.connections(b.peer_id)
+        closing, close = trio.Event(), old.muxed_conn.close
+
+        async def slowly() -> None:
+            closing.set()
+            await trio.sleep(0.2)
+            await close()
+
+        old.muxed_conn.close = slowly  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.disconnect, b.peer_id)
+            await closing.wait()
+            await a.connect(b.peer_id)
+            (new,) = a.connections(b.peer_id)
+        assert a.connections(b.peer_id) == [new]

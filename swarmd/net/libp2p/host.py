@@ -217,7 +217,7 @@ class Libp2pNetwork:
 
     async def disconnect(self, peer: PeerId) -> None:
         with trio.move_on_after(2):
-            for connection in self.connections(peer):  # the library's close_peer forgets one that is made meanwhile
+            for connection in self.connections(peer):  # not close_peer (row 23)
                 await connection.close()
 
     async def connect(self, peer: PeerId) -> None:
