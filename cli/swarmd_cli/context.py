@@ -33,7 +33,6 @@ def _folder() -> Path:
 
 
 def home() -> Home:
-
     from swarmd.home import Home
 
     return Home(_folder())

@@ -242,10 +242,7 @@ class Reachability:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
         me, view = self._rpc.network.peer_id, self._directory.view()
         answers = [answer for answer, _ in self._answers.values()]
-        also = [
-            f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{me}"
-            for host, port in forwarded(answers, self._own)
-        ]
+        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own)]
         for relay in self._relays:
             record = view.peers.get(relay)
             direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []

@@ -42,7 +42,7 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     """
     if not answers:
         return Decision("unknown", "no member has tried to connect yet")
-    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
+    outside = _outside(answers, own_hosts)
     counted = [a for a in outside if version_of(a.host) == 4] or outside or answers
     failed = [answer for answer in counted if not answer.open_ports]
     who = f"{len(counted)} members{'' if outside else ' of the same network'} that tried"
@@ -58,9 +58,9 @@ def lead_nowhere(answers: Collection[Answer], own_hosts: Collection[str]) -> fro
     One that nobody from outside has tried may lead here only as long as the machine as a whole is not closed.
     """
     found = set[int]()
-    is_closed = judge(answers, own_hosts).action == "closed"
+    is_closed, outside = judge(answers, own_hosts).action == "closed", _outside(answers, own_hosts)
     for version in VERSIONS:
-        tried = [a for a in answers if version_of(a.host) == version and not is_near(a, own_hosts)]
+        tried = [answer for answer in outside if version_of(answer.host) == version]
         if judge(tried, own_hosts).action == "closed" or (is_closed and not tried):
             found.add(version)
     return frozenset(found)
@@ -68,7 +68,7 @@ def lead_nowhere(answers: Collection[Answer], own_hosts: Collection[str]) -> fro
 
 def versions_to_try(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[int, ...]:
     """Over which IP versions to ask one more member to connect, until enough from outside have: most lacking first."""
-    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
+    outside = _outside(answers, own_hosts)
     hosts = [ip_address(host) for host in own_hosts]
     is_needed = {4: any(h.version == 4 for h in hosts), 6: any(h.version == 6 and not is_private(h) for h in hosts)}
     if hosts and not any(is_needed.values()):
@@ -81,6 +81,10 @@ def versions_to_try(answers: Iterable[Answer], own_hosts: Collection[str]) -> tu
 def version_of(host: str) -> int:
     """4 or 6."""
     return 6 if ":" in host else 4
+
+
+def _outside(answers: Iterable[Answer], own_hosts: Collection[str]) -> list[Answer]:
+    return [answer for answer in answers if not is_near(answer, own_hosts)]
 
 
 def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
@@ -96,9 +100,9 @@ def forwarded(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[tu
 
     Public ones, that two members found, where two were asked: one could name somebody else's.
     """
-    outside = [answer for answer in answers if not is_near(answer, own_hosts)]
-    found = Counter((a.host, port) for a in outside for port in a.open_ports if a.host not in own_hosts)
-    found = Counter({(host, port): n for (host, port), n in found.items() if version_of(host) == 4})
+    outside = _outside(answers, own_hosts)
+    elsewhere = [a for a in outside if version_of(a.host) == 4 and a.host not in own_hosts]
+    found = Counter((a.host, port) for a in elsewhere for port in a.open_ports)
     needed = min(2, len(outside))
     return tuple(sorted(p for p, n in found.items() if n >= needed and not is_private(ip_address(p[0]))))
 

@@ -108,9 +108,7 @@ class Libp2pWays:
         try:
             yield made
         finally:
-            if not made.get_streams():
-                with trio.CancelScope(shield=True), trio.move_on_after(1):
-                    await made.close()
+            await _end_unused(made)
 
     def reached_at_port(self, port: int) -> None:
         self._port_of_router = port
@@ -122,14 +120,8 @@ class Libp2pWays:
         try:
             await self._circuits.reserve(relay, held)
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await self._let_go(relay)
-
-    async def _let_go(self, relay: PeerId) -> None:
-        """End the connection that was made for a reservation, unless somebody uses it by now."""
-        connection = self._reserving.pop(relay, None)
-        if connection is not None and not connection.is_closed and not connection.get_streams():
-            await connection.close()
+            if (connection := self._reserving.pop(relay, None)) is not None:
+                await _end_unused(connection)
 
     def own_hosts(self) -> tuple[str, ...]:
         return self._host.own_hosts()
@@ -258,6 +250,13 @@ class Libp2pWays:
 
 def is_relayed(connection: INetConn) -> bool:
     return bool(getattr(connection.muxed_conn, "is_relayed", False))
+
+
+async def _end_unused(connection: INetConn) -> None:
+    """End what was made for one purpose, unless somebody uses it by now."""
+    if not connection.is_closed and not connection.get_streams():
+        with trio.CancelScope(shield=True), trio.move_on_after(1):
+            await connection.close()
 
 
 def remote_of(connection: INetConn) -> tuple[str, int] | None:
