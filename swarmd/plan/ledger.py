@@ -78,9 +78,16 @@ class Ledger:
         if commit.restores:
             self.restored_epoch(commit)
             return
+        if commit.late and not self.may_be_late:
+            raise IntegrityError("a commit with draws on a state before its own, which this run does not count")
         rate = self.run.recipe.learning_rate(self.steps + 1)
         if not math.isclose(commit.learning_rate, rate, rel_tol=RATE_TOLERANCE):
             raise IntegrityError(f"a learning rate of {commit.learning_rate}; the recipe says {rate}")
+
+    @property
+    def may_be_late(self) -> bool:
+        """May draws on the state before the newest be counted by the next commit?"""
+        return self.run.recipe.overlaps and bool(self.sealed) and not self.sealed[-1].commit.restores
 
     def check_counted(self, counted: Counted) -> None:
         """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""

@@ -29,7 +29,7 @@ Sums = Annotated[tuple[Finite, ...], msgspec.Meta(max_length=N_DIRECTIONS)]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one contributor gave. ``squares``: of its whole sum; ``sums``: along each direction."""
+    """What a contributor gave. ``squares``: of its whole sum; ``sums``: along each direction; ``late``: see Commit"""
 
     first: Count
     n: Count
@@ -37,6 +37,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     squares: Size
     sums: Sums
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    late: Count = 0
 
     def counted(self, peer: PeerId) -> Counted:
         """As a commit says it."""
@@ -121,6 +122,8 @@ def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
         check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         if share.counted(peer) != counted:
             raise IntegrityError(f"a commit counts of {peer[-8:]} what it did not sign")
+    if commit.late != commits.some([share.late for share in shares]):
+        raise IntegrityError("a commit names other late draws than its contributors signed")
 
 
 def add_up(shares: tuple[Share, ...], of_average: Sums) -> bool:
@@ -133,5 +136,5 @@ def add_up(shares: tuple[Share, ...], of_average: Sums) -> bool:
 
 
 def _statement(share: Share, parent: bytes, state: bytes, average: bytes) -> bytes:
-    said = msgspec.structs.replace(share, signature=b"")
+    said = (share.first, share.n, share.loss, share.squares, share.sums, b"", *([share.late] if share.late else []))
     return msgspec.msgpack.encode((parent, state, average, said))

@@ -8,6 +8,7 @@ why no two commits with one parent can). See docs/protocol.md, "Training togethe
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -44,7 +45,8 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     """One successful update, or with ``restores`` a return to the state of an earlier commit, which is named.
 
     ``average`` and ``state`` are hashes of manifests (train.state says of what): the average of this round, and the
-    state that it is applied to. The gradient that is applied is the average times ``clip``.
+    state that it is applied to. The gradient that is applied is the average times ``clip``. ``late``: how many draws of
+    each contributor, its first ones, were computed on the state before ``state``; () where none was.
     """
 
     run: Digest
@@ -57,6 +59,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     learning_rate: Size
     clip: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     restores: bytes = b""
+    late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
 
     @property
     def n_samples(self) -> int:
@@ -88,6 +91,11 @@ class Sealed:
     raw: bytes
 
 
+def some(late: Sequence[int]) -> tuple[int, ...]:
+    """Late draws as a commit says them: nothing where there are none."""
+    return tuple(late) if any(late) else ()
+
+
 def encode(commit: Commit) -> bytes:
     return msgspec.msgpack.Encoder(order="deterministic").encode(commit)
 
@@ -109,6 +117,10 @@ def read_body_untrusted(body: bytes) -> Commit:
         raise IntegrityError("a commit counts a peer twice")
     if bool(commit.contributors) == bool(commit.restores) or any(c.n < 1 for c in commit.contributors):
         raise IntegrityError("a commit either counts samples or restores an earlier state")
+    if commit.late != some(commit.late) or len(commit.late) not in (0, len(commit.contributors)):
+        raise IntegrityError("a commit says of each contributor which draws were late, or of none")
+    if any(late > c.n for late, c in zip(commit.late, commit.contributors, strict=False)):
+        raise IntegrityError("a commit with more late draws than it counts")
     for value in (commit.average or bytes(32), commit.state, commit.restores or bytes(32)):
         if len(value) != 32:
             raise IntegrityError("a commit's digests have 32 bytes")

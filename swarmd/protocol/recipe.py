@@ -95,6 +95,7 @@ class Recipe(Part, frozen=True):
     data: Text
     train: Literal["all", "lora"] = "all"
     lora: Lora = Lora()
+    synchronisation: Literal["step", "delayed"] = "step"
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     batch: Batch = Batch()
@@ -103,6 +104,11 @@ class Recipe(Part, frozen=True):
     stop: Stop = Stop()
     checkpoints: Checkpoints = Checkpoints()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Do peers compute on while a round averages?"""
+        return self.synchronisation == "delayed"
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update ``step``, counted from 1."""

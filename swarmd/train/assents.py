@@ -19,7 +19,7 @@ from swarmd.protocol.rounds import Check, Group, GroupMember, JoinRound
 from swarmd.train.accounts import Given
 from swarmd.train.groups import counted_of
 from swarmd.train.round import Round
-from swarmd.train.world import Gathered
+from swarmd.train.work import Gathered
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Member:
 
     def share(self, parent: bytes, state: bytes, offered: Gathered, average: bytes, given: Given) -> Share:
         """What this peer says that it gave to an average."""
-        share = Share(offered.first, offered.n, offered.loss, given.squares, given.sums)
+        share = Share(offered.first, offered.n, offered.loss, given.squares, given.sums, late=offered.late)
         return backing.sign_share(share, parent, state, average, self._identity)
 
     def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:

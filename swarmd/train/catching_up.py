@@ -37,7 +37,7 @@ RETRY_FAILED_S = 1.0  # after everybody said no
 
 
 class CatchingUp:
-    """See the module. ``begin_anew`` is told of each commit that is applied, or of None when work is void.
+    """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
 
     ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``nursery``.
     """
@@ -52,7 +52,7 @@ class CatchingUp:
         tasks: Tasks,
         state: RunState,
         get: Get,
-        begin_anew: Callable[[Commit | None], None],
+        settle: Callable[[Commit | None], None],
     ) -> None:
         self.why = ""
         self.n_times = 0
@@ -69,7 +69,7 @@ class CatchingUp:
         self._state = state
         self._averages_gone: int | None = None  # of which update nobody gave them
         self._get = get
-        self._begin_anew = begin_anew
+        self._settle = settle
         self._is_mistrusted = False
         self._behind_since: float | None = None
 
@@ -112,7 +112,7 @@ class CatchingUp:
             logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
             self._is_mistrusted = True
             return False
-        self._begin_anew(commit)
+        self._settle(commit)
         digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
         await self._change(self._state.apply, commit, digest, average, steps)
         return True
@@ -129,14 +129,13 @@ class CatchingUp:
         """Go back to the state that a commit names, if that is the one here."""
         if (commit.restores, commit.state) != (self._state.head, self._state.root):
             return False
-        self._begin_anew(commit)
+        self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
         await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
         return True
 
     async def _catch_up(self) -> bool:
         """Fetch what is missing; False while nobody gives it. Raises SwarmUnavailable."""
-        self._begin_anew(None)
         state, newest = self._state, self._ledger.epoch
         others = self._members.look(trio.current_time())
         offers = {
@@ -161,6 +160,7 @@ class CatchingUp:
             self.why = chosen.reason
             return False
         logger.info("fetching %s", chosen.reason)
+        self._settle(None)
         vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors))
         self.n_snapshots += 1
         await self._change(self._take_over, vectors, chosen.action.epoch)

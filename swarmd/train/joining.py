@@ -31,7 +31,8 @@ from swarmd.train.members import Members
 from swarmd.train.proposer import RoundFailed
 from swarmd.train.round import Round
 from swarmd.train.state import RunState, average_digest
-from swarmd.train.world import Gathered, News, World, tell
+from swarmd.train.work import Gathered
+from swarmd.train.world import News, World, tell
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ LONGEST_GATHER_S = 30.0  # a leader that has begun nothing for so long is suspec
 N_ROUNDS_KNOWN = 16  # latest rounds; older parts are not for anybody
 
 Mine = Callable[[], tuple[RunState | None, Gathered]]
-"""This peer's state, if it has the model, and what it has gathered on it."""
+"""This peer's state, if it has the model, and what it gives to the round after it."""
 
 
 class Joining:
@@ -192,6 +193,7 @@ class Joining:
             can_reduce=self._world.can_be_dialled(),
             up_bytes_per_s=up,
             down_bytes_per_s=down,
+            late=self._offered.late,
         )
 
     # --- leading -----------------------------------------------------------------------------------------------

@@ -371,6 +371,7 @@ class Leader:
             state=self.joined[self._me].state,
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
             clip=self._clip(average),
+            late=commits.some([share.late for share in shares]),
         )
 
     # --- small things ------------------------------------------------------------------------------------------

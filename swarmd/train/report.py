@@ -22,7 +22,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
     version, joining = state.version if state else None, trainer.joining
-    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.gathered.n, trainer.samples_per_s)
+    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.work.n, trainer.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     others = tuple(
         RunPeerRow(
@@ -55,9 +55,9 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
         samples=sum(s.commit.n_samples for s in ledger.sealed),
-        samples_gathered=trainer.gathered.n,
-        samples_counted=trainer.samples_counted,
-        samples_wasted=trainer.samples_wasted,
+        samples_gathered=trainer.work.n,
+        samples_counted=trainer.work.n_counted,
+        samples_wasted=trainer.work.n_wasted,
         average_here=joining.round.share_here if joining.round else None,
         rounds_led=joining.counters.led,
         rounds_failed=joining.counters.failed,

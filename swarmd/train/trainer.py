@@ -38,7 +38,8 @@ from swarmd.train.members import Members
 from swarmd.train.recovery import Get, Givers
 from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
-from swarmd.train.world import Gathered, News, World
+from swarmd.train.work import Work
+from swarmd.train.world import News, World
 from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
@@ -69,16 +70,14 @@ class Trainer:
         self.why = "starting"
         self.trouble = ""
         self.samples_per_s = 0.0
-        self.samples_counted = 0
-        self.samples_wasted = 0
         self.state: RunState | None = None
-        self.gathered = Gathered()
+        self.work = Work(self.me, run.recipe.overlaps)
         self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
         self._news = News()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
         self._averages = Averages()
-        own = (self._averages, self._news, lambda: (self.state, self.gathered))
+        own = (self._averages, self._news, lambda: (self.state, self.work.given))
         self.joining = Joining(world, self.chronicle, self.members, *own)
         self.catching_up: CatchingUp | None = None
         self._world = world
@@ -130,7 +129,7 @@ class Trainer:
             self._tasks,
             state,
             get,
-            self._begin_anew,
+            self._settle,
         )
         self.state = state
 
@@ -177,16 +176,15 @@ class Trainer:
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
-                await self._hold()
+                await self._offer()
                 await self.joining.take_part(self.state.head, self.why_idle)
-            elif not self._may_compute:
-                self._may_compute = True
-                self._news.notify()
+            else:
+                self._go_on()
 
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.progress`` says, if nothing that only this peer knows speaks against it."""
         others = self.members.progress(trio.current_time())
-        me = Progress(self.me, state.epoch, state.head, self.gathered.n, self.samples_per_s)
+        me = Progress(self.me, state.epoch, state.head, self.work.n, self.samples_per_s)
         decision = progress.decide(me, others, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
@@ -229,13 +227,13 @@ class Trainer:
         """Gather gradients, one micro-batch after the other, while nothing else holds the vectors."""
         assert self.state is not None
         while True:
-            while not self._may_compute or self.gathered.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
+            while not self._may_compute or self.work.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
                 await self._news.wait()
-            head, gathered, begun = self.state.head, self.gathered, trio.current_time()
-            first = gathered.first if gathered.n else self.ledger.next_draw.get(self.me, 0)
+            head, since, begun = self.state.head, self.work.since, trio.current_time()
+            first = self.work.next_draw(self.ledger.next_draw.get(self.me, 0))
             self._is_computing = True
             try:
-                done = await source.compute(first + gathered.n, self._n_at_once(), is_fresh=not gathered.n)
+                done = await source.compute(first, self._n_at_once(), is_fresh=not since.n)
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
@@ -246,11 +244,11 @@ class Trainer:
                 self._news.notify()
             if not math.isfinite(done.loss):
                 self.trouble = "the loss is not finite: what was gathered is dropped"
-                self._begin_anew(None)
+                self.work.drop_since()
                 continue
-            if gathered is not self.gathered or head != self.state.head:
+            if since is not self.work.since or head != self.state.head:
                 continue  # it came too late, and was computed on what is no longer the state
-            self.gathered = Gathered(first, gathered.n + done.n, gathered.loss + done.loss, done.gathered)
+            self.work.add(first, done.n, done.loss, done.gathered)
             took_s = max(trio.current_time() - begun, 1e-6)
             rest_s = duty.rest_s(took_s, self._world.share())
             self._note_speed(done.n, took_s + rest_s)
@@ -277,13 +275,26 @@ class Trainer:
             while self._is_computing:
                 await self._news.wait()
 
-    def _begin_anew(self, commit: Commit | None) -> None:
-        """What was gathered is counted, or can no longer be."""
-        old, self.gathered = self.gathered, Gathered()
-        contributors = commit.contributors if commit is not None else ()
-        n_counted = sum(c.n for c in contributors if (c.peer, c.first) == (self.me, old.first))
-        self.samples_counted += n_counted
-        self.samples_wasted += old.n - n_counted
+    async def _offer(self) -> None:
+        """Give what is there to a round; where it overlaps with computing, go on for the next one."""
+        await self._hold()
+        await self._world.off_loop(self.work.offer)
+        if self.run_spec.recipe.overlaps:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let more be computed."""
+        if not self._may_compute:
+            self._may_compute = True
+            self._news.notify()
+
+    def _settle(self, commit: Commit | None) -> None:
+        """What was computed is counted, or (None) no longer can be."""
+        if commit is None:
+            self.work.drop()
+        else:
+            self.joining.retry_at = 0.0  # that was of the round before
+            self.work.settle(commit)
 
     def _on_state(self, state: RunState) -> None:
         """The state may be that of another update now: say so, and keep it now and then."""
@@ -407,7 +418,7 @@ class Trainer:
             "state_epoch": state.epoch if state else None,
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
-            "n_samples": self.gathered.n,
+            "n_samples": self.work.n,
             "samples_per_s": 0.0 if self.why_idle() else self.samples_per_s,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.chronicle.order_raw,

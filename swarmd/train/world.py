@@ -14,7 +14,6 @@ from swarmd.errors import PeerError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.identity import Identity
-from swarmd.train.state import Vector
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -41,16 +40,6 @@ class World:
     links: Callable[[], tuple[float | None, float | None]]
     can_be_dialled: Callable[[], bool]
     share: Callable[[], float] = lambda: 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What this peer has computed since the last commit: a sum of gradients, and the draws in it."""
-
-    first: int = 0
-    n: int = 0
-    loss: float = 0.0
-    vector: Vector | None = None
 
 
 @dataclass(slots=True)

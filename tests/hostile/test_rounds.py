@@ -151,8 +151,8 @@ async def test_member_that_tells_its_leader_lies(virtual_time: MockClock, change
         says(liar, change)
         assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         check(world, honest, liar)
-        n_wasted = sum(m.trainer.samples_wasted for m in honest)
-        assert n_wasted < sum(m.trainer.samples_counted for m in honest) / 2
+        n_wasted = sum(m.trainer.work.n_wasted for m in honest)
+        assert n_wasted < sum(m.trainer.work.n_counted for m in honest) / 2
 
 
 async def test_gradient_of_zeros_is_no_work(virtual_time: MockClock) -> None:

@@ -84,14 +84,14 @@ async def simulate(n_peers: int, hours: float, seed: int) -> Outcome:
 def _leave(world: TrainingWorld, member: Member, outcome: Outcome, lived_s: float) -> None:
     _count(member, outcome, lived_s)
     outcome.deaths += 1
-    outcome.wasted += member.trainer.gathered.n
+    outcome.wasted += member.trainer.work.n
     world.crash(member)
 
 
 def _count(member: Member, outcome: Outcome, lived_s: float) -> None:
     assert member.source is not None
     outcome.could += lived_s / member.source.sample_s
-    outcome.wasted += member.trainer.samples_wasted
+    outcome.wasted += member.trainer.work.n_wasted
     outcome.led += member.trainer.joining.counters.led
     outcome.failed += member.trainer.joining.counters.failed
 

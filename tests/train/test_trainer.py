@@ -34,7 +34,7 @@ async def test_the_swarm_is_one_big_machine(
         found = member.trainer.state.parameters
         assert np.linalg.norm(found - expected) <= bound * np.linalg.norm(expected)
         counted = sum(s.commit.n_samples for s in member.trainer.ledger.sealed)
-        assert sum(m.trainer.samples_wasted for m in world.trainers()) <= 0.05 * counted
+        assert sum(m.trainer.work.n_wasted for m in world.trainers()) <= 0.05 * counted
 
 
 @pytest.mark.parametrize("victim", ["leader", "member", "anchor"])
@@ -72,7 +72,7 @@ async def test_late_joiner_and_returner_catch_up(virtual_time: MockClock) -> Non
         late = world.add()
         world.heal()
         await world.until(14)
-        assert late.trainer.samples_counted > 0
+        assert late.trainer.work.n_counted > 0
         assert away.trainer.catching_up is not None
         assert away.trainer.catching_up.n_times > 0
         assert other.trainer.catching_up is not None
@@ -157,7 +157,7 @@ async def test_micro_batch_that_ends_after_its_peer_has_joined_is_not_of_that_ro
         slow.source.compute = late_now_and_then  # type: ignore[method-assign]
         await world.until(26)
         assert all(len(peers) == 4 for peers in world.contributors(18))
-        assert slow.trainer.samples_wasted > 0
+        assert slow.trainer.work.n_wasted > 0
 
 
 async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClock) -> None:

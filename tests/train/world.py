@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from swarmd.net.sim import SimNetwork, SimWorld
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of
 from swarmd.plan.view import SwarmView
+from swarmd.protocol.commit import Counted
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
@@ -337,12 +338,14 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     matrix = torch.full((6, 6), 3.0, dtype=dtype, requires_grad=True)
     bias = torch.full((N_ELEMENTS - 36,), 3.0, dtype=dtype, requires_grad=True)
     optimizer = torch_optimizer(recipe.optimizer, [matrix], [bias])
+    before = now = np.zeros(0)
     for sealed in ledger.sealed[:epoch]:
-        flat = torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
+        before, now = now, torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
         total = np.zeros(N_ELEMENTS, np.float64)
-        for c in sealed.commit.contributors:
-            for draw in range(c.first, c.first + c.n):
-                total += gradient(flat, recipe.seed, c.peer, draw)[1]
+        for c, late in zip_longest(sealed.commit.contributors, sealed.commit.late, fillvalue=0):
+            assert isinstance(c, Counted)
+            for i, draw in enumerate(range(c.first, c.first + c.n)):
+                total += gradient(before if i < late else now, recipe.seed, c.peer, draw)[1]
         mean = torch.as_tensor(total / sealed.commit.n_samples, dtype=dtype)
         matrix.grad, bias.grad = mean[:36].reshape(6, 6).clone(), mean[36:].clone()
         if clip_norm := recipe.optimizer.clip_norm:
