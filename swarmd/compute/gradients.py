@@ -2,7 +2,7 @@
 
 Parameters and sums of gradients lie in memory that it shares with the daemon, which averages them and takes the
 optimizer's steps. A sum is written to the buffer that the last one is not in: whenever this process is stopped or
-killed, what it had finished before is whole.
+killed, what it had finished before is whole. Where the recipe has steps inside (DiLoCo), it takes those itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from transformers import AutoModelForCausalLM
 
 from swarmd.compute import skeleton
 from swarmd.compute.device import device_description, pick_device
+from swarmd.compute.inner import take_step
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages, shards, worker
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.recipe import Recipe, read_run_untrusted
+from swarmd.protocol.recipe import LOCAL, Recipe, read_run_untrusted
 from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
 from swarmd.weights.folder import MANIFEST
 
@@ -44,10 +45,11 @@ class Trained:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: str) -> None:
         self.model = model.train().to(device)
+        self._recipe = recipe
         self.dtype = DTYPES[recipe.precision]
         self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._device = device
-        self._shared: list[torch.Tensor] = []
+        self._shared: dict[str, torch.Tensor] = {}
         self._map: mmap.mmap | None = None
 
     @property
@@ -55,32 +57,23 @@ class Trained:
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters]
 
     def map(self, path: Path, init: bool) -> None:
-        """Use shared memory: parameters, then two sums. With ``init`` the parameters go there, else come from it."""
-        n = sum(math.prod(shape) for _, shape in self.layout)
+        """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
+        n, names = sum(math.prod(shape) for _, shape in self.layout), self._recipe.shared_vectors
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 3 * n * self.dtype.itemsize)
+            self._map = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
         whole = torch.frombuffer(self._map, dtype=self.dtype)
-        self._shared = [whole[i * n : (i + 1) * n] for i in range(3)]
+        self._shared = {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
         if init:
-            self._shared[0].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
+            self._shared["parameters"].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
         if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
-            for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
+            for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
                 parameter.data = values
 
     def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
-        if self._device != "cpu":
-            with torch.no_grad():
-                for (_, parameter), values in zip(self.parameters, self._pieces(self._shared[0]), strict=True):
-                    parameter.copy_(values)
-        torch.manual_seed(seed)
-        rows = rows.to(self._device)
-        logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
-        flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
-        loss = losses.view(len(rows), -1).mean(1).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        sums, before = self._pieces(self._shared[1 + into]), self._pieces(self._shared[2 - into])
+        self._fetch_parameters()
+        loss = self._backward(rows, seed)
+        sums, before = self._pieces(self._shared[f"sum{into}"]), self._pieces(self._shared[f"sum{1 - into}"])
         for (_, parameter), total, old in zip(self.parameters, sums, before, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
@@ -88,6 +81,51 @@ class Trained:
             else:
                 torch.add(old, gradient, out=total)
             parameter.grad = None
+        return loss
+
+    def step(self, rows: torch.Tensor, seed: int, number: int, learning_rate: float) -> float:
+        """Take a step of the recipe's optimizer by the mean gradient of ``rows`` [n, t + 1], on the peer's own vectors.
+
+        Returns their summed loss. A card has copies of those: what the daemon reads is brought back each time.
+        """
+        self._fetch_parameters()
+        micro = self._recipe.batch.micro
+        loss = sum([self._backward(rows[at : at + micro], seed + at) for at in range(0, len(rows), micro)])
+        parameters: list[torch.Tensor] = [p for _, p in self.parameters]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= len(rows)
+        shared = {name: self._pieces(self._shared[name]) for name in self._recipe.optimizer.moments}
+        moments = {name: [p.to(self._device) for p in pieces] for name, pieces in shared.items()}
+        take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
+        if self._device != "cpu":
+            here = {**moments, LOCAL: [p.detach() for p in parameters]}
+            for name, pieces in here.items():
+                for kept, piece in zip(self._pieces(self._shared[name]), pieces, strict=True):
+                    kept.copy_(piece)
+        return loss
+
+    @property
+    def _computed_on(self) -> torch.Tensor:
+        return self._shared[LOCAL if self._recipe.steps_inside else "parameters"]
+
+    def _fetch_parameters(self) -> None:
+        """A card has a copy of what the daemon may have changed."""
+        if self._device != "cpu":
+            with torch.no_grad():
+                for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
+                    parameter.copy_(values)
+
+    def _backward(self, rows: torch.Tensor, seed: int) -> float:
+        """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
+        torch.manual_seed(seed)
+        rows = rows.to(self._device)
+        logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
+        flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
+        loss = losses.view(len(rows), -1).mean(1).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
@@ -163,9 +201,11 @@ class GradientWorker:
             return messages.framed(RunMapped())
         assert isinstance(message, Compute), "the daemon sends nothing else"
         rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
-        return messages.framed(
-            ComputedRows(loss=self._trained.compute(rows, message.seed, message.into, message.is_fresh))
-        )
+        if message.step:
+            loss = self._trained.step(rows, message.seed, message.step, message.learning_rate)
+        else:
+            loss = self._trained.compute(rows, message.seed, message.into, message.is_fresh)
+        return messages.framed(ComputedRows(loss=loss))
 
     def _load(self, message: LoadRun, raw: bytes) -> bytes:
         if message.threads:

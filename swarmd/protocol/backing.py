@@ -29,7 +29,7 @@ Sums = Annotated[tuple[Finite, ...], msgspec.Meta(max_length=N_DIRECTIONS)]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What a contributor gave. ``squares``: of its whole sum; ``sums``: along each direction; ``late``: see Commit"""
+    """What a contributor gave. ``squares``: of its whole sum; ``sums``: along each direction; the rest as in Commit."""
 
     first: Count
     n: Count
@@ -38,6 +38,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     sums: Sums
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     late: Count = 0
+    anew: bool = False
 
     def counted(self, peer: PeerId) -> Counted:
         """As a commit says it."""
@@ -122,8 +123,9 @@ def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
         check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         if share.counted(peer) != counted:
             raise IntegrityError(f"a commit counts of {peer[-8:]} what it did not sign")
-    if commit.late != commits.some([share.late for share in shares]):
-        raise IntegrityError("a commit names other late draws than its contributors signed")
+    said = commits.some([share.late for share in shares]), commits.some([share.anew for share in shares])
+    if (commit.late, commit.anew) != said:
+        raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
 
 
 def add_up(shares: tuple[Share, ...], of_average: Sums) -> bool:
@@ -136,5 +138,6 @@ def add_up(shares: tuple[Share, ...], of_average: Sums) -> bool:
 
 
 def _statement(share: Share, parent: bytes, state: bytes, average: bytes) -> bytes:
-    said = (share.first, share.n, share.loss, share.squares, share.sums, b"", *([share.late] if share.late else []))
-    return msgspec.msgpack.encode((parent, state, average, said))
+    said = (share.first, share.n, share.loss, share.squares, share.sums, b"")
+    more = (share.late, share.anew) if share.late or share.anew else ()
+    return msgspec.msgpack.encode((parent, state, average, (*said, *more)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from swarmd.values import PeerId
 
 MAX_CONTRIBUTORS = 256  # of one update; their signatures travel with each commit
 MAX_COMMIT_BYTES = 65_536  # as the frame's header allows for 256 contributors
+T = TypeVar("T", bool, int)
 _DOMAIN = b"swarmd commit 1\0"
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 Size = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -46,7 +47,8 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``average`` and ``state`` are hashes of manifests (train.state says of what): the average of this round, and the
     state that it is applied to. The gradient that is applied is the average times ``clip``. ``late``: how many draws of
-    each contributor, its first ones, were computed on the state before ``state``; () where none was.
+    each contributor, its first ones, were computed on the state before ``state``; ``anew``: who has nothing left from
+    draws that were counted before (steps of its own, what was rounded off). () where that is so of none.
     """
 
     run: Digest
@@ -60,6 +62,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     clip: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     restores: bytes = b""
     late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    anew: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
 
     @property
     def n_samples(self) -> int:
@@ -91,9 +94,9 @@ class Sealed:
     raw: bytes
 
 
-def some(late: Sequence[int]) -> tuple[int, ...]:
-    """Late draws as a commit says them: nothing where there are none."""
-    return tuple(late) if any(late) else ()
+def some(said: Sequence[T]) -> tuple[T, ...]:
+    """What a commit says of each of its contributors: nothing where it is so of none."""
+    return tuple(said) if any(said) else ()
 
 
 def encode(commit: Commit) -> bytes:
@@ -117,8 +120,9 @@ def read_body_untrusted(body: bytes) -> Commit:
         raise IntegrityError("a commit counts a peer twice")
     if bool(commit.contributors) == bool(commit.restores) or any(c.n < 1 for c in commit.contributors):
         raise IntegrityError("a commit either counts samples or restores an earlier state")
-    if commit.late != some(commit.late) or len(commit.late) not in (0, len(commit.contributors)):
-        raise IntegrityError("a commit says of each contributor which draws were late, or of none")
+    for said in (commit.late, commit.anew):
+        if said != some(said) or len(said) not in (0, len(commit.contributors)):
+            raise IntegrityError("a commit says of each contributor what is late or anew, or of none")
     if any(late > c.n for late, c in zip(commit.late, commit.contributors, strict=False)):
         raise IntegrityError("a commit with more late draws than it counts")
     for value in (commit.average or bytes(32), commit.state, commit.restores or bytes(32)):

@@ -24,6 +24,7 @@ from swarmd.values import PeerId, RunId, is_model_hash
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_ANCHORS = 31  # a majority of them signs each commit
+LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -48,6 +49,13 @@ class Optimizer(Part, frozen=True):
     weight_decay: NotNegative = 0.0
     clip_norm: NotNegative = 0.0
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The vectors that it keeps beside the parameters."""
+        if self.kind == "adamw":
+            return ("moment1", "moment2")
+        return ("momentum",) if self.momentum else ()
+
 
 class Schedule(Part, frozen=True):
     """The learning rate's factor: up over ``warmup`` updates, then constant, or down to ``floor`` at ``steps``."""
@@ -63,6 +71,19 @@ class Batch(Part, frozen=True):
     target: Annotated[int, msgspec.Meta(ge=1, le=10**8)] = 256
     micro: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 4
     tokens: Annotated[int, msgspec.Meta(ge=2, le=65_536)] = 256
+
+
+class Diloco(Part, frozen=True):
+    """Inner steps of ``batch`` samples by the recipe's optimizer; the outer one is SGD with Nesterov's momentum.
+
+    DiLoCo (Douillard et al. 2023, 2311.08105, algorithm 1). ``fragments``: of the vector, one of which each update
+    averages in its turn, while all compute on (Streaming DiLoCo, 2501.18512, section 2); 1: the whole, and all wait.
+    """
+
+    batch: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 8
+    learning_rate: Positive = 0.7
+    momentum: Share = 0.9
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
 class Lora(Part, frozen=True):
@@ -95,7 +116,8 @@ class Recipe(Part, frozen=True):
     data: Text
     train: Literal["all", "lora"] = "all"
     lora: Lora = Lora()
-    synchronisation: Literal["step", "delayed"] = "step"
+    synchronisation: Literal["step", "delayed", "diloco"] = "step"
+    diloco: Diloco = Diloco()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     batch: Batch = Batch()
@@ -108,7 +130,29 @@ class Recipe(Part, frozen=True):
     @property
     def overlaps(self) -> bool:
         """Do peers compute on while a round averages?"""
-        return self.synchronisation == "delayed"
+        return self.synchronisation == "delayed" or self.fragments > 1
+
+    @property
+    def steps_inside(self) -> bool:
+        """Do peers take steps of their own between the updates?"""
+        return self.synchronisation == "diloco"
+
+    @property
+    def shared_vectors(self) -> tuple[str, ...]:
+        """What daemon and training worker share: the run's parameters first, then what the worker writes."""
+        if self.steps_inside:
+            return ("parameters", LOCAL, *self.optimizer.moments)
+        return ("parameters", "sum0", "sum1")
+
+    @property
+    def fragments(self) -> int:
+        """Into how many parts that take turns the vector is divided."""
+        return self.diloco.fragments if self.steps_inside else 1
+
+    @property
+    def clip_norm(self) -> float:
+        """To what norm averages are clipped; 0: not at all."""
+        return 0.0 if self.steps_inside else self.optimizer.clip_norm
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update ``step``, counted from 1."""

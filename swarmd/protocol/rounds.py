@@ -98,8 +98,8 @@ class JoinRound(Message, tag="join_round", frozen=True):
     """Member to leader: take me into the round after this commit, with what I have gathered.
 
     ``n`` samples from draw ``first``, ``loss`` is the sum of theirs, ``state`` the hash of the state that they were
-    computed on, but for the first ``late`` of them, which were computed on the one before. With no samples it only
-    reduces, or only ``receives`` the average.
+    computed on, but for the first ``late`` of them, which were computed on the one before. ``anew``: see Commit. With
+    no samples it only reduces, or only ``receives`` the average.
     """
 
     id: Count = 0
@@ -116,6 +116,7 @@ class JoinRound(Message, tag="join_round", frozen=True):
     up_bytes_per_s: Rate | None = None
     down_bytes_per_s: Rate | None = None
     late: Count = 0
+    anew: bool = False
 
 
 class Joined(Message, tag="joined", frozen=True):

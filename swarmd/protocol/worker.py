@@ -124,7 +124,7 @@ class RunLoaded(Message, tag="run_loaded", frozen=True):
 
 
 class MapRun(Message, tag="map_run", frozen=True):
-    """Daemon to worker: the shared memory, parameters and two sums of gradients; ``init``: write the parameters."""
+    """Daemon to worker: the shared memory, of Recipe.shared_vectors; ``init``: write the parameters."""
 
     path: FilePath = ""
     init: bool = False
@@ -137,13 +137,15 @@ class RunMapped(Message, tag="run_mapped", frozen=True):
 class Compute(Message, tag="compute", frozen=True):
     """Daemon to worker: add the gradients of rows to a sum and write it to buffer ``into``, or begin with them.
 
-    The payload is int32 tokens [n, t + 1].
+    With ``step``: take the step of this number by their mean instead. The payload is int32 tokens [n, t + 1].
     """
 
     n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
     seed: Count = 0
     into: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     is_fresh: bool = False
+    step: Count = 0
+    learning_rate: float = 0.0
 
 
 class ComputedRows(Message, tag="computed", frozen=True):

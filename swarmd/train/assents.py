@@ -186,8 +186,8 @@ class Member:
 
     def share(self, parent: bytes, state: bytes, offered: Gathered, average: bytes, given: Given) -> Share:
         """What this peer says that it gave to an average."""
-        share = Share(offered.first, offered.n, offered.loss, given.squares, given.sums, late=offered.late)
-        return backing.sign_share(share, parent, state, average, self._identity)
+        said = offered.first, offered.n, offered.loss, given.squares, given.sums, b"", offered.late, offered.anew
+        return backing.sign_share(Share(*said), parent, state, average, self._identity)
 
     def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
         """This peer's assent. Raises IntegrityError for a commit that it does not stand for.

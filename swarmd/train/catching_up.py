@@ -24,7 +24,7 @@ from swarmd.train import recovery
 from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.members import Members
-from swarmd.train.recovery import Get
+from swarmd.train.recovery import Get, Vectors
 from swarmd.train.state import RunState, Vector
 from swarmd.train.world import World
 from swarmd.values import PeerId
@@ -62,6 +62,7 @@ class CatchingUp:
         self._me = world.rpc.network.peer_id
         self._chronicle = chronicle
         self._ledger = chronicle.ledger
+        self._recipe = chronicle.run.recipe
         self._members = members
         self._averages = averages
         self._end_round = end_round
@@ -145,7 +146,7 @@ class CatchingUp:
         order = self._chronicle.order
         if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
-        average_bytes = math.inf if self._averages_gone == newest else state.layout.n_bytes
+        average_bytes = math.inf if self._averages_gone == newest else state.layout.n_bytes / self._recipe.fragments
         way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:
@@ -161,7 +162,8 @@ class CatchingUp:
             return False
         logger.info("fetching %s", chosen.reason)
         self._settle(None)
-        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors))
+        n_elements = state.layout.n_elements
+        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors), n_elements)
         self.n_snapshots += 1
         await self._change(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
@@ -179,16 +181,17 @@ class CatchingUp:
                 self._is_mistrusted = not await self._restore(commit)
             else:
                 self._averages_gone = newest  # unless they come: records are older than what they tell
-                average = await self._fetch(commit.average, donors, ("average",))
+                low, high = self._state.fragment
+                average = await self._fetch(commit.average, donors, ("average",), high - low)
                 self._averages_gone = None
                 await self._apply(commit, average["average"])
             if self._is_mistrusted:
                 return True
         return True
 
-    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> Vectors:
         try:
-            return await self._get(digest, donors, names)
+            return await self._get(digest, donors, names, n)
         except SwarmError:
             self._leave_out_unreachable(donors)
             raise

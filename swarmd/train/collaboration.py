@@ -29,7 +29,7 @@ from swarmd.run_status import RunRow
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
 from swarmd.train.report import report
-from swarmd.train.source import Computed
+from swarmd.train.source import Computed, InnerStep
 from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
@@ -69,6 +69,8 @@ class Collaboration:
         self._swarm = swarm.within
         self.run: Run
         self.run, self._order = self._call(_find_run, self._swarm, run)
+        if self.run.recipe.steps_inside:
+            raise ConfigError(f"{run} takes steps inside its peers (diloco): take part with swarmd train join {run}")
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -198,7 +200,7 @@ class Collaboration:
 
     def _getter(self, layout: Layout) -> Get:
         folder = Path(self._folder.name)
-        return recovery.getter(self._swarm.rpc, folder, layout.dtype, layout.n_elements, Pace(lambda: None))
+        return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
 
 class _LoopSource:
@@ -220,7 +222,10 @@ class _LoopSource:
     async def open(self) -> tuple[Layout, Vector]:
         return self._layout, self._vector
 
-    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+    def inner_vectors(self) -> dict[str, Vector]:
+        raise AssertionError("a run with steps of its own is refused before")
+
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
         self._is_fresh, self._ready = is_fresh, trio.Event()
         self._wanted.set()
         await self._ready.wait()

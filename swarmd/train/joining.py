@@ -187,19 +187,20 @@ class Joining:
             first=self._offered.first,
             n=self._offered.n,
             loss=self._offered.loss,
-            n_elements=state.layout.n_elements if state else 0,
+            n_elements=_n_of(state) or 0,
             dtype=state.layout.dtype if state else "float32",
             receives=state is not None and (self._offered.n > 0 or self._world.can_be_dialled()),
             can_reduce=self._world.can_be_dialled(),
             up_bytes_per_s=up,
             down_bytes_per_s=down,
             late=self._offered.late,
+            anew=self._offered.anew,
         )
 
     # --- leading -----------------------------------------------------------------------------------------------
 
     def _clip(self, average: bytes) -> float:
-        return self._averages.clip_factor(average, self._chronicle.run.recipe.optimizer.clip_norm)
+        return self._averages.clip_factor(average, self._chronicle.run.recipe.clip_norm)
 
     def _open_leader(self) -> Leader:
         """The one for the round after the newest commit; its members hear from it from now on."""
@@ -362,8 +363,7 @@ class Joining:
             return
         state, _ = self._mine()
         before = self.round.group if self.round is not None and self.round.group.round == group.round else None
-        n_elements = state.layout.n_elements if state is not None else None
-        check_group(group, before, n_elements, self._chronicle.run.recipe.precision)
+        check_group(group, before, _n_of(state), self._chronicle.run.recipe.precision)
         if self.round is not None and before is not None:
             self.round.change(group)
             return
@@ -455,3 +455,11 @@ class Joining:
                 logger.warning("%s", error)
             return
         await tell(self._world.rpc, peer, lambda channel: channel.send(message, payload))
+
+
+def _n_of(state: RunState | None) -> int | None:
+    """How many elements the next round averages, where this peer has the model."""
+    if state is None:
+        return None
+    start, end = state.fragment
+    return end - start

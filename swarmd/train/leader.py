@@ -372,6 +372,7 @@ class Leader:
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
             clip=self._clip(average),
             late=commits.some([share.late for share in shares]),
+            anew=commits.some([share.anew for share in shares]),
         )
 
     # --- small things ------------------------------------------------------------------------------------------

@@ -44,14 +44,15 @@ MAX_SNAPSHOTS = 2  # each is a copy of the whole state, made as it changes
 SNAPSHOT_LEASE_S = 30.0  # who fetches asks more often than that
 SHORT_LEASE_S = 4.0  # where others wait for theirs
 
-Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...]], Awaitable[dict[str, Vector]]]
-"""Fetches the vectors that a hash names from donors; the names of those vectors are known. Raises SwarmUnavailable."""
+Vectors = dict[str, Vector]
+Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vectors]]
+"""Fetches the vectors that a hash names from donors; their names and length are known. Raises SwarmUnavailable."""
 
 
-def getter(rpc: Rpc, folder: Path, dtype: str, n_elements: int, pace: Pace) -> Get:
+def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     """The real ``Get``: through a folder, so that a restart goes on where it was."""
 
-    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
         wanted = ModelId(digest.hex())
         manifest = await fetch_manifest(rpc, wanted, donors)
         _check(manifest, dtype, n_elements, names)

@@ -22,7 +22,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
     version, joining = state.version if state else None, trainer.joining
-    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.work.n, trainer.samples_per_s)
+    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.work.n, trainer.computing.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     others = tuple(
         RunPeerRow(
@@ -51,7 +51,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         gathered=round(total.n_samples),
         target=recipe.batch.target,
         left_s=total.left_s,
-        samples_per_s=trainer.samples_per_s,
+        samples_per_s=trainer.computing.samples_per_s,
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
         samples=sum(s.commit.n_samples for s in ledger.sealed),
@@ -71,7 +71,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         shunned=tuple(trainer.members.shunned()),
         device=device,
         worker=worker,
-        failure=failure or trainer.trouble,
+        failure=failure or trainer.trouble or trainer.computing.trouble,
     )
 
 

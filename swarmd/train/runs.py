@@ -292,7 +292,7 @@ class Runs:
     def _getter(self, folder: RunFolder, layout: Layout) -> Get:
         pace = Pace(lambda: None)
         incoming = folder.folder / "incoming"
-        return recovery.getter(self._rpc, incoming, layout.dtype, layout.n_elements, pace)
+        return recovery.getter(self._rpc, incoming, layout.dtype, pace)
 
     async def _save(self, taken: _Taken) -> None:
         try:

@@ -22,17 +22,29 @@ class Computed:
     gathered: Vector
 
 
+@dataclass(frozen=True, slots=True)
+class InnerStep:
+    """A step that a peer takes by itself: the optimizer's learning rate, and its number, counted from 1."""
+
+    learning_rate: float
+    number: int
+
+
 class Source(Protocol):
-    """Computes gradients of draws on the parameters as they are."""
+    """Computes gradients of draws on the parameters as they are, or takes steps of its own by them (train.inner)."""
 
     async def open(self) -> tuple[Layout, Vector]:
         """Get ready; returns the layout, and the parameters that the run begins with. They are changed in place
         while nothing is computed. Raises SwarmError."""
 
-    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
         """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
-        What was returned before stays as it is until the call after next. Raises SourceLost.
+        What was returned before stays as it is until the call after next. With ``step`` their mean is taken as one step
+        of the recipe's optimizer on the inner vectors instead. Raises SourceLost.
         """
+
+    def inner_vectors(self) -> dict[str, Vector]:
+        """What a peer's own steps need (inner.inner_vectors), shared with who calls. Raises SwarmError."""
 
     async def close(self) -> None: ...

@@ -22,7 +22,7 @@ from swarmd.protocol import manifest as manifests
 from swarmd.protocol.commit import Commit
 from swarmd.protocol.configuration import STATE
 from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
-from swarmd.protocol.recipe import Optimizer, Run
+from swarmd.protocol.recipe import Diloco, Optimizer, Recipe, Run
 from swarmd.values import RunId
 
 Vector = npt.NDArray[np.floating]
@@ -75,7 +75,7 @@ class RunState:
         self.run = run
         self.layout = layout
         self.parameters = parameters
-        self.moments = {name: np.zeros_like(parameters) for name in moment_names(run.recipe.optimizer)}
+        self.moments = {name: np.zeros_like(parameters) for name in _outer_moments(run.recipe)}
         self.version = Version(0, run.genesis, 0, Manifest(manifests.VERSION, 0, "", (), ()), b"")
         self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
@@ -108,6 +108,11 @@ class RunState:
     def root(self) -> bytes:
         return self.version.root
 
+    @property
+    def fragment(self) -> tuple[int, int]:
+        """The range [start, end) of elements that the next update averages."""
+        return fragment_of(self.run.recipe, self.steps + 1, self.layout.n_elements)
+
     def measure(self) -> None:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
         self.move_to(self.epoch, self.head, self.steps)
@@ -129,20 +134,18 @@ class RunState:
         return self.snapshots.get(wanted) or next((a for a in self.averages.values() if a.digest == wanted), None)
 
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
-        """Take one step of the recipe's optimizer, and hash the outcome. Call it in a thread."""
+        """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
         live = [s for s in list(self.snapshots.values()) if s.is_live]
-        optimizer = self.run.recipe.optimizer
-        update = _UPDATES[optimizer.kind]
+        low, high = fragment_of(self.run.recipe, steps, len(self.parameters))
         size = CHUNK_BYTES // self.parameters.itemsize
-        for chunk, start in enumerate(range(0, len(self.parameters), size)):
+        for chunk in range(-(-len(self.parameters) // size)):
             for snapshot in live:
                 snapshot.keep(chunk)
-            for at in range(start, min(start + size, len(self.parameters)), BLOCK_ELEMENTS):
-                block = slice(at, min(at + BLOCK_ELEMENTS, start + size, len(self.parameters)))
-                self._decay(block, commit.learning_rate)
-                moments = {name: vector[block] for name, vector in self.moments.items()}
-                gradient = average[block] * self.parameters.dtype.type(commit.clip)
-                update(optimizer, self.parameters[block], gradient, moments, commit.learning_rate, steps)
+            start, end = max(low, chunk * size), min(high, (chunk + 1) * size)
+            for at in range(start, end, BLOCK_ELEMENTS):
+                block = slice(at, min(at + BLOCK_ELEMENTS, end))
+                gradient = average[block.start - low : block.stop - low] * self.parameters.dtype.type(commit.clip)
+                self._update(block, gradient, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)
@@ -159,6 +162,15 @@ class RunState:
         self.snapshots, self.averages = {}, {}
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
+
+    def _update(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
+        recipe, parameters = self.run.recipe, self.parameters[block]
+        moments = {name: vector[block] for name, vector in self.moments.items()}
+        if recipe.steps_inside:
+            _nesterov(recipe.diloco, parameters, gradient, moments)
+            return
+        self._decay(block, learning_rate)
+        _UPDATES[recipe.optimizer.kind](recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
 
     def _decay(self, block: slice, learning_rate: float) -> None:
         """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
@@ -260,11 +272,17 @@ def digest_of(manifest: Manifest) -> bytes:
     return bytes.fromhex(manifests.model_id(manifest))
 
 
-def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """The vectors that an optimizer keeps beside the parameters."""
-    if optimizer.kind == "adamw":
-        return ("moment1", "moment2")
-    return ("momentum",) if optimizer.momentum else ()
+def fragment_of(recipe: Recipe, steps: int, n_elements: int) -> tuple[int, int]:
+    """The range [start, end) of elements that update ``steps``, counted from 1, averages: parts take turns."""
+    n, turn = recipe.fragments, (steps - 1) % recipe.fragments
+    return n_elements * turn // n, n_elements * (turn + 1) // n
+
+
+def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
+    """The vectors that all members keep beside the parameters."""
+    if recipe.steps_inside:
+        return ("momentum",) if recipe.diloco.momentum else ()
+    return recipe.optimizer.moments
 
 
 def clip_factor(average: Vector, limit: float) -> float:
@@ -285,6 +303,17 @@ def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: f
         moments["momentum"] += g
         g = moments["momentum"]
     p -= g * rate
+
+
+def _nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> None:
+    """As torch.optim.SGD with nesterov=True."""
+    if o.momentum:
+        momentum = moments["momentum"]
+        momentum *= o.momentum
+        momentum += g
+        g += momentum * o.momentum
+    g *= o.learning_rate
+    p -= g
 
 
 def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:

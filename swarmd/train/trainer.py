@@ -7,20 +7,17 @@ What to do is decided by ``plan.progress`` from what all members say; this file 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import trio
 
-from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError, SwarmError
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.plan import duty, progress
-from swarmd.plan.arrivals import Arrivals
-from swarmd.plan.ledger import MOST_TARGETS
+from swarmd.plan import progress
 from swarmd.plan.progress import Action, Progress
 from swarmd.protocol import rounds
 from swarmd.protocol.commit import Commit
@@ -32,23 +29,19 @@ from swarmd.train import recovery
 from swarmd.train.averages import Averages
 from swarmd.train.catching_up import CatchingUp
 from swarmd.train.chronicle import Chronicle
+from swarmd.train.computing import Computing
 from swarmd.train.disk import RunFolder, read_vectors
 from swarmd.train.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.members import Members
 from swarmd.train.recovery import Get, Givers
 from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
-from swarmd.train.work import Work
 from swarmd.train.world import News, World
 from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
-RETRY_S = 1.0  # nothing to do: others' commits may have come
-MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
-SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
-NEWS_AT = 0.2  # of its last announced speed: a change that others should know
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
 
 
@@ -69,15 +62,15 @@ class Trainer:
         self.me = world.rpc.network.peer_id
         self.why = "starting"
         self.trouble = ""
-        self.samples_per_s = 0.0
         self.state: RunState | None = None
-        self.work = Work(self.me, run.recipe.overlaps)
         self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
         self._news = News()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
+        self.computing = Computing(world, self.ledger, self._news)
+        self.work = self.computing.work
         self._averages = Averages()
-        own = (self._averages, self._news, lambda: (self.state, self.work.given))
+        own = (self._averages, self._news, lambda: (self.state, self.work.offered))
         self.joining = Joining(world, self.chronicle, self.members, *own)
         self.catching_up: CatchingUp | None = None
         self._world = world
@@ -85,11 +78,7 @@ class Trainer:
         self._folder = folder
         self._make_get = make_get
         self._givers = Givers()
-        self._batches = Arrivals(least_s=1.0, first_s=60.0)
-        self._is_computing = False
-        self._may_compute = False
         self._paused: dict[str, str] = {}  # by whom: why
-        self._announced_rate = 0.0
         self._announced_head = b""
         self._tasks = Tasks()
 
@@ -102,8 +91,8 @@ class Trainer:
             await nursery.start(self.joining.run)
             task_status.started()
             if self._source is not None:
-                await self._load(self._source)
-                nursery.start_soon(self._compute, self._source)
+                state = await self._load(self._source)
+                nursery.start_soon(self.computing.run, self._source, state)
             nursery.start_soon(self._keep_house)
             self._world.announce()
             while True:
@@ -112,7 +101,7 @@ class Trainer:
                 if not mark.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _load(self, source: Source) -> None:
+    async def _load(self, source: Source) -> RunState:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
@@ -132,6 +121,7 @@ class Trainer:
             self._settle,
         )
         self.state = state
+        return state
 
     async def _resume_from_disk(self, state: RunState) -> None:
         """Begin with the newest checkpoint that is what it says."""
@@ -160,7 +150,7 @@ class Trainer:
         if self.state is None or self.catching_up is None:
             await self._help()
         elif self.catching_up.is_due:
-            await self._hold()
+            await self.computing.hold()
             await self.catching_up.advance()
             self.why = self.catching_up.why
             self._on_state(self.state)
@@ -168,7 +158,7 @@ class Trainer:
         elif idle := self.why_idle():
             self.why = idle
             self.joining.close_leader()
-            await self._hold()
+            await self.computing.hold()
             await self._follow_others()
         else:
             decision = self._decide(self.state)
@@ -176,15 +166,15 @@ class Trainer:
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
-                await self._offer()
+                await self.computing.offer()
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
-                self._go_on()
+                self.computing.go_on()
 
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.progress`` says, if nothing that only this peer knows speaks against it."""
         others = self.members.progress(trio.current_time())
-        me = Progress(self.me, state.epoch, state.head, self.work.n, self.samples_per_s)
+        me = Progress(self.me, state.epoch, state.head, self.work.n, self.computing.samples_per_s)
         decision = progress.decide(me, others, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
@@ -221,80 +211,11 @@ class Trainer:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 
-    # --- computing ---------------------------------------------------------------------------------------------
-
-    async def _compute(self, source: Source) -> None:
-        """Gather gradients, one micro-batch after the other, while nothing else holds the vectors."""
-        assert self.state is not None
-        while True:
-            while not self._may_compute or self.work.n >= MOST_TARGETS * self.run_spec.recipe.batch.target:
-                await self._news.wait()
-            head, since, begun = self.state.head, self.work.since, trio.current_time()
-            first = self.work.next_draw(self.ledger.next_draw.get(self.me, 0))
-            self._is_computing = True
-            try:
-                done = await source.compute(first, self._n_at_once(), is_fresh=not since.n)
-            except SwarmError as error:  # of the worker, or of data that nobody gives now
-                self.trouble = str(error)
-                logger.warning("%s", error)
-                await trio.sleep(RETRY_S)
-                continue
-            finally:
-                self._is_computing = False
-                self._news.notify()
-            if not math.isfinite(done.loss):
-                self.trouble = "the loss is not finite: what was gathered is dropped"
-                self.work.drop_since()
-                continue
-            if since is not self.work.since or head != self.state.head:
-                continue  # it came too late, and was computed on what is no longer the state
-            self.work.add(first, done.n, done.loss, done.gathered)
-            took_s = max(trio.current_time() - begun, 1e-6)
-            rest_s = duty.rest_s(took_s, self._world.share())
-            self._note_speed(done.n, took_s + rest_s)
-            if rest_s:
-                await trio.sleep(rest_s)
-
-    def _n_at_once(self) -> int:
-        """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
-        most = self.run_spec.recipe.batch.micro
-        return most if not self.samples_per_s else max(1, min(most, int(MICRO_BATCH_S * self.samples_per_s)))
-
-    def _note_speed(self, n: int, took_s: float) -> None:
-        """Remember how fast it goes, and tell others when that has changed."""
-        self._batches.add(took_s)
-        self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
-        if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
-            self._announced_rate = self.samples_per_s
-            self._world.announce()
-
-    async def _hold(self) -> None:
-        """Let nothing new be computed; a micro-batch under way is waited for as long as such ones take."""
-        self._may_compute = False
-        with trio.move_on_after(self._batches.limit_s()):
-            while self._is_computing:
-                await self._news.wait()
-
-    async def _offer(self) -> None:
-        """Give what is there to a round; where it overlaps with computing, go on for the next one."""
-        await self._hold()
-        await self._world.off_loop(self.work.offer)
-        if self.run_spec.recipe.overlaps:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Let more be computed."""
-        if not self._may_compute:
-            self._may_compute = True
-            self._news.notify()
+    # --- the state --------------------------------------------------------------------------------------------------
 
     def _settle(self, commit: Commit | None) -> None:
-        """What was computed is counted, or (None) no longer can be."""
-        if commit is None:
-            self.work.drop()
-        else:
-            self.joining.retry_at = 0.0  # that was of the round before
-            self.work.settle(commit)
+        self.joining.retry_at = 0.0  # that was of the round before
+        self.computing.settle(commit)
 
     def _on_state(self, state: RunState) -> None:
         """The state may be that of another update now: say so, and keep it now and then."""
@@ -333,7 +254,8 @@ class Trainer:
     def pause(self, reason: str, by: str = "owner") -> None:
         """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
         self._paused[by] = reason
-        self._may_compute &= not reason
+        if reason:
+            self.computing.stop()
         self._news.notify()
 
     # --- what others ask ---------------------------------------------------------------------------------------
@@ -419,7 +341,7 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
-            "samples_per_s": 0.0 if self.why_idle() else self.samples_per_s,
+            "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

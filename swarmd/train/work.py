@@ -1,13 +1,13 @@
-"""What a peer has computed and no commit has counted yet.
+"""What a peer has computed and no commit has counted yet: what it has *offered* to a round, and what came *since*.
 
-Where all wait for the round, that is one sum of gradients. Where peers compute on meanwhile (Recipe.overlaps), there
-are two: what the peer has *offered* to the round, and what it has gathered *since*, on the same state. When the round
-is committed the second one is *late*: it belongs to the state before, and the next commit says so. What was offered
-and is not counted is lost, and so is what would be late by two states.
+Where peers compute on while a round averages (Recipe.overlaps), what came since was computed on the same state as what
+was offered: when the round is committed it is *late*, it belongs to the state before, and the next commit says so. What
+was offered and is not counted is lost, and so is what would be late by two states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmd.protocol.commit import Commit
@@ -18,7 +18,7 @@ from swarmd.train.state import Vector
 class Gathered:
     """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
 
-    The first ``late`` of them were computed on the state before the newest.
+    The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones.
     """
 
     first: int = 0
@@ -26,6 +26,7 @@ class Gathered:
     loss: float = 0.0
     vector: Vector | None = None
     late: int = 0
+    anew: bool = False
 
     @property
     def end(self) -> int:
@@ -48,35 +49,38 @@ class Work:
         """Samples towards the next commits."""
         return self.offered.n + self.since.n
 
-    @property
-    def given(self) -> Gathered:
-        """What this peer joins a round with."""
-        return self.offered if self._overlaps else self.since
-
     def next_draw(self, counted: int) -> int:
         """The draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
         return self.since.end if self.since.n else self.offered.end if self.offered.n else counted
 
-    def add(self, first: int, n: int, loss: float, gathered: Vector) -> None:
+    def add(self, first: int, n: int, loss: float, gathered: Vector, anew: bool = False) -> None:
         """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
-        old = self.since if self.since.n else Gathered(first)
-        self.since = Gathered(old.first, old.n + n, old.loss + loss, gathered, old.late)
+        old = self.since if self.since.n else Gathered(first, anew=anew)
+        self.since = replace(old, n=old.n + n, loss=old.loss + loss, vector=gathered)
 
-    def offer(self) -> None:
-        """What is there goes into the round; what comes from now on is for the next one. Call it in a thread."""
+    def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
+        """What is there goes into the round; what comes from now on is for the next one. Call it in a thread.
+
+        ``of_own_steps`` says what so many samples have come to, where that is no sum of gradients (train.inner).
+        """
         old, new = self.offered, self.since
-        if not self._overlaps or new.vector is None:
+        if old.n and new.anew:
+            self.drop()  # it is no whole
             return
-        if old.vector is None:
-            self.offered, self.since = replace(new, vector=new.vector.copy()), Gathered()
+        if new.vector is None:
             return
-        both = old.vector + new.vector
-        self.offered = Gathered(old.first, old.n + new.n, old.loss + new.loss, both, old.late + new.late)
+        n = old.n + new.n
+        if of_own_steps is not None:
+            vector = of_own_steps(n)
+        else:
+            vector = new.vector.copy() if old.vector is None else old.vector + new.vector
+        first = old if old.n else new
+        self.offered = Gathered(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
         self.since = Gathered()
 
     def settle(self, commit: Commit) -> None:
         """A commit on the state that all of this was computed on was applied."""
-        given, before = self.given, self.n
+        given, before = self.offered, self.n
         n_counted = sum(c.n for c in commit.contributors if given.n and (c.peer, c.first) == (self._me, given.first))
         is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or given.n > n_counted
         self.offered = Gathered()

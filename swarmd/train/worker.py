@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +19,11 @@ from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.recipe import Run
+from swarmd.protocol.recipe import LOCAL, Run
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
 from swarmd.train.data import Data
-from swarmd.train.source import Computed, SourceLost
+from swarmd.train.source import Computed, InnerStep, SourceLost
 from swarmd.train.state import Layout, Vector
 from swarmd.values import ModelId
 from swarmd.weights.supply import Supply
@@ -66,9 +66,13 @@ class WorkerSource:
         await self._start()
         assert self._layout is not None
         assert self._memory is not None
-        return self._layout, self._memory.vectors[0]
+        return self._layout, self._memory.vectors["parameters"]
 
-    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+    def inner_vectors(self) -> dict[str, Vector]:
+        assert self._memory is not None
+        return {name: self._memory.vectors[name] for name in self._run.recipe.shared_vectors[1:]}
+
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
         rows = await self._data.read(self._peer, first, n)
         begun = trio.current_time()
         try:
@@ -76,14 +80,21 @@ class WorkerSource:
                 await self._start()
             assert self._memory is not None
             into = 1 - self._into
-            request = Compute(n=n, seed=self._data.seed(self._peer, first), into=into, is_fresh=is_fresh)
+            request = Compute(
+                n=n,
+                seed=self._data.seed(self._peer, first),
+                into=into,
+                is_fresh=is_fresh,
+                step=step.number if step is not None else 0,
+                learning_rate=step.learning_rate if step is not None else 0.0,
+            )
             answer, _ = await self._ask(request, rows.tobytes(), 10 * self._took.limit_s(), ComputedRows)
         except (WorkerLost, RemoteProtocolError) as error:
             await self.close()
             raise SourceLost(f"the training worker was lost: {error}") from None
         self._took.add(trio.current_time() - begun)
         self._into = into
-        return Computed(n, answer.loss, self._memory.vectors[1 + into])
+        return Computed(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -101,7 +112,7 @@ class WorkerSource:
         layout = Layout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
         is_new = self._memory is None
         if self._memory is None or self._layout != layout:
-            self._layout, self._memory = layout, _Memory(layout)
+            self._layout, self._memory = layout, _Memory(layout, self._run.recipe.shared_vectors)
         await self._ask(MapRun(path=str(self._memory.path), init=is_new), b"", LOAD_TIMEOUT_S, RunMapped)
 
     async def _ask(
@@ -130,11 +141,11 @@ class WorkerSource:
 
 
 class _Memory:
-    """Parameters and two sums of gradients, in memory that another process can map."""
+    """Vectors in memory that another process can map."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, names: Sequence[str]) -> None:
         self._folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        n_bytes = max(1, 3 * layout.n_bytes)
+        n_bytes = max(1, len(names) * layout.n_bytes)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map
         try:
             os.posix_fallocate(self._file.fileno(), 0, n_bytes)
@@ -145,7 +156,7 @@ class _Memory:
         self._map = mmap.mmap(self._file.fileno(), n_bytes)
         whole: Vector = np.frombuffer(self._map, layout.dtype)
         n = layout.n_elements
-        self.vectors = [whole[i * n : (i + 1) * n] for i in range(3)]
+        self.vectors = {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
 
     @property
     def path(self) -> Path:

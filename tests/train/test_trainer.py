@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.train.source import Computed
+from swarmd.train.source import Computed, InnerStep
 from swarmd.train.state import Snapshot
 from tests.train.world import replay, training
 
@@ -148,8 +148,8 @@ async def test_micro_batch_that_ends_after_its_peer_has_joined_is_not_of_that_ro
         assert slow.source is not None
         compute = slow.source.compute
 
-        async def late_now_and_then(first: int, n: int, is_fresh: bool) -> Computed:
-            done = await compute(first, n, is_fresh)
+        async def late_now_and_then(first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+            done = await compute(first, n, is_fresh, step)
             while first % 8 == 0 and not is_fresh and not slow.trainer.joining.doing:
                 await trio.sleep(0.01)
             return done

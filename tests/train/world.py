@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import trio
 
+from swarmd.compute.inner import take_step
 from swarmd.errors import Code, Refused
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.sim import SimNetwork, SimWorld
@@ -33,8 +34,8 @@ from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_ru
 from swarmd.protocol.records import Catalog, RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
-from swarmd.train.source import Computed
-from swarmd.train.state import Layout, Vector
+from swarmd.train.source import Computed, InnerStep, SourceLost
+from swarmd.train.state import Layout, Vector, fragment_of
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
 from swarmd.values import PeerId
@@ -53,16 +54,31 @@ def gradient(parameters: Vector, seed: int, peer: str, draw: int) -> tuple[float
     return float(np.dot(difference, difference)) / 2, difference
 
 
+def inner_step(recipe: Recipe, inner: dict[str, Vector], peer: str, draws: range, step: InnerStep) -> float:
+    """One step of a peer's own by the mean gradient of its draws; returns their summed loss."""
+    computed = [gradient(inner["local"], recipe.seed, peer, draw) for draw in draws]
+    mean = sum(change for _, change in computed) / inner["local"].dtype.type(len(draws))
+    pieces = {name: [torch.from_numpy(v)[:36].view(6, 6), torch.from_numpy(v)[36:]] for name, v in inner.items()}
+    parameters = pieces.pop("local")
+    for parameter, piece in zip(parameters, (mean[:36].reshape(6, 6), mean[36:]), strict=True):
+        parameter.grad = torch.from_numpy(piece)
+    take_step(recipe.optimizer, parameters, pieces, step.learning_rate, step.number)
+    return float(sum(loss for loss, _ in computed))
+
+
 class ToySource:
     """Computes in virtual time. ``spoil`` changes what it gathered, as a liar's would be."""
 
-    def __init__(self, seed: int, peer: str, sample_s: float, dtype: str) -> None:
+    def __init__(self, recipe: Recipe, peer: str, sample_s: float) -> None:
+        dtype = recipe.precision
         self.layout = Layout((("w", (6, 6)), ("b", (N_ELEMENTS - 36,))), dtype)
         self.parameters: Vector = np.full(N_ELEMENTS, 3.0, dtype)
         self.sample_s = sample_s
         self.began_at = 0.0
+        self.lose = False
         self.spoil: Callable[[Vector], Vector] = lambda vector: vector
-        self._seed, self._peer = seed, peer
+        self._recipe, self._seed, self._peer = recipe, recipe.seed, peer
+        self.inner = {name: np.zeros(N_ELEMENTS, dtype) for name in recipe.shared_vectors[1:]}
         self._gathered: Vector = np.zeros(N_ELEMENTS, dtype)
 
     async def open(self) -> tuple[Layout, Vector]:
@@ -70,9 +86,18 @@ class ToySource:
         await trio.sleep(0.5)
         return self.layout, self.parameters
 
-    async def compute(self, first: int, n: int, is_fresh: bool) -> Computed:
+    def inner_vectors(self) -> dict[str, Vector]:
+        return self.inner
+
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
         frozen = self.parameters.copy()
         await trio.sleep(n * self.sample_s)
+        if step is not None:
+            if self.lose:  # in the middle of a step
+                self.lose, self.inner["local"][:] = False, np.nan
+                raise SourceLost("it was lost")
+            loss = inner_step(self._recipe, self.inner, self._peer, range(first, first + n), step)
+            return Computed(n, loss, self.inner["local"])
         total = np.zeros_like(self._gathered) if is_fresh else self._gathered.copy()
         loss = 0.0
         for draw in range(first, first + n):
@@ -152,7 +177,7 @@ class TrainingWorld:
         identity = identity or Identity(self.rng.randbytes(32))
         peer = identity.peer_id
         network = self.world.join(peer)
-        source = ToySource(self.recipe.seed, peer, sample_s, self.recipe.precision) if role == "train" else None
+        source = ToySource(self.recipe, peer, sample_s) if role == "train" else None
         member = Member(identity, network, None, None, source)  # type: ignore[arg-type]
         member.rpc = Rpc(network, member)  # type: ignore[arg-type]
         world = World(
@@ -290,17 +315,18 @@ class TrainingWorld:
         return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer))), until
 
     def _getter(self, me: PeerId, layout: Layout) -> Get:
-        async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...]) -> dict[str, Vector]:
+        async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> dict[str, Vector]:
             await trio.sleep(0.2)
             for peer in donors:
                 member = None if self.world.is_cut(me, peer) else self.members.get(peer)
                 found = member.trainer.find(digest) if member is not None else None
                 if found is not None:
-                    n = range(len(found.manifest.tensors))
-                    return {
-                        found.manifest.tensors[i].name: np.frombuffer(found.read((i, 0)), layout.dtype).copy()
-                        for i in n
+                    vectors = {
+                        tensor.name: np.frombuffer(found.read((i, 0)), layout.dtype).copy()
+                        for i, tensor in enumerate(found.manifest.tensors)
                     }
+                    assert {len(vector) for vector in vectors.values()} == {n}
+                    return vectors
             raise Refused(Code.NOT_HELD, "no donor holds it")
 
         return get
@@ -352,6 +378,65 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
             torch.nn.utils.clip_grad_norm_([matrix, bias], clip_norm)
         optimizer.step()
     return torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
+
+
+@dataclass
+class Stepping:
+    """A contributor of a DiLoCo run as a replay has it: its vectors, its steps, and the fragment that it gave last."""
+
+    inner: dict[str, Vector]
+    steps: int = 0
+    given: Vector | None = None
+
+
+def replay_diloco(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
+    """What one machine comes to that takes every step the ledger counted, each peer's in its turn: the same bits."""
+    recipe = world.recipe
+    now: Vector = np.full(N_ELEMENTS, 3.0, recipe.precision)
+    before, momentum = now, np.zeros_like(now)
+    peers: dict[str, Stepping] = {}
+    for k, sealed in enumerate(ledger.sealed[:epoch]):
+        commit = sealed.commit
+        last = fragment_of(recipe, k, N_ELEMENTS)
+        low, high = fragment_of(recipe, k + 1, N_ELEMENTS)
+        total: Vector = np.zeros(high - low, recipe.precision)
+        for i, c in enumerate(commit.contributors):
+            late = commit.late[i] if commit.late else 0
+            if commit.anew and commit.anew[i]:
+                zeros = {name: np.zeros_like(now) for name in recipe.optimizer.moments}
+                peers[c.peer] = Stepping({"local": (before if late else now).copy(), **zeros})
+            one = peers[c.peer]
+            size = recipe.diloco.batch
+            for at in range(0, c.n, size):
+                if at == late and k:
+                    _take_over(one, now, *last)
+                one.steps += 1
+                rate = recipe.learning_rate(k if at < late else k + 1)
+                draws = range(c.first + at, c.first + at + size)
+                inner_step(recipe, one.inner, c.peer, draws, InnerStep(rate, one.steps))
+            if late == c.n and k:
+                _take_over(one, now, *last)
+            one.given = one.inner["local"][low:high].copy()
+            total += (now[low:high] - one.given) * c.n
+        for peer, one in peers.items():
+            if peer not in {c.peer for c in commit.contributors}:
+                one.given = None
+        average = total / commit.n_samples
+        before, now = now, now.copy()
+        momentum[low:high] = momentum[low:high] * recipe.diloco.momentum + average
+        now[low:high] -= (average + momentum[low:high] * recipe.diloco.momentum) * recipe.diloco.learning_rate
+    return now
+
+
+def _take_over(one: Stepping, now: Vector, low: int, high: int) -> None:
+    """As the peer did at that draw: the update's fragment, with what it had done to it since it gave it."""
+    mine = one.inner["local"][low:high]
+    if one.given is None:
+        mine[:] = now[low:high]
+    else:
+        mine -= one.given
+        mine += now[low:high]
+    one.given = None
 
 
 def torch_optimizer(o: Optimizer, matrices: list[torch.Tensor], rest: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -1,0 +1,155 @@
+"""What computes for a run on this peer: one micro-batch after the other, while nothing else holds the vectors."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.plan import duty
+from swarmd.plan.arrivals import Arrivals
+from swarmd.plan.ledger import MOST_TARGETS, Ledger
+from swarmd.protocol.commit import Commit
+from swarmd.train.inner import Inner
+from swarmd.train.source import Computed, InnerStep, Source
+from swarmd.train.state import RunState
+from swarmd.train.work import Work
+from swarmd.train.world import News, World
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # what computes was lost, or nobody gives its data now
+MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
+SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
+NEWS_AT = 0.2  # of its last announced speed: a change that others should know
+
+
+class Computing:
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people."""
+
+    def __init__(self, world: World, ledger: Ledger, news: News) -> None:
+        self.trouble = ""
+        self.samples_per_s = 0.0
+        self._me = world.rpc.network.peer_id
+        self._recipe = ledger.run.recipe
+        self.work = Work(self._me, self._recipe.overlaps)
+        self._world = world
+        self._ledger = ledger
+        self._news = news
+        self._inner: Inner | None = None
+        self._batches = Arrivals(least_s=1.0, first_s=60.0)
+        self._is_computing = False
+        self._is_allowed = False
+        self._announced_rate = 0.0
+
+    async def run(self, source: Source, state: RunState) -> None:
+        """Compute while it is allowed, until cancelled."""
+        if self._recipe.steps_inside:
+            self._inner = Inner(state, source.inner_vectors())
+        while True:
+            while not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
+                await self._news.wait()
+            self._is_computing = True
+            try:
+                await self._micro_batch(source, state)
+            except SwarmError as error:  # of the worker, or of data that nobody gives now
+                self.trouble = str(error)
+                logger.warning("%s", error)
+                if self._inner is not None:
+                    self._inner.spoil()
+                self._is_computing = False
+                await trio.sleep(RETRY_S)
+            finally:
+                self._is_computing = False
+                self._news.notify()
+
+    async def _micro_batch(self, source: Source, state: RunState) -> None:
+        """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
+        inner, begun = self._inner, trio.current_time()
+        if inner is not None:
+            await self._world.off_loop(inner.follow, self.work)
+        head, since = state.head, self.work.since
+        first = self.work.next_draw(self._ledger.next_draw.get(self._me, 0))
+        step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
+        done = await source.compute(first, self._n_at_once(), not since.n, step)
+        if not math.isfinite(done.loss):
+            self.trouble = "the loss is not finite: what was gathered is dropped"
+            self.work.drop_since()
+        elif since is not self.work.since or head != state.head:
+            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
+        else:
+            self._add(first, done)
+        self._is_computing = False
+        self._news.notify()
+        took_s = max(trio.current_time() - begun, 1e-6)
+        rest_s = duty.rest_s(took_s, self._world.share())
+        self._note_speed(done.n, took_s + rest_s)
+        if rest_s:
+            await trio.sleep(rest_s)
+
+    def _add(self, first: int, done: Computed) -> None:
+        if self._inner is None:
+            self.work.add(first, done.n, done.loss, done.gathered)
+            return
+        self.work.add(first, done.n, done.loss, done.gathered, self._inner.is_anew)
+        self._inner.is_anew = False
+        self._inner.steps += 1
+
+    def _n_at_once(self) -> int:
+        """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
+        if self._recipe.steps_inside:
+            return self._recipe.diloco.batch
+        most = self._recipe.batch.micro
+        return most if not self.samples_per_s else max(1, min(most, int(MICRO_BATCH_S * self.samples_per_s)))
+
+    def _note_speed(self, n: int, took_s: float) -> None:
+        """Remember how fast it goes, and tell others when that has changed."""
+        self._batches.add(took_s)
+        self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
+        if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
+            self._announced_rate = self.samples_per_s
+            self._world.announce()
+
+    # --- what the trainer calls --------------------------------------------------------------------------------
+
+    @property
+    def longest_s(self) -> float:
+        """How long a micro-batch takes at most, as far as is known."""
+        return self._batches.limit_s()
+
+    def go_on(self) -> None:
+        """Let more be computed."""
+        if not self._is_allowed:
+            self._is_allowed = True
+            self._news.notify()
+
+    def stop(self) -> None:
+        """Let nothing new be computed."""
+        self._is_allowed = False
+
+    async def hold(self) -> None:
+        """Let nothing new be computed; a micro-batch under way is waited for as long as such ones take."""
+        self.stop()
+        with trio.move_on_after(self._batches.limit_s()):
+            while self._is_computing:
+                await self._news.wait()
+
+    async def offer(self) -> None:
+        """Give what is there to a round; where that overlaps with computing, go on for the next one."""
+        await self.hold()
+        if self._inner is None:
+            await self._world.off_loop(self.work.offer)
+        elif not self._is_computing:  # else its parameters change: what was offered before is offered again
+            await self._world.off_loop(self._inner.follow, self.work)
+            await self._world.off_loop(self.work.offer, self._inner.contribution)
+        if self._recipe.overlaps:
+            self.go_on()
+
+    def settle(self, commit: Commit | None) -> None:
+        """What was computed is counted, or (None) no longer can be."""
+        if commit is None:
+            self.work.drop()
+        else:
+            self.work.settle(commit)

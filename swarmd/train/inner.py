@@ -1,0 +1,66 @@
+"""Steps that a peer takes by itself between the run's updates, and what of them it gives to a round.
+
+DiLoCo (Douillard et al. 2023, 2311.08105): each peer goes on from the run's parameters with an optimizer of its own;
+the difference is what the round averages, as if it were a gradient. Where fragments take turns (Streaming DiLoCo,
+2501.18512) peers compute on while one travels: what they have done to it meanwhile stays, on top of what the round
+came to, and counts in its next turn. Call all of it while nothing is computed.
+"""
+
+from __future__ import annotations
+
+from swarmd.protocol.recipe import LOCAL
+from swarmd.train.state import RunState, Vector, fragment_of
+from swarmd.train.work import Work
+
+
+class Inner:
+    """See the module. ``vectors`` are the peer's own parameters and its optimizer's moments; ``steps`` counts them."""
+
+    def __init__(self, state: RunState, vectors: dict[str, Vector]) -> None:
+        self.steps = 0
+        self.is_anew = True
+        self._state = state
+        self._vectors = vectors
+        self._followed = state.steps
+        self._n_wasted = 0
+        self._offered: tuple[int, Vector] | None = None  # of the fragment from this element on, as it was given
+        self._is_spoiled = True
+
+    def spoil(self) -> None:
+        """What computes was lost, perhaps in the middle of a step."""
+        self._is_spoiled = True
+
+    def follow(self, work: Work) -> None:
+        """Be on the run's present state. Where steps were taken that nobody counts, they are undone: begin anew."""
+        self._is_spoiled |= work.n_wasted != self._n_wasted or self._state.steps not in (
+            self._followed,
+            self._followed + 1,
+        )
+        if self._is_spoiled:
+            work.drop_since()
+            for vector in self._vectors.values():
+                vector[:] = 0
+            self._vectors[LOCAL][:] = self._state.parameters
+            self.steps, self.is_anew, self._offered, self._is_spoiled = 0, True, None, False
+        elif self._state.steps > self._followed:
+            self._take_over(*fragment_of(self._state.run.recipe, self._state.steps, len(self._state.parameters)))
+        self._followed, self._n_wasted = self._state.steps, work.n_wasted
+
+    def contribution(self, n: int) -> Vector:
+        """The difference that ``n`` samples have made to the fragment whose turn it is, times ``n``."""
+        low, high = self._state.fragment
+        mine = self._vectors[LOCAL][low:high]
+        self._offered = low, mine.copy()
+        difference: Vector = self._state.parameters[low:high] - mine
+        difference *= n
+        return difference
+
+    def _take_over(self, low: int, high: int) -> None:
+        """An update has changed a fragment: go on from there, with what was done to it since it was given."""
+        mine = self._vectors[LOCAL][low:high]
+        if self._offered is None or self._offered[0] != low:
+            mine[:] = self._state.parameters[low:high]
+        else:
+            mine -= self._offered[1]
+            mine += self._state.parameters[low:high]
+        self._offered = None

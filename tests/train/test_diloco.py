@@ -1,0 +1,105 @@
+"""Steps inside, averaged seldom, in virtual time: as one machine that replays every peer's steps, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.net.sim import Link
+from swarmd.protocol.recipe import Batch, Diloco, Optimizer
+from tests.train.world import N_ELEMENTS, TrainingWorld, replay_diloco, training
+
+SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
+
+
+def recipe(fragments: int, **optimizer: Any) -> dict[str, Any]:
+    return {
+        "synchronisation": "diloco",
+        "diloco": Diloco(batch=4, fragments=fragments),
+        "optimizer": Optimizer(**{"learning_rate": 0.02, **optimizer}),
+        "batch": Batch(target=96, micro=2, tokens=8),
+    }
+
+
+def check(world: TrainingWorld) -> None:
+    """Everybody's state is what a replay of the ledger comes to."""
+    for member in world.trainers():
+        assert member.trainer.state is not None
+        expected = replay_diloco(world, world.ledger, member.trainer.state.epoch)
+        assert np.array_equal(member.trainer.state.parameters, expected)
+
+
+def loss(world: TrainingWorld) -> float:
+    return float(np.mean(world.ledger.losses()[-4:]))
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+@pytest.mark.parametrize("optimizer", [{"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "momentum": 0.5}])
+async def test_the_ledger_is_replayed_bit_for_bit(
+    virtual_time: MockClock, fragments: int, optimizer: dict[str, Any]
+) -> None:
+    async with training(seed=1, n=3, **recipe(fragments, **optimizer)) as world:
+        world.world.link = SLOW
+        world.add(sample_s=0.2)
+        await world.until(20)
+        check(world)
+        sealed = world.ledger.sealed
+        assert loss(world) < 0.8 * world.ledger.losses()[0]
+        assert any(s.commit.late for s in sealed) == (fragments > 1), "who streams does not wait"
+        assert len({c.n for c in sealed[-1].commit.contributors}) > 1, "each at its own speed"
+        counted = sum(s.commit.n_samples for s in sealed)
+        assert sum(m.trainer.work.n_wasted for m in world.trainers()) <= 0.05 * counted
+
+
+async def test_a_fragment_is_a_part_of_the_bytes(virtual_time: MockClock) -> None:
+    async with training(seed=2, **recipe(8)) as world:
+        member = await world.in_a_round("member")
+        live = member.trainer.joining.round
+        assert live is not None
+        assert live.group.n_elements == N_ELEMENTS // 8
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+@pytest.mark.parametrize("victim", ["leader", "member"])
+async def test_run_goes_on_without(virtual_time: MockClock, victim: str, fragments: int) -> None:
+    """Who dies, who comes back, who joins late: what has no count is undone, and the ledger says who began anew."""
+    async with training(seed=3, n=5, n_anchors=3, **recipe(fragments)) as world:
+        world.world.link = SLOW
+        await world.until(3)
+        for _ in range(2):
+            world.crash(await world.in_a_round(victim))
+            await world.until(world.epoch + 3)
+        late = world.add()
+        away = world.trainers()[0]
+        world.cut({away.peer}, set(world.members) - {away.peer})
+        epoch = world.epoch
+        while world.epoch < epoch + 2:
+            await trio.sleep(0.1)
+        world.heal()
+        await world.until(world.epoch + 5)
+        assert late.trainer.work.n_counted > 0
+        assert any(away.peer in peers for peers in world.contributors(3))
+        check(world)
+        anew = [
+            c.peer
+            for s in world.ledger.sealed
+            for c, yes in zip(s.commit.contributors, s.commit.anew, strict=False)
+            if yes
+        ]
+        assert {late.peer, away.peer} <= set(anew)
+
+
+async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock) -> None:
+    async with training(seed=4, n=3, **recipe(4)) as world:
+        world.world.link = SLOW
+        await world.until(4)
+        member = world.trainers()[0]
+        assert member.source is not None
+        member.source.lose = True
+        await world.until(world.epoch + 6)
+        check(world)
+        assert all(member.peer in peers for peers in world.contributors(2))
