@@ -62,7 +62,6 @@ class CatchingUp:
         self._me = world.rpc.network.peer_id
         self._chronicle = chronicle
         self._ledger = chronicle.ledger
-        self._recipe = chronicle.run.recipe
         self._members = members
         self._averages = averages
         self._end_round = end_round
@@ -146,7 +145,7 @@ class CatchingUp:
         order = self._chronicle.order
         if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
-        average_bytes = math.inf if self._averages_gone == newest else state.layout.n_bytes / self._recipe.fragments
+        average_bytes = math.inf if self._averages_gone == newest else state.n_averaged * state.parameters.itemsize
         way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:
@@ -181,8 +180,7 @@ class CatchingUp:
                 self._is_mistrusted = not await self._restore(commit)
             else:
                 self._averages_gone = newest  # unless they come: records are older than what they tell
-                low, high = self._state.fragment
-                average = await self._fetch(commit.average, donors, ("average",), high - low)
+                average = await self._fetch(commit.average, donors, ("average",), self._state.n_averaged)
                 self._averages_gone = None
                 await self._apply(commit, average["average"])
             if self._is_mistrusted:

@@ -187,7 +187,7 @@ class Joining:
             first=self._offered.first,
             n=self._offered.n,
             loss=self._offered.loss,
-            n_elements=_n_of(state) or 0,
+            n_elements=state.n_averaged if state else 0,
             dtype=state.layout.dtype if state else "float32",
             receives=state is not None and (self._offered.n > 0 or self._world.can_be_dialled()),
             can_reduce=self._world.can_be_dialled(),
@@ -286,9 +286,8 @@ class Joining:
     def _begin_again(self, leader: Leader, wait_s: float) -> None:
         """Who joined here is to join anew."""
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
-        for peer in leader.joined:
-            if peer != self._me:
-                self._tasks.start_soon(self._tell, peer, pulse)
+        for peer in leader.joined.keys() - {self._me}:
+            self._tasks.start_soon(self._tell, peer, pulse)
 
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Who joined here learns who leads instead."""
@@ -299,8 +298,7 @@ class Joining:
 
     async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
-        others = joined | set(self._members.look(trio.current_time()))
-        await self._chronicle.spread(self._tasks, raw, others)
+        await self._chronicle.spread(self._tasks, raw, joined | set(self._members.look(trio.current_time())))
 
     # --- what comes from others --------------------------------------------------------------------------------
 
@@ -363,7 +361,7 @@ class Joining:
             return
         state, _ = self._mine()
         before = self.round.group if self.round is not None and self.round.group.round == group.round else None
-        check_group(group, before, _n_of(state), self._chronicle.run.recipe.precision)
+        check_group(group, before, state.n_averaged if state else None, self._chronicle.run.recipe.precision)
         if self.round is not None and before is not None:
             self.round.change(group)
             return
@@ -455,11 +453,3 @@ class Joining:
                 logger.warning("%s", error)
             return
         await tell(self._world.rpc, peer, lambda channel: channel.send(message, payload))
-
-
-def _n_of(state: RunState | None) -> int | None:
-    """How many elements the next round averages, where this peer has the model."""
-    if state is None:
-        return None
-    start, end = state.fragment
-    return end - start

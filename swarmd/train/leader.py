@@ -23,13 +23,7 @@ from swarmd.protocol.backing import Share
 from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.fields import Message
 from swarmd.protocol.recipe import RunOrder
-from swarmd.protocol.rounds import (
-    Beat,
-    Group,
-    GroupMember,
-    JoinRound,
-    Pulse,
-)
+from swarmd.protocol.rounds import Beat, Group, GroupMember, JoinRound, Pulse
 from swarmd.train import groups
 from swarmd.train.assents import Backing
 from swarmd.train.groups import counted_of

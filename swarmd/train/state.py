@@ -113,6 +113,12 @@ class RunState:
         """The range [start, end) of elements that the next update averages."""
         return fragment_of(self.run.recipe, self.steps + 1, self.layout.n_elements)
 
+    @property
+    def n_averaged(self) -> int:
+        """How many elements the next update averages."""
+        start, end = self.fragment
+        return end - start
+
     def measure(self) -> None:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
         self.move_to(self.epoch, self.head, self.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from tests.real.training import (
     join,
     parameters_of,
     replay,
+    replay_steps,
     run_of,
     slowed,
     start_run,
@@ -75,6 +77,40 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
             error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
             print(f"{name} {runs[name]}: relative L2 {error:.2e} after {steps} updates")
             assert error <= bound
+
+
+HIDDEN = {
+    "delayed": 'synchronisation = "delayed"',
+    "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',
+}
+
+
+def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> None:
+    """Delayed updates and steps inside, a daemon and a worker killed among them: the replayed ledger says the same."""
+    with local_swarm(tmp_path) as swarm:
+        volunteers = trainers(swarm, 3)
+        for name, more in HIDDEN.items():
+            start_together(swarm, volunteers, name, optimizer="adamw", more=more, target=N_SAMPLES, steps=20, every=20)
+        for name in HIDDEN:
+            wait_update(swarm, volunteers, 3, name)
+        volunteers[2].stop()
+        os.kill(run_of(volunteers[1], "streamed")["worker"], signal.SIGKILL)
+        left = volunteers[:2]
+        for name in HIDDEN:
+            wait_update(swarm, left, 20, name)
+        home = volunteers[0].home.folder
+        for name in HIDDEN:
+            check_states(left, name)
+            ledger = check_ledgers(volunteers, name)
+            swarm.wait(lambda n=name: saved_update(volunteers[0], n) == 20, "the last checkpoint")
+            found = parameters_of(volunteers[0], name)
+            again = replay if name == "delayed" else replay_steps
+            expected = again(ledger, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            n_late = sum(sum(s.commit.late) for s in ledger.sealed)
+            print(f"{name}: relative L2 {error:.2e} after {ledger.epoch} updates, {n_late} draws late")
+            assert error <= 1e-4
+            assert n_late > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT about transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,22 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from swarmd.compute.inner import take_step
 from swarmd.home import bundled_folder
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of, shard_of
 from swarmd.protocol import commit as commits
 from swarmd.protocol import manifest
+from swarmd.protocol.commit import Counted
 from swarmd.protocol.recipe import Recipe
 from swarmd.train.data import read_shard, rows_of_shards
 from swarmd.train.disk import RunFolder, known_runs
+from swarmd.train.source import InnerStep
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.real import forks
 from tests.real.harness import LocalSwarm, Volunteer
+from tests.train.replaying import replay_diloco
 from tests.train.world import check_chains, torch_optimizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -228,15 +234,54 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
     parameters = [p for _, p in model.named_parameters()]
     matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
     optimizer = torch_optimizer(recipe.optimizer, matrices, rest)
+    before = copy.deepcopy(model)
     for sealed in ledger.sealed:
         optimizer.zero_grad()
-        for c in sealed.commit.contributors:
-            tokens = torch.as_tensor(np.stack([rows(c.peer, draw) for draw in range(c.first, c.first + c.n)])).long()
-            logits = model(tokens[:, :-1], use_cache=False).logits
-            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-            (losses.view(len(tokens), -1).mean(1).sum() / sealed.commit.n_samples).backward()
+        before.zero_grad()
+        for c, late in zip_longest(sealed.commit.contributors, sealed.commit.late, fillvalue=0):
+            assert isinstance(c, Counted)
+            for on, first, end in ((before, 0, late), (model, late, c.n)):
+                if first < end:
+                    _backward(on, rows, c.peer, range(c.first + first, c.first + end), sealed.commit.n_samples)
+        earlier = list(before.parameters())
+        for p, old in zip(parameters, earlier, strict=True):
+            if old.grad is not None:
+                p.grad = old.grad.clone() if p.grad is None else p.grad + old.grad
+            old.data.copy_(p.data)
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in parameters]).numpy()
+
+
+def replay_steps(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
+    """The same for a DiLoCo run: every step that a peer took by itself, and the outer ones."""
+    recipe = ledger.run.recipe
+    rows = _rows(recipe, data)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, recipe.precision)).train()
+    parameters = [p for _, p in model.named_parameters()]
+    sizes = [p.numel() for p in parameters]
+
+    def pieces(vector: np.ndarray) -> list[torch.Tensor]:
+        split = torch.split(torch.from_numpy(vector), sizes)
+        return [v.view(p.shape) for v, p in zip(split, parameters, strict=True)]
+
+    def take(inner: dict[str, np.ndarray], peer: str, draws: range, step: InnerStep) -> None:
+        for parameter, values in zip(parameters, pieces(inner["local"]), strict=True):
+            parameter.data = values
+        for at in range(0, len(draws), recipe.batch.micro):
+            _backward(model, rows, peer, draws[at : at + recipe.batch.micro], len(draws))
+        moments = {name: pieces(inner[name]) for name in recipe.optimizer.moments}
+        take_step(recipe.optimizer, parameters, moments, step.learning_rate, step.number)
+
+    first = torch.cat([p.detach().flatten() for p in parameters]).numpy()
+    return replay_diloco(ledger, first, take, ledger.epoch)
+
+
+def _backward(model: torch.nn.Module, rows: Any, peer: str, draws: range, n_samples: int) -> None:
+    """Add the gradients of some draws, each a share of ``n_samples``."""
+    tokens = torch.as_tensor(np.stack([rows(peer, draw) for draw in draws])).long()
+    logits = model(tokens[:, :-1], use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    (losses.view(len(tokens), -1).mean(1).sum() / n_samples).backward()
 
 
 def _rows(recipe: Recipe, data: Path) -> Any:

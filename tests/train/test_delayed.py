@@ -105,11 +105,11 @@ def test_work_is_offered_counted_and_late() -> None:
     add(work, 3)
     work.offer()
     add(work, 2)
-    assert (work.given.first, work.given.n, work.given.late, work.n) == (0, 3, 0, 5)
+    assert (work.offered.first, work.offered.n, work.offered.late, work.n) == (0, 3, 0, 5)
     work.settle(commit(3))
     add(work, 4)
     work.offer()
-    given = work.given
+    given = work.offered
     assert (given.first, given.n, given.late, given.loss) == (3, 6, 2, 6.0)
     assert given.vector is not None
     assert given.vector.tolist() == [6.0, 6.0]
@@ -125,7 +125,7 @@ def test_work_of_a_round_that_failed_is_offered_with_what_came_since() -> None:
     work.offer()
     add(work, 1)
     work.offer()
-    given = work.given
+    given = work.offered
     assert (given.first, given.n, given.late, work.since) == (3, 3, 2, Gathered())
     assert given.vector is not None
     assert given.vector.tolist() == [3.0, 3.0]

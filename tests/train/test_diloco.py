@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Diloco, Optimizer
-from tests.train.world import N_ELEMENTS, TrainingWorld, replay_diloco, training
+from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
 SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
 
@@ -29,7 +29,7 @@ def check(world: TrainingWorld) -> None:
     """Everybody's state is what a replay of the ledger comes to."""
     for member in world.trainers():
         assert member.trainer.state is not None
-        expected = replay_diloco(world, world.ledger, member.trainer.state.epoch)
+        expected = replay_steps(world, world.ledger, member.trainer.state.epoch)
         assert np.array_equal(member.trainer.state.parameters, expected)
 
 

@@ -35,10 +35,11 @@ from swarmd.protocol.records import Catalog, RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
 from swarmd.train.source import Computed, InnerStep, SourceLost
-from swarmd.train.state import Layout, Vector, fragment_of
+from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
 from swarmd.values import PeerId
+from tests.train.replaying import replay_diloco
 
 N_ELEMENTS = 240
 SHARDS = (40, 24)
@@ -380,63 +381,10 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     return torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
 
 
-@dataclass
-class Stepping:
-    """A contributor of a DiLoCo run as a replay has it: its vectors, its steps, and the fragment that it gave last."""
-
-    inner: dict[str, Vector]
-    steps: int = 0
-    given: Vector | None = None
-
-
-def replay_diloco(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
-    """What one machine comes to that takes every step the ledger counted, each peer's in its turn: the same bits."""
-    recipe = world.recipe
-    now: Vector = np.full(N_ELEMENTS, 3.0, recipe.precision)
-    before, momentum = now, np.zeros_like(now)
-    peers: dict[str, Stepping] = {}
-    for k, sealed in enumerate(ledger.sealed[:epoch]):
-        commit = sealed.commit
-        last = fragment_of(recipe, k, N_ELEMENTS)
-        low, high = fragment_of(recipe, k + 1, N_ELEMENTS)
-        total: Vector = np.zeros(high - low, recipe.precision)
-        for i, c in enumerate(commit.contributors):
-            late = commit.late[i] if commit.late else 0
-            if commit.anew and commit.anew[i]:
-                zeros = {name: np.zeros_like(now) for name in recipe.optimizer.moments}
-                peers[c.peer] = Stepping({"local": (before if late else now).copy(), **zeros})
-            one = peers[c.peer]
-            size = recipe.diloco.batch
-            for at in range(0, c.n, size):
-                if at == late and k:
-                    _take_over(one, now, *last)
-                one.steps += 1
-                rate = recipe.learning_rate(k if at < late else k + 1)
-                draws = range(c.first + at, c.first + at + size)
-                inner_step(recipe, one.inner, c.peer, draws, InnerStep(rate, one.steps))
-            if late == c.n and k:
-                _take_over(one, now, *last)
-            one.given = one.inner["local"][low:high].copy()
-            total += (now[low:high] - one.given) * c.n
-        for peer, one in peers.items():
-            if peer not in {c.peer for c in commit.contributors}:
-                one.given = None
-        average = total / commit.n_samples
-        before, now = now, now.copy()
-        momentum[low:high] = momentum[low:high] * recipe.diloco.momentum + average
-        now[low:high] -= (average + momentum[low:high] * recipe.diloco.momentum) * recipe.diloco.learning_rate
-    return now
-
-
-def _take_over(one: Stepping, now: Vector, low: int, high: int) -> None:
-    """As the peer did at that draw: the update's fragment, with what it had done to it since it gave it."""
-    mine = one.inner["local"][low:high]
-    if one.given is None:
-        mine[:] = now[low:high]
-    else:
-        mine -= one.given
-        mine += now[low:high]
-    one.given = None
+def replay_steps(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
+    """What one machine comes to that takes every step of a DiLoCo run: the same bits."""
+    first: Vector = np.full(N_ELEMENTS, 3.0, world.recipe.precision)
+    return replay_diloco(ledger, first, partial(inner_step, world.recipe), epoch)
 
 
 def torch_optimizer(o: Optimizer, matrices: list[torch.Tensor], rest: list[torch.Tensor]) -> torch.optim.Optimizer:
