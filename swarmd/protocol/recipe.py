@@ -196,9 +196,12 @@ def read_toml(path: Path) -> Recipe:
     """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
     written = read_any_toml(path)
     try:
-        return msgspec.convert(written, Recipe)
+        recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_named(str(error), written)}") from None
+    if "diloco" in written and not recipe.steps_inside:
+        raise ConfigError(f'{path}: [diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"')
+    return recipe
 
 
 def _named(error: str, written: dict[str, Any]) -> str:

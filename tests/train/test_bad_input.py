@@ -43,6 +43,9 @@ MEMBERS = (GroupMember("a", 0, 4, True), GroupMember("b", 0, 4, True))
         ('name = "x"\nmodel = "m"\ndata = "d"\n[optimizer]\nlearning_rate = -1.0\n', "optimizer.learning_rate"),
         ('name = "x"\nmodel = "m"\ndata = "d"\n[batch]\ntarget = 0\n', "batch.target"),
         ('name = "x"\nmodel = "m"\ndata = "d"\n[optimizer]\nkind = "lion"\n', "lion"),
+        ('name = "x"\nmodel = "m"\ndata = "d"\nsynchronisation = "often"\n', "synchronisation"),
+        ('name = "x"\nmodel = "m"\ndata = "d"\n[diloco]\nfragments = 2\n', 'needs synchronisation = "diloco"'),
+        ('name = "x"\nmodel = "m"\ndata = "d"\nsynchronisation = "diloco"\n[diloco]\nbatch = 0\n', "diloco.batch"),
         ("name = ", "no TOML"),
     ],
 )
