@@ -1,0 +1,120 @@
+"""Bytes a sample, and the most of them in any second, of each mode of synchronisation: three peers train one model.
+
+    python benchmarks/synchronisation.py [--inner-steps 100] [--fragments 10]
+
+Real daemons on loopback, whose bytes the kernel counts (headers, gossip and this program's questions included): nothing
+else may use loopback meanwhile. In ``step`` and ``delayed`` an update takes as many samples as all peers' inner steps
+of one turn; a fragment is averaged once in as many inner steps as the whole vector is without fragments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.training import command, run_of, start_together, tiny_model
+
+SIZE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZE |= {"num_key_value_heads": 4, "head_dim": 48, "layer_types": ["full_attention"] * 4}
+N_PEERS = 3
+INNER_BATCH = 4
+WINDOW_S = 1.0
+LOOK_S = 0.05
+
+
+class Loopback:
+    """What goes over loopback while this is entered: ``n_bytes``, and ``most``, those of the fullest second."""
+
+    def __enter__(self) -> Loopback:
+        self._seen = [(time.monotonic(), self._count())]
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def n_bytes(self) -> int:
+        return self._seen[-1][1] - self._seen[0][1]
+
+    @property
+    def most(self) -> int:
+        most = start = 0
+        for at_s, count in self._seen:
+            while at_s - self._seen[start][0] > WINDOW_S:
+                start += 1
+            most = max(most, count - self._seen[start][1])
+        return most
+
+    def _look(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            self._seen.append((time.monotonic(), self._count()))
+
+    @staticmethod
+    def _count() -> int:
+        line = next(at for at in Path("/proc/net/dev").read_text().splitlines() if at.strip().startswith("lo:"))
+        return int(line.split()[1])
+
+
+def counted(volunteers: list[Volunteer], name: str) -> int:
+    return sum(run_of(v, name)["samples_counted"] for v in volunteers)
+
+
+def wait(volunteers: list[Volunteer], name: str, update: int) -> None:
+    """Wait until all have the state of an update."""
+    while min(run_of(v, name)["state_update"] or 0 for v in volunteers) < update:
+        time.sleep(0.5)
+
+
+def measure(
+    swarm: LocalSwarm, volunteers: list[Volunteer], name: str, model: Path, more: str, target: int, updates: int
+) -> float:
+    """Print what one mode moves over ``updates`` updates, the first one left out; returns bytes a sample."""
+    settings = {"optimizer": "adamw", "model": model, "more": more, "target": target, "every": 100_000}
+    start_together(swarm, volunteers, name, **settings)
+    wait(volunteers, name, 1)
+    before = counted(volunteers, name)
+    with Loopback() as moved:
+        wait(volunteers, name, 1 + updates)
+    n = counted(volunteers, name) - before
+    command(volunteers[0], "train", "stop", name, "--all")
+    print(
+        f"{name:10} {n:6} samples  {moved.n_bytes / 1e6:8.2f} MB  {moved.n_bytes / n:10.0f} bytes a sample"
+        f"  {moved.most / 1e6:7.2f} MB in the fullest second",
+        flush=True,
+    )
+    return moved.n_bytes / n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inner-steps", type=int, default=100)
+    parser.add_argument("--fragments", type=int, default=10)
+    options = parser.parse_args()
+    once = N_PEERS * INNER_BATCH
+    turn = once * options.inner_steps
+    diloco = 'synchronisation = "diloco"\n[diloco]\nbatch = ' + str(INNER_BATCH)
+    modes = {
+        "step": ("", once, 20),
+        "delayed": ('synchronisation = "delayed"', once, 20),
+        "diloco": (diloco, turn, 3),
+        "streamed": (f"{diloco}\nfragments = {options.fragments}", turn // options.fragments, 3 * options.fragments),
+    }
+    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
+        model = tiny_model(Path(folder) / "model", **SIZE)
+        volunteers = [swarm.add("--no-serve") for _ in range(N_PEERS)]
+        found = {}
+        for name, (more, target, updates) in modes.items():
+            found[name] = measure(swarm, volunteers, name, model, more, target, updates)
+            print(f"  {found['step'] / found[name]:.1f} x fewer bytes a sample than step", flush=True)
+
+
+if __name__ == "__main__":
+    main()
