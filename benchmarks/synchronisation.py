@@ -2,9 +2,9 @@
 
     python benchmarks/synchronisation.py [--inner-steps 100] [--fragments 10]
 
-Real daemons on loopback, whose bytes the kernel counts (headers, gossip and this program's questions included): nothing
-else may use loopback meanwhile. In ``step`` and ``delayed`` an update takes as many samples as all peers' inner steps
-of one turn; a fragment is averaged once in as many inner steps as the whole vector is without fragments.
+Real daemons on loopback, whose bytes the kernel counts (headers and gossip included; this program asks over Unix
+sockets): nothing else may use loopback meanwhile. In ``step`` and ``delayed`` an update takes as many samples as one
+inner step of every peer; a fragment is averaged once in as many inner steps as the whole vector is without fragments.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.training import command, run_of, start_together, tiny_model
+from tests.real.training import command, run_of, start_together, tiny_model, wait_update
 
 SIZE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 4, "head_dim": 48, "layer_types": ["full_attention"] * 4}
 N_PEERS = 3
 INNER_BATCH = 4
-WINDOW_S = 1.0
-LOOK_S = 0.05
+WINDOW_S = 1.0  # of the fullest second
+LOOK_S = 0.05  # between two looks at the counter
 
 
 class Loopback:
@@ -67,22 +67,17 @@ def counted(volunteers: list[Volunteer], name: str) -> int:
     return sum(run_of(v, name)["samples_counted"] for v in volunteers)
 
 
-def wait(volunteers: list[Volunteer], name: str, update: int) -> None:
-    """Wait until all have the state of an update."""
-    while min(run_of(v, name)["state_update"] or 0 for v in volunteers) < update:
-        time.sleep(0.5)
-
-
 def measure(
     swarm: LocalSwarm, volunteers: list[Volunteer], name: str, model: Path, more: str, target: int, updates: int
 ) -> float:
     """Print what one mode moves over ``updates`` updates, the first one left out; returns bytes a sample."""
     settings = {"optimizer": "adamw", "model": model, "more": more, "target": target, "every": 100_000}
     start_together(swarm, volunteers, name, **settings)
-    wait(volunteers, name, 1)
+    wait_update(swarm, volunteers, 1, name)
     before = counted(volunteers, name)
     with Loopback() as moved:
-        wait(volunteers, name, 1 + updates)
+        for update in range(2, 2 + updates):  # one at a time: each may take as long as the wait has patience
+            wait_update(swarm, volunteers, update, name)
     n = counted(volunteers, name) - before
     command(volunteers[0], "train", "stop", name, "--all")
     print(

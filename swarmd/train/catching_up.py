@@ -145,7 +145,7 @@ class CatchingUp:
         order = self._chronicle.order
         if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
-        average_bytes = math.inf if self._averages_gone == newest else state.n_averaged * state.parameters.itemsize
+        average_bytes = math.inf if self._averages_gone == newest else state.averaged_bytes
         way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
         self.why = way.reason
         if way.action is None:

@@ -78,7 +78,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
 def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
     """Roles and expected times of the next round, with what the swarm knows now. Raises ConfigError."""
     records = trainer.members.look(trio.current_time())
-    n_bytes = trainer.state.n_averaged * trainer.state.parameters.itemsize if trainer.state else 0
+    n_bytes = trainer.state.averaged_bytes if trainer.state else 0
     if not n_bytes:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()

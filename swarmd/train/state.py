@@ -119,6 +119,10 @@ class RunState:
         start, end = self.fragment
         return end - start
 
+    @property
+    def averaged_bytes(self) -> int:
+        return self.n_averaged * self.parameters.itemsize
+
     def measure(self) -> None:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
         self.move_to(self.epoch, self.head, self.steps)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of, shard_of
 from swarmd.protocol import commit as commits
 from swarmd.protocol import manifest
-from swarmd.protocol.commit import Counted
 from swarmd.protocol.recipe import Recipe
 from swarmd.train.data import read_shard, rows_of_shards
 from swarmd.train.disk import RunFolder, known_runs
@@ -36,7 +34,7 @@ from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.real import forks
 from tests.real.harness import LocalSwarm, Volunteer
-from tests.train.replaying import replay_diloco
+from tests.train.replaying import counted_of, replay_diloco
 from tests.train.world import check_chains, torch_optimizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -238,8 +236,7 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
     for sealed in ledger.sealed:
         optimizer.zero_grad()
         before.zero_grad()
-        for c, late in zip_longest(sealed.commit.contributors, sealed.commit.late, fillvalue=0):
-            assert isinstance(c, Counted)
+        for c, late, _ in counted_of(sealed.commit):
             for on, first, end in ((before, 0, late), (model, late, c.n)):
                 if first < end:
                     _backward(on, rows, c.peer, range(c.first + first, c.first + end), sealed.commit.n_samples)

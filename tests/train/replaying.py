@@ -1,18 +1,25 @@
-"""One machine that takes every step which the ledger of a DiLoCo run counted, each peer's in its turn."""
+"""What a ledger says, for who computes it again; one machine that takes every step of a DiLoCo run, peer by peer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from swarmd.plan.ledger import Ledger
+from swarmd.protocol.commit import Commit, Counted
 from swarmd.train.source import InnerStep
 from swarmd.train.state import Vector, fragment_of
 
 Take = Callable[[dict[str, Vector], str, range, InnerStep], object]
 """Takes a step of a peer's own, by the mean gradient of its draws, on its inner vectors."""
+
+
+def counted_of(commit: Commit) -> Iterator[tuple[Counted, int, bool]]:
+    """Each contributor, how many of its draws were late, and whether it began anew."""
+    n = len(commit.contributors)
+    yield from zip(commit.contributors, commit.late or [0] * n, commit.anew or [False] * n, strict=True)
 
 
 @dataclass
@@ -33,9 +40,8 @@ def replay_diloco(ledger: Ledger, first: Vector, take: Take, epoch: int) -> Vect
         commit = sealed.commit
         low, high = fragment_of(recipe, k + 1, len(now))
         total: Vector = np.zeros(high - low, recipe.precision)
-        for i, c in enumerate(commit.contributors):
-            late = commit.late[i] if commit.late else 0
-            if commit.anew and commit.anew[i]:
+        for c, late, is_anew in counted_of(commit):
+            if is_anew:
                 zeros = {name: np.zeros_like(now) for name in recipe.optimizer.moments}
                 peers[c.peer] = Stepping({"local": (before if late else now).copy(), **zeros})
             one, size = peers[c.peer], recipe.diloco.batch

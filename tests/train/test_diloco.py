@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Diloco, Optimizer
+from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
 SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
@@ -84,13 +85,8 @@ async def test_run_goes_on_without(virtual_time: MockClock, victim: str, fragmen
         assert late.trainer.work.n_counted > 0
         assert any(away.peer in peers for peers in world.contributors(3))
         check(world)
-        anew = [
-            c.peer
-            for s in world.ledger.sealed
-            for c, yes in zip(s.commit.contributors, s.commit.anew, strict=False)
-            if yes
-        ]
-        assert {late.peer, away.peer} <= set(anew)
+        anew = {c.peer for s in world.ledger.sealed for c, _, is_anew in counted_of(s.commit) if is_anew}
+        assert {late.peer, away.peer} <= anew
 
 
 async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock) -> None:

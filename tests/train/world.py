@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from swarmd.net.sim import SimNetwork, SimWorld
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of
 from swarmd.plan.view import SwarmView
-from swarmd.protocol.commit import Counted
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
@@ -39,7 +38,7 @@ from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
 from swarmd.values import PeerId
-from tests.train.replaying import replay_diloco
+from tests.train.replaying import counted_of, replay_diloco
 
 N_ELEMENTS = 240
 SHARDS = (40, 24)
@@ -369,8 +368,7 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     for sealed in ledger.sealed[:epoch]:
         before, now = now, torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
         total = np.zeros(N_ELEMENTS, np.float64)
-        for c, late in zip_longest(sealed.commit.contributors, sealed.commit.late, fillvalue=0):
-            assert isinstance(c, Counted)
+        for c, late, _ in counted_of(sealed.commit):
             for i, draw in enumerate(range(c.first, c.first + c.n)):
                 total += gradient(before if i < late else now, recipe.seed, c.peer, draw)[1]
         mean = torch.as_tensor(total / sealed.commit.n_samples, dtype=dtype)
