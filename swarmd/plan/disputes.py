@@ -199,7 +199,7 @@ def _check_sum(group: Group, seen: Seen, reducer: PeerId, here: Reduction | None
     ):
         found.faults[reducer] = "it has results, and does not say of what"
         return
-    most = TOLERANCE * sum(math.sqrt(r.squares or 0.0) for r in taken)
     n_samples = sum(counted.values())
+    most = TOLERANCE * sum(math.sqrt(r.squares or 0.0) for r in taken) + n_samples * here.rounding
     if any(abs(sum(r.sums[i] for r in taken) - n_samples * here.total[i]) > most for i in range(N_DIRECTIONS)):
         found.faults[reducer] = "its results are not the mean of what it received"

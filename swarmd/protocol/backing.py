@@ -128,10 +128,13 @@ def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
         raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
 
 
-def add_up(shares: tuple[Share, ...], of_average: Sums) -> bool:
-    """Do the shares come to their mean, which comes to ``of_average`` along the same directions?"""
+def add_up(shares: tuple[Share, ...], of_average: Sums, rounding: float = 0.0) -> bool:
+    """Do the shares come to their mean, which comes to ``of_average`` along the same directions?
+
+    ``rounding``: what it may be off by because it was rounded on its way.
+    """
     n_samples = sum(share.n for share in shares)
-    most = TOLERANCE * sum(math.sqrt(share.squares) for share in shares)
+    most = TOLERANCE * sum(math.sqrt(share.squares) for share in shares) + n_samples * rounding
     return all(
         abs(sum(share.sums[i] for share in shares) - n_samples * of_average[i]) <= most for i in range(N_DIRECTIONS)
     )

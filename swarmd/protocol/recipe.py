@@ -25,6 +25,12 @@ from swarmd.values import PeerId, RunId, is_model_hash
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_ANCHORS = 31  # a majority of them signs each commit
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
+_OF_CODECS = {  # which codecs a key of [parts] is for
+    "keep": ("topk",),
+    "rank": ("powersgd",),
+    "threshold": ("significance",),
+    "decay": ("topk", "powersgd", "significance"),
+}
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -86,6 +92,20 @@ class Diloco(Part, frozen=True):
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
+class Parts(Part, frozen=True):
+    """How a round's numbers travel (train.codecs). ``keep``: of each 4,096, for topk; ``rank``: for powersgd.
+
+    ``threshold``: the least relative change that travels, for significance. ``decay``: how much of what a contribution
+    has left out goes into the next one (error feedback; 2508.15706, algorithm 1).
+    """
+
+    codec: Literal["none", "float16", "int8", "topk", "powersgd", "significance"] = "none"
+    keep: Literal[16, 32, 64, 128, 256, 512] = 64
+    rank: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    threshold: NotNegative = 0.01
+    decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+
+
 class Lora(Part, frozen=True):
     """Which low-rank updates are trained, in PEFT's words."""
 
@@ -118,6 +138,7 @@ class Recipe(Part, frozen=True):
     lora: Lora = Lora()
     synchronisation: Literal["step", "delayed", "diloco"] = "step"
     diloco: Diloco = Diloco()
+    parts: Parts = Parts()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     batch: Batch = Batch()
@@ -201,6 +222,10 @@ def read_toml(path: Path) -> Recipe:
         raise ConfigError(f"{path}: {_named(str(error), written)}") from None
     if "diloco" in written and not recipe.steps_inside:
         raise ConfigError(f'{path}: [diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"')
+    for key in written.get("parts", {}):
+        if recipe.parts.codec not in (codecs := _OF_CODECS.get(key, (recipe.parts.codec,))):
+            expected = " or ".join(f'"{codec}"' for codec in codecs)
+            raise ConfigError(f'{path}: parts.{key} needs codec = {expected}, got "{recipe.parts.codec}"')
     return recipe
 
 

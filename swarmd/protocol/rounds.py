@@ -161,11 +161,12 @@ class Group(Message, tag="group", frozen=True):
 
 
 class Contribution(Message, tag="contribution", frozen=True):
-    """Member to reducer: its sum of gradients from element ``start`` on; the payload is raw little-endian numbers."""
+    """Member to reducer: what it gives from element ``start`` on; the payload is as the recipe's codec writes it."""
 
     run: Name = ""
     round: SessionKey = b"\0" * 16
     start: Element = 0
+    n_elements: Element = 0
 
 
 class Reduced(Message, tag="reduced", frozen=True):
@@ -175,6 +176,7 @@ class Reduced(Message, tag="reduced", frozen=True):
     round: SessionKey = b"\0" * 16
     version: Version = 0
     start: Element = 0
+    n_elements: Element = 0
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
@@ -194,7 +196,8 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
     """What a member has of the parts of one reducer: elements of results, or what is wrong with them.
 
     ``squares``: of what it gave itself to those parts. Once it has the whole average: the first bytes of the results'
-    SHA-256, and what its own elements (``own``) and the results (``total``) come to along the directions.
+    SHA-256, and what its own elements (``own``) and the results (``total``) come to along the directions, the latter
+    within ``rounding``.
     """
 
     reducer: Place
@@ -204,6 +207,7 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
     digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     own: Sums = ()
     total: Sums = ()
+    rounding: Size = 0.0
 
 
 class Beat(Message, tag="beat", frozen=True):

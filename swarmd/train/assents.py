@@ -203,6 +203,6 @@ class Member:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.add_up(backed.shares, live.account.average):
+        if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         return backing.sign_assent(backed.body, self._identity)

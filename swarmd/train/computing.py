@@ -12,6 +12,7 @@ from swarmd.plan import duty
 from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ledger import MOST_TARGETS, Ledger
 from swarmd.protocol.commit import Commit
+from swarmd.train.feedback import Feedback
 from swarmd.train.inner import Inner
 from swarmd.train.source import Computed, InnerStep, Source
 from swarmd.train.state import RunState
@@ -39,13 +40,15 @@ class Computing:
         self._ledger = ledger
         self._news = news
         self._inner: Inner | None = None
+        self._feedback: Feedback | None = None
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
         self._is_computing = False
         self._is_allowed = False
         self._announced_rate = 0.0
 
-    async def run(self, source: Source, state: RunState) -> None:
+    async def run(self, source: Source, state: RunState, feedback: Feedback) -> None:
         """Compute while it is allowed, until cancelled."""
+        self._feedback = feedback
         if self._recipe.steps_inside:
             self._inner = Inner(state, source.inner_vectors())
         while True:
@@ -144,12 +147,21 @@ class Computing:
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again
             await self._world.off_loop(self._inner.follow, self.work)
             await self._world.off_loop(self.work.offer, self._inner.contribution)
+        if self._feedback is not None:
+            try:
+                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered)
+            except ValueError as error:
+                self.trouble = f"{error}: it is dropped"
+                self.work.drop()
         if self._recipe.overlaps:
             self.go_on()
 
     def settle(self, commit: Commit | None) -> None:
         """What was computed is counted, or (None) no longer can be."""
+        offered, is_counted = self.work.offered, False
         if commit is None:
             self.work.drop()
         else:
-            self.work.settle(commit)
+            is_counted = self.work.settle(commit)
+        if self._feedback is not None:
+            self._feedback.settle(offered, is_counted)

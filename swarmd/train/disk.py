@@ -168,6 +168,21 @@ class RunFolder:
             old.with_suffix(".json").unlink(missing_ok=True)
         return path
 
+    def keep_feedback(self, upto: int, residual: Vector) -> None:
+        """Write what contributions have left out until draw ``upto``. Raises ConfigError."""
+        header, _ = shards.make_header([(f"{upto}", DTYPES[str(residual.dtype)], residual.shape)])
+        write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
+
+    def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
+        """What ``keep_feedback`` wrote, if anything. Raises ConfigError."""
+        path = self.folder / "feedback.safetensors"
+        if not path.is_file():
+            return None
+        ((upto, residual),) = _read_all(path, dtype, n_elements).items()
+        if not upto.isdecimal():
+            raise ConfigError(f"{path} holds {upto}; expected the number of a draw")
+        return int(upto), residual
+
     def saved(self) -> list[Saved]:
         """The checkpoints here, the newest first."""
         found = []
@@ -183,6 +198,14 @@ class RunFolder:
 
 def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]) -> dict[str, Vector]:
     """Read the vectors of a state or an average from safetensors. Raises ConfigError."""
+    found = _read_all(path, dtype, n_elements)
+    if set(found) != set(names):
+        raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected {', '.join(sorted(names))}")
+    return found
+
+
+def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
+    """Vectors of one length by their names. Raises ConfigError."""
     found: dict[str, Vector] = {}
     try:
         with path.open("rb") as file:
@@ -193,8 +216,6 @@ def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]
                 found[place.name] = np.fromfile(file, dtype, n_elements)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    if set(found) != set(names):
-        raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected {', '.join(sorted(names))}")
     return found
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
-import numpy as np
 from msgspec.structs import replace
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.plan import partition
+from swarmd.protocol.recipe import Recipe, Run
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound
-from swarmd.values import PeerId, RunId
+from swarmd.train.codecs import codec_of
+from swarmd.values import PeerId
 
 LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
 MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 
 
-def check_group(group: Group, before: Group | None, n_elements: int | None, dtype: str) -> None:
+def check_group(group: Group, before: Group | None, n_elements: int | None, recipe: Recipe) -> None:
     """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
 
     ``n_elements`` is None where this peer has no vector of its own.
@@ -25,12 +26,15 @@ def check_group(group: Group, before: Group | None, n_elements: int | None, dtyp
     peers = [m.peer for m in group.members]
     edges = [0, *(p.end for p in group.parts)]
     is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
-    is_ours = group.dtype == dtype and n_elements in (None, group.n_elements)
+    is_ours = group.dtype == recipe.precision and n_elements in (None, group.n_elements)
     is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
     if not is_sound or not is_divided:
         raise RemoteProtocolError("a group that does not divide the run's vector among its members")
     if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
         raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
+    block = codec_of(recipe).block
+    if any(p.start % block for p in group.parts):
+        raise RemoteProtocolError(f"a group with a part that does not begin at a multiple of {block}")
     if not any(m.n and m.is_counted for m in group.members):
         raise RemoteProtocolError("a group of which nobody counts")
     if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
@@ -44,26 +48,30 @@ def counted_of(group: Group) -> list[GroupMember]:
     return [m for m in group.members if m.n and m.is_counted]
 
 
-def form(run: RunId, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int, dtype: str) -> Group:
+def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Group:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
-    plan = partition.divide([_able(p, j) for p, j in joined.items()], n_elements * np.dtype(dtype).itemsize).action
-    ranges = partition.cut(plan.shares, n_elements)
+    codec = codec_of(run.recipe)
+    forwarded = sum(j.n > 0 for j in joined.values()) if codec.forwards else 1
+    able = [_able(p, j) for p, j in joined.items()]
+    plan = partition.divide(able, codec.n_bytes(n_elements), forwarded).action
+    ranges = partition.cut(plan.shares, n_elements, codec.block)
     return Group(
-        run=run,
+        run=run.id,
         round=os.urandom(16),
         parent=parent,
         n_elements=n_elements,
-        dtype=dtype,
+        dtype=run.recipe.precision,
         members=tuple(GroupMember(p, j.first, j.n, j.receives) for p, j in joined.items()),
         parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
         expected_s=plan.expected_s,
     )
 
 
-def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId) -> Group | None:
+def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int) -> Group | None:
     """The next version: ``lost`` members no longer count, and parts of ``idle`` ones are given to the others.
 
-    The leader gets results in any case. None if nobody is left to count or to reduce.
+    They are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
+    left to count or to reduce.
     """
     members = tuple(
         replace(m, receives=m.receives and m.peer == leader, is_counted=False) if m.peer in lost else m
@@ -77,7 +85,7 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
         if part.reducer in able:
             parts.append(part)
             continue
-        pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start)
+        pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start, block)
         parts += [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z]
     return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
 

@@ -24,6 +24,7 @@ from swarmd.protocol.rounds import Beat, Check, Contribution, Group, JoinRound, 
 from swarmd.train import assents
 from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
+from swarmd.train.codecs import codec_of
 from swarmd.train.groups import check_group
 from swarmd.train.leader import PULSE_INTERVAL_S, Leader, Outcome, TooEarly
 from swarmd.train.leaders import Leaders, RoundCounters
@@ -359,20 +360,19 @@ class Joining:
         """The leader that this peer follows has formed, or changed, the group."""
         if peer != self._followed or group.parent != self._chronicle.ledger.head:
             return
-        state, _ = self._mine()
+        (state, _), offered, recipe = self._mine(), self._offered, self._chronicle.run.recipe
         before = self.round.group if self.round is not None and self.round.group.round == group.round else None
-        check_group(group, before, state.n_averaged if state else None, self._chronicle.run.recipe.precision)
+        check_group(group, before, state.n_averaged if state else None, recipe)
         if self.round is not None and before is not None:
             self.round.change(group)
             return
         mine = next((m for m in group.members if m.peer == self._me), None)
-        if mine is None or (mine.n and (mine.first, mine.n) != (self._offered.first, self._offered.n)):
+        if mine is None or (mine.first, mine.n) != (offered.first, offered.n):
             return
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
-        vector = self._offered.vector if mine.n else None
-        sign = partial(self._signer.share, group.parent, state.root if state is not None else b"", self._offered)
-        self.round = Round(self._world.rpc, group, vector, digest, sign, self._world.off_loop)
+        sign = partial(self._signer.share, group.parent, state.root if state is not None else b"", offered)
+        self.round = Round(self._world.rpc, group, codec_of(recipe), offered.given, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()

@@ -26,9 +26,10 @@ from swarmd.protocol.recipe import RunOrder
 from swarmd.protocol.rounds import Beat, Group, GroupMember, JoinRound, Pulse
 from swarmd.train import groups
 from swarmd.train.assents import Backing
+from swarmd.train.codecs import codec_of
 from swarmd.train.groups import counted_of
+from swarmd.train.parts import CHUNK_BYTES
 from swarmd.train.proposer import Proposer, RoundFailed
-from swarmd.train.round import CHUNK_BYTES
 from swarmd.train.world import News
 from swarmd.values import PeerId
 
@@ -263,7 +264,7 @@ class Leader:
         now = trio.current_time()
         self._seen = {p: MemberSeen(now, now) for p in known}
         try:
-            return groups.form(self._run.id, self.parent, {p: self.joined[p] for p in known}, n_elements, dtype)
+            return groups.form(self._run, self.parent, {p: self.joined[p] for p in known}, n_elements)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
 
@@ -274,7 +275,8 @@ class Leader:
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
         idle = self._left_out.keys() | self._doubted | {p for p, j in self.joined.items() if not j.can_reduce}
-        group = groups.without(self._group, lost, idle, self._me)  # the leader needs the average: it says how to clip
+        block = codec_of(self._run.recipe).block
+        group = groups.without(self._group, lost, idle, self._me, block)
         if group is None:
             raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
         now = trio.current_time()

@@ -9,63 +9,52 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import trio
 
-from swarmd.errors import OutOfStep, PeerError, RemoteProtocolError
+from swarmd.errors import OutOfStep, PeerError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.backing import Share
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced, Reduction
 from swarmd.train.accounts import Account, Given, account_for, given_to
+from swarmd.train.codecs import Codec, Coded, read_reduced
 from swarmd.train.groups import counted_of
+from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
 from swarmd.train.state import Vector
-from swarmd.train.sums import average_of, squares_of
+from swarmd.train.sums import squares_of
 from swarmd.train.world import News, OffLoop
 from swarmd.values import PeerId
 
-CHUNK_BYTES = 512 * 1024  # of a part that is reduced while the next one travels
 BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
-MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
 CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
 
 
-@dataclass(slots=True)
-class _Part:
-    """A part that this peer reduces: what came from each member, how far the sum is, and the sum."""
-
-    start: int
-    end: int
-    total: Vector
-    values: dict[PeerId, Vector] = field(default_factory=dict)
-    upto: dict[PeerId, int] = field(default_factory=dict)
-    squares: dict[PeerId, float] = field(default_factory=dict)
-    reduced_to: int = 0
-
-
 class Round:
-    """See the module. ``vector`` is this peer's sum of gradients, or None; it must not change until the end."""
+    """See the module. ``given`` is this peer's contribution, or None; it must not change until the end."""
 
     def __init__(
         self,
         rpc: Rpc,
         group: Group,
-        vector: Vector | None,
+        codec: Codec,
+        given: Coded | None,
         digest: Callable[[Vector], bytes],
         sign: Callable[[bytes, Given], Share],
         off_loop: OffLoop[Any],
     ) -> None:
         self._sign = sign
-        self._dtype = np.dtype(group.dtype)
+        self._codec = codec
+        self._chunk = chunk_of(codec)
         self._rpc = rpc
         self._me = rpc.network.peer_id
-        self._vector = vector
+        self._given = given
+        self._vector = given.values if given is not None else None
         self._digest = digest
         self._off_loop = off_loop
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
         self._news = News()
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
@@ -108,54 +97,58 @@ class Round:
     async def take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
         """A member's numbers for a part that is reduced here. Raises RemoteProtocolError."""
         part = await self._part_at(message.start)
-        values = self._values(payload)
-        end = message.start + len(values)
-        if part is None or not any(m.peer == peer and m.n for m in self.group.members) or end > part.end:
-            raise OutOfStep(f"a contribution of {peer} to elements [{message.start}, {end}), not reduced here")
-        upto = part.upto.get(peer, part.start)
-        if not part.squares.get(peer, 0.0) < MOST_SQUARES:
+        if part is None or not any(m.peer == peer and m.n for m in self.group.members):
+            raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not reduced here")
+        if not part.lacks(peer, message.start, message.n_elements):
             return
-        if message.start > upto:
-            raise OutOfStep(f"a contribution of {peer} from element {message.start}, expected {upto}")
-        fresh = values[upto - message.start :]
-        if not len(fresh):
-            return
-        squares = part.squares.get(peer, 0.0) + squares_of(fresh)
-        if squares < MOST_SQUARES:  # else, and where it is no number, it is not summed, and the leader hears of it
-            kept = part.values.setdefault(peer, np.empty(part.end - part.start, self._dtype))
-            kept[upto - part.start : end - part.start] = fresh
-            part.upto[peer] = end
-        part.squares[peer] = squares
-        self._notify(done=end == part.end or not squares < MOST_SQUARES)
+        fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
+        if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
+            part.take(peer, message.start, fresh, payload)
+            self._notify(done=part.is_done_with(peer))
 
     async def take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from a reducer. Raises RemoteProtocolError."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while message.version > self.group.version:
                 await self._news.wait()
-        if message.version != self.group.version or self.average is None or self.result:
-            return
-        values = self._values(payload)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
-        if part is None or self.group.members[part.reducer].peer != peer or message.start + len(values) > part.end:
+        if not self._lacks_results(message, part):
+            return
+        end = message.start + message.n_elements
+        if part is None or self.group.members[part.reducer].peer != peer or end > part.end:
             raise OutOfStep(f"results from element {message.start} on, which {peer} does not reduce")
-        upto = self._got.get(part.start, part.start)
-        if message.start > upto:
+        if message.start > (upto := self._got.get(part.start, part.start)):
             raise OutOfStep(f"results of {peer} from element {message.start}, expected {upto}")
+        counted = counted_of(self.group)
+        n = len(counted), sum(m.n for m in counted)
+        values = await self._read(read_reduced, self._codec, payload, message.n_elements, *n)
+        if not self._lacks_results(message, part):
+            return
         if not squares_of(values) < MOST_SQUARES:
             self._faults[part.reducer] = "its results are not finite, or beyond all bounds"
             self._beat_now.set()
             return
-        fresh = values[upto - message.start :]
-        self.average[upto : upto + len(fresh)] = fresh
-        self._got[part.start] = upto + len(fresh)
+        assert self.average is not None
+        self.average[message.start : end] = values
+        self._got[part.start] = end
         self._notify()
+
+    def _lacks_results(self, message: Reduced, part: GroupPart | None) -> bool:
+        """Are these of the present version, and not here yet?"""
+        is_of_now = message.version == self.group.version and self.average is not None and not self.result
+        return is_of_now and (
+            part is None or message.start + message.n_elements > self._got.get(part.start, part.start)
+        )
+
+    async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What was sent, decoded: in a thread where that takes long."""
+        return function(*arguments) if self._codec.is_plain else await self._off_loop(function, *arguments)
 
     # --- versions ----------------------------------------------------------------------------------------------
 
     def _use(self, group: Group) -> None:
         self.group = group
-        self.average: Vector | None = np.empty(group.n_elements, self._dtype) if self.receives else None
+        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if self.receives else None
         self.result = b""
         self.account: Account | None = None
         self._got: dict[int, int] = {}
@@ -169,23 +162,19 @@ class Round:
 
     def _reduce_part(self, given: GroupPart) -> None:
         """Begin a part, or begin its sums anew."""
-        known = self._parts.get((given.start, given.end))
-        total = np.empty(given.end - given.start, self._dtype)
-        if known is not None:
-            known.total, known.reduced_to = total, given.start
+        if known := self._parts.get((given.start, given.end)):
+            known.begin_again()
             return
-        part = self._parts[given.start, given.end] = _Part(given.start, given.end, total, reduced_to=given.start)
-        if self._vector is not None:
-            own = self._vector[part.start : part.end]
-            part.values[self._me], part.squares[self._me] = own, squares_of(own)
-            part.upto[self._me] = part.end if part.squares[self._me] < MOST_SQUARES else part.start
+        total: Vector = np.empty(given.end - given.start, self.group.dtype)
+        own = (self._me, self._given) if self._given is not None else None
+        self._parts[given.start, given.end] = Part(given.start, given.end, self._chunk, self._codec, total, own)
 
-    def _own_parts(self) -> list[_Part]:
+    def _own_parts(self) -> list[Part]:
         """Parts of the present version that are reduced here."""
         mine = [(p.start, p.end) for p in self.group.parts if self.group.members[p.reducer].peer == self._me]
         return [self._parts[key] for key in mine]
 
-    async def _part_at(self, start: int) -> _Part | None:
+    async def _part_at(self, start: int) -> Part | None:
         """The part that begins at or before an element; the group that gives it to this peer may be on its way."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while (found := next((p for p in self._parts.values() if p.start <= start < p.end), None)) is None:
@@ -224,9 +213,9 @@ class Round:
             try:
                 channel = channel or await self._open(peer)
                 for at, stop in self._cuts(*todo[0]):
-                    assert self._vector is not None
-                    message = Contribution(run=self.group.run, round=self.group.round, start=at)
-                    await channel.send(message, self._vector[at:stop].view(np.uint8).data)
+                    assert self._given is not None
+                    message = Contribution(run=self.group.run, round=self.group.round, start=at, n_elements=stop - at)
+                    await channel.send(message, self._given.payload(at, stop))
                 done.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
@@ -234,28 +223,34 @@ class Round:
     async def _give_results(self, peer: PeerId) -> None:
         """Send each sum on as soon as it is made, for whatever version is the present one."""
         channel: Channel | None = None
-        version, sent = -1, dict[int, int]()
+        version, sent = -1, set[int]()
         while True:
             if channel is not None and not channel.is_open:
-                channel, sent = None, {}
+                channel, sent = None, set()
             if version != self.group.version:
-                version, sent = self.group.version, {}
-            ready = [p for p in self._own_parts() if sent.get(p.start, p.start) < p.reduced_to]
-            if not ready:
+                version, sent = self.group.version, set()
+            ready = next((r for p in self._own_parts() for r in p.results if r.start not in sent), None)
+            if ready is None:
                 await self._news.wait()
                 continue
             try:
                 if channel is None:
                     channel = await self._open(peer)
                     continue  # the group may have changed meanwhile
-                part = ready[0]
-                at = sent.get(part.start, part.start)
-                stop = min(part.reduced_to, at + self._chunk())
-                message = Reduced(run=self.group.run, round=self.group.round, version=version, start=at)
-                await channel.send(message, part.total[at - part.start : stop - part.start].view(np.uint8).data)
-                sent[part.start] = stop
+                await self._give_result(channel, version, ready)
+                sent.add(ready.start)
             except PeerError:
                 await trio.sleep(BEAT_INTERVAL_S)
+
+    async def _give_result(self, channel: Channel, version: int, result: Result) -> None:
+        message = Reduced(
+            run=self.group.run,
+            round=self.group.round,
+            version=version,
+            start=result.start,
+            n_elements=result.n,
+        )
+        await channel.send(message, result.payload)
 
     async def _open(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""
@@ -276,13 +271,10 @@ class Round:
             counted = [PeerId(m.peer) for m in counted_of(self.group)]
             total = sum(m.n for m in counted_of(self.group))
             for part in self._own_parts():
-                upto = min((part.upto.get(peer, part.start) for peer in counted), default=part.start)
-                if upto > part.reduced_to:
-                    low, high = part.reduced_to - part.start, upto - part.start
-                    sources = [part.values[peer][low:high] for peer in counted]
-                    await self._off_loop(average_of, sources, part.total[low:high], total)
+                while version == self.group.version and (chunk := part.next_chunk(counted)):
+                    result = await self._off_loop(part.reduce, counted, total, *chunk, part.total)
                     if version == self.group.version:
-                        part.reduced_to = upto
+                        part.results.append(result)
                         self._notify()
             if version == self.group.version:
                 await news.wait()
@@ -321,7 +313,8 @@ class Round:
                     mine = self._vector if self._counts else None
                     counted = [PeerId(m.peer) for m in counted_of(self.group)]
                     taken = [(p.start, {peer: p.values[peer] for peer in counted}) for p in own]
-                    account = await self._off_loop(account_for, self.group, digest, average, mine, taken)
+                    asked = self.group, digest, average, mine, taken, self._codec
+                    account = await self._off_loop(account_for, *asked)
                     if version == self.group.version:
                         self.account, self.result = account, digest
                         self._share = self._sign(digest, account.given) if account.given is not None else None
@@ -378,20 +371,12 @@ class Round:
         else:
             here = sum(self._got.get(p.start, p.start) - p.start for p in parts)
         squares = self._squares.get(place, MOST_SQUARES) if self._counts else MOST_SQUARES
-        sums = self.account.reductions[place] if self.account is not None else (b"", (), ())
+        sums = self.account.reductions[place] if self.account is not None else (b"", (), (), 0.0)
         return Reduction(place, here, squares if squares < MOST_SQUARES else None, self._faults.get(place, ""), *sums)
 
-    def _values(self, payload: memoryview) -> Vector:
-        if len(payload) % self._dtype.itemsize:
-            raise RemoteProtocolError(f"{len(payload)} B are no whole number of {self.group.dtype}")
-        return np.frombuffer(payload, self._dtype)
-
-    def _chunk(self) -> int:
-        return CHUNK_BYTES // self._dtype.itemsize
-
     def _cuts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        for at in range(start, end, self._chunk()):
-            yield at, min(end, at + self._chunk())
+        for at in range(start, end, self._chunk):
+            yield at, min(end, at + self._chunk)
 
     def _notify(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmd.protocol.commit import Commit
+from swarmd.train.codecs import Coded
 from swarmd.train.state import Vector
 
 
@@ -18,7 +19,8 @@ from swarmd.train.state import Vector
 class Gathered:
     """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
 
-    The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones.
+    The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones;
+    ``given`` is what the round gets of it (train.feedback).
     """
 
     first: int = 0
@@ -27,6 +29,7 @@ class Gathered:
     vector: Vector | None = None
     late: int = 0
     anew: bool = False
+    given: Coded | None = None
 
     @property
     def end(self) -> int:
@@ -78,8 +81,8 @@ class Work:
         self.offered = Gathered(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
         self.since = Gathered()
 
-    def settle(self, commit: Commit) -> None:
-        """A commit on the state that all of this was computed on was applied."""
+    def settle(self, commit: Commit) -> bool:
+        """A commit on the state that all of this was computed on was applied: does it count what was offered?"""
         given, before = self.offered, self.n
         n_counted = sum(c.n for c in commit.contributors if given.n and (c.peer, c.first) == (self._me, given.first))
         is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or given.n > n_counted
@@ -87,6 +90,7 @@ class Work:
         self.since = Gathered() if is_lost else replace(self.since, late=self.since.n)
         self.n_counted += n_counted
         self.n_wasted += before - n_counted - self.n
+        return n_counted > 0
 
     def drop(self) -> None:
         """Nothing of it can be counted any more."""

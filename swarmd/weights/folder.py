@@ -265,13 +265,14 @@ def create(root: Path, manifest: Manifest) -> ModelFolder:
     return ModelFolder(folder, manifest)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file whole, by a new name, so that a crash leaves the old one. Raises ConfigError."""
+def write_file(path: Path, *data: bytes | memoryview) -> None:
+    """Write a file whole, by a new name, so that a crash leaves the old one. Raises ConfigError."""
     make_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}.new")
     try:
         with _Disk(path):
-            new.write_bytes(data)
+            with new.open("wb") as file:
+                file.writelines(data)
             new.replace(path)
     finally:
         new.unlink(missing_ok=True)

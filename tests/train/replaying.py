@@ -9,6 +9,8 @@ import numpy as np
 
 from swarmd.plan.ledger import Ledger
 from swarmd.protocol.commit import Commit, Counted
+from swarmd.protocol.recipe import Recipe
+from swarmd.train.codecs import codec_of
 from swarmd.train.source import InnerStep
 from swarmd.train.state import Vector, fragment_of
 
@@ -31,11 +33,40 @@ class Stepping:
     given: Vector | None = None
 
 
+class Giving:
+    """What each contributor's numbers stand for, as it coded them, with its own memory of what was left out."""
+
+    def __init__(self, recipe: Recipe, n_elements: int) -> None:
+        self.residuals: dict[str, Vector] = {}
+        self._recipe = recipe
+        self._codec = codec_of(recipe)
+        self._nothing: Vector = np.zeros(n_elements, recipe.precision)
+
+    def of(self, peer: str, is_anew: bool, low: int, whole: Vector, least: Vector) -> Vector:
+        """``whole``, from element ``low`` on, as the round got it."""
+        if self._codec.is_plain:
+            return whole
+        left_out = self.residuals.get(peer, self._nothing)
+        residual = self.residuals[peer] = (self._nothing if is_anew else left_out).copy()
+        place = slice(low, low + len(whole))
+        whole = whole + residual[place]
+        given = self._codec.code(whole, least).values
+        if self._codec.leaves_out:
+            residual[place] = (whole - given) * whole.dtype.type(self._recipe.parts.decay)
+        return given
+
+    def average(self, total: Vector, n_samples: int) -> Vector:
+        """The mean as everybody got it."""
+        mean: Vector = total / n_samples
+        return mean if self._codec.forwards else self._codec.code(mean).values
+
+
 def replay_diloco(ledger: Ledger, first: Vector, take: Take, epoch: int) -> Vector:
     """The parameters after ``epoch`` updates from ``first``."""
     recipe = ledger.run.recipe
     before, now, momentum = first, first.copy(), np.zeros_like(first)
     peers: dict[str, Stepping] = {}
+    giving = Giving(recipe, len(first))
     for k, sealed in enumerate(ledger.sealed[:epoch]):
         commit = sealed.commit
         low, high = fragment_of(recipe, k + 1, len(now))
@@ -53,10 +84,11 @@ def replay_diloco(ledger: Ledger, first: Vector, take: Take, epoch: int) -> Vect
                     rate = recipe.learning_rate(k if at < late else k + 1)
                     take(one.inner, c.peer, range(c.first + at, c.first + at + size), InnerStep(rate, one.steps))
             one.given = one.inner["local"][low:high].copy()
-            total += (now[low:high] - one.given) * c.n
+            least = np.abs(now[low:high]) * now.dtype.type(recipe.parts.threshold * c.n / recipe.diloco.learning_rate)
+            total += giving.of(c.peer, is_anew, low, (now[low:high] - one.given) * c.n, least)
         for peer in peers.keys() - {c.peer for c in commit.contributors}:
             peers[peer].given = None
-        average = total / commit.n_samples
+        average = giving.average(total, commit.n_samples)
         before, now = now, now.copy()
         momentum[low:high] = momentum[low:high] * recipe.diloco.momentum + average
         now[low:high] -= (average + momentum[low:high] * recipe.diloco.momentum) * recipe.diloco.learning_rate

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swarmd.protocol.backing import TOLERANCE, Share, add_up
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart
 from swarmd.train.accounts import account_for, given_to
+from swarmd.train.codecs import Codec
 from swarmd.train.directions import BLOCK, Directions
 from swarmd.train.state import Vector
 from swarmd.train.sums import average_of
@@ -45,7 +46,7 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     average: Vector = np.empty(n, dtype)
     average_of(vectors, average, 4 * len(vectors))
     of = group(min(len(vectors), n), n, dtype)
-    account = account_for(of, b"d" * 32, average, vectors[0], [])
+    account = account_for(of, b"d" * 32, average, vectors[0], [], Codec(dtype))
     assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
     given = given_to(of, b"d" * 32, vectors[0])
     assert account.given is not None
@@ -73,7 +74,8 @@ def test_an_average_that_is_off_does_not_add_up(at: int, other: int, by: float, 
         average[other] -= lie
     of = group(3, N, "float32")
     digest = bytes([seed]) * 32
-    assert not add_up(shares_of(vectors, of, digest), account_for(of, digest, average, None, []).average)
+    account = account_for(of, digest, average, None, [], Codec("float32"))
+    assert not add_up(shares_of(vectors, of, digest), account.average)
 
 
 def test_directions_are_the_same_everywhere_and_other_for_each_average() -> None:

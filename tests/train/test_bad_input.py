@@ -45,6 +45,9 @@ MEMBERS = (GroupMember("a", 0, 4, True), GroupMember("b", 0, 4, True))
         ('name = "x"\nmodel = "m"\ndata = "d"\n[optimizer]\nkind = "lion"\n', "lion"),
         ('name = "x"\nmodel = "m"\ndata = "d"\nsynchronisation = "often"\n', "synchronisation"),
         ('name = "x"\nmodel = "m"\ndata = "d"\n[diloco]\nfragments = 2\n', 'needs synchronisation = "diloco"'),
+        ('name = "x"\nmodel = "m"\ndata = "d"\n[parts]\nkeep = 64\n', 'parts.keep needs codec = "topk", got "none"'),
+        ('name = "x"\nmodel = "m"\ndata = "d"\n[parts]\ncodec = "int9"\n', "parts.codec"),
+        ('name = "x"\nmodel = "m"\ndata = "d"\n[parts]\ncodec = "topk"\nkeep = 60\n', "parts.keep"),
         ('name = "x"\nmodel = "m"\ndata = "d"\nsynchronisation = "diloco"\n[diloco]\nbatch = 0\n', "diloco.batch"),
         ("name = ", "no TOML"),
     ],
@@ -86,7 +89,7 @@ def group(**changes: object) -> Group:
     fields: dict[str, object] = {
         "n_elements": 100,
         "members": MEMBERS,
-        "parts": (GroupPart(0, 0, 60), GroupPart(1, 60, 100)),
+        "parts": (GroupPart(0, 0, 64), GroupPart(1, 64, 100)),
     }
     return Group(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -94,10 +97,11 @@ def group(**changes: object) -> Group:
 @pytest.mark.parametrize(
     "wrong",
     [
-        group(parts=(GroupPart(0, 0, 60), GroupPart(9, 60, 100))),
-        group(parts=(GroupPart(0, 0, 60), GroupPart(1, 50, 100))),
-        group(parts=(GroupPart(0, 0, 50), GroupPart(1, 60, 100))),
-        group(parts=(GroupPart(0, 0, 60),)),
+        group(parts=(GroupPart(0, 0, 64), GroupPart(9, 64, 100))),
+        group(parts=(GroupPart(0, 0, 64), GroupPart(1, 48, 100))),
+        group(parts=(GroupPart(0, 0, 48), GroupPart(1, 64, 100))),
+        group(parts=(GroupPart(0, 0, 64),)),
+        group(parts=(GroupPart(0, 0, 60), GroupPart(1, 60, 100))),
         group(parts=()),
         group(n_elements=2**40, parts=(GroupPart(0, 0, 2**40),)),
         group(dtype="int32"),
@@ -107,11 +111,11 @@ def group(**changes: object) -> Group:
     ],
 )
 def test_groups_that_do_not_fit_are_refused(wrong: Group) -> None:
-    check_group(group(), None, 100, "float32")
+    check_group(group(), None, 100, RECIPE)
     with pytest.raises(RemoteProtocolError):
-        check_group(wrong, None, 100, "float32")
+        check_group(wrong, None, 100, RECIPE)
     with pytest.raises(RemoteProtocolError):
-        check_group(group(members=MEMBERS[::-1]), group(), 100, "float32")
+        check_group(group(members=MEMBERS[::-1]), group(), 100, RECIPE)
 
 
 def test_data_is_packed_checked_and_damage_found(tmp_path: Path) -> None:

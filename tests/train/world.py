@@ -69,17 +69,17 @@ def inner_step(recipe: Recipe, inner: dict[str, Vector], peer: str, draws: range
 class ToySource:
     """Computes in virtual time. ``spoil`` changes what it gathered, as a liar's would be."""
 
-    def __init__(self, recipe: Recipe, peer: str, sample_s: float) -> None:
+    def __init__(self, recipe: Recipe, peer: str, sample_s: float, n_elements: int) -> None:
         dtype = recipe.precision
-        self.layout = Layout((("w", (6, 6)), ("b", (N_ELEMENTS - 36,))), dtype)
-        self.parameters: Vector = np.full(N_ELEMENTS, 3.0, dtype)
+        self.layout = Layout((("w", (6, 6)), ("b", (n_elements - 36,))), dtype)
+        self.parameters: Vector = np.full(n_elements, 3.0, dtype)
         self.sample_s = sample_s
         self.began_at = 0.0
         self.lose = False
         self.spoil: Callable[[Vector], Vector] = lambda vector: vector
         self._recipe, self._seed, self._peer = recipe, recipe.seed, peer
-        self.inner = {name: np.zeros(N_ELEMENTS, dtype) for name in recipe.shared_vectors[1:]}
-        self._gathered: Vector = np.zeros(N_ELEMENTS, dtype)
+        self.inner = {name: np.zeros(n_elements, dtype) for name in recipe.shared_vectors[1:]}
+        self._gathered: Vector = np.zeros(n_elements, dtype)
 
     async def open(self) -> tuple[Layout, Vector]:
         self.began_at = trio.current_time()
@@ -142,7 +142,10 @@ class Member:
 class TrainingWorld:
     """A run and whoever takes part. ``anchors`` are made first, as members without a model unless told otherwise."""
 
-    def __init__(self, nursery: trio.Nursery, seed: int, n_anchors: int = 1, **recipe: Any) -> None:
+    def __init__(
+        self, nursery: trio.Nursery, seed: int, n_anchors: int = 1, n_elements: int = N_ELEMENTS, **recipe: Any
+    ) -> None:
+        self.n_elements = n_elements
         self.world = SimWorld(seed)
         self.rng = random.Random(seed)
         self.members: dict[PeerId, Member] = {}
@@ -177,7 +180,7 @@ class TrainingWorld:
         identity = identity or Identity(self.rng.randbytes(32))
         peer = identity.peer_id
         network = self.world.join(peer)
-        source = ToySource(self.recipe, peer, sample_s) if role == "train" else None
+        source = ToySource(self.recipe, peer, sample_s, self.n_elements) if role == "train" else None
         member = Member(identity, network, None, None, source)  # type: ignore[arg-type]
         member.rpc = Rpc(network, member)  # type: ignore[arg-type]
         world = World(
@@ -381,7 +384,7 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
 
 def replay_steps(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     """What one machine comes to that takes every step of a DiLoCo run: the same bits."""
-    first: Vector = np.full(N_ELEMENTS, 3.0, world.recipe.precision)
+    first: Vector = np.full(world.n_elements, 3.0, world.recipe.precision)
     return replay_diloco(ledger, first, partial(inner_step, world.recipe), epoch)
 
 
