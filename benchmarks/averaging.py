@@ -39,6 +39,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Hello
 from swarmd.protocol.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
 from swarmd.train.accounts import Given
+from swarmd.train.codecs import Codec
 from swarmd.train.round import Round
 from swarmd.train.state import Vector, average_digest
 from swarmd.values import PeerId, RunId
@@ -151,7 +152,9 @@ class Peer:
 
         begun = time.perf_counter()
         digest = partial(average_digest, RunId(group.run), group.parent)
-        live = Round(rpc, group, vector, digest, partial(self._sign, group.parent), trio.to_thread.run_sync)
+        codec = Codec(group.dtype)
+        sign, off_loop = partial(self._sign, group.parent), trio.to_thread.run_sync
+        live = Round(rpc, group, codec, codec.code(vector), digest, sign, off_loop)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()

@@ -19,6 +19,7 @@ from swarmd.values import PeerId
 
 CONNECT_TIMEOUT_S = 4.0  # as libp2p's, host.py
 WINDOW_BYTES = 4 * 2**20  # sent and not read, before a sender waits: as yamux after it has grown
+QUEUE_S = 0.05  # what routers hold before a shared line
 INDEX = PeerId("index")
 
 
@@ -30,13 +31,31 @@ class Link:
     bytes_per_s: float = 12.5e6
 
 
+@dataclass
+class Line:
+    """A peer's uplink or downlink, which all of its streams share: bytes pass one after the other."""
+
+    bytes_per_s: float
+    free_at: float = 0.0
+
+    def carry(self, n_bytes: int, earliest: float) -> float:
+        """When the last of so many bytes is through."""
+        self.free_at = max(self.free_at, earliest) + n_bytes / self.bytes_per_s
+        return self.free_at
+
+
 class SimWorld:
-    """Every simulated peer, the links between them, and the shared rendezvous."""
+    """Every simulated peer, the links between them, and the shared rendezvous.
+
+    ``up`` and ``down``: lines of peers that have such; elsewhere each stream has its link for itself.
+    """
 
     def __init__(self, seed: int = 0, link: Link | None = None) -> None:
         self.rng = random.Random(seed)
         self.link = link or Link()
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
+        self.up: dict[PeerId, Line] = {}
+        self.down: dict[PeerId, Line] = {}
         self.networks: dict[PeerId, SimNetwork] = {}
         self.values: dict[str, bytes] = {}
         self.providers: dict[str, dict[PeerId, tuple[str, ...]]] = {}
@@ -97,8 +116,13 @@ class SimStream:
         if self._failed or self._closed:
             raise Unreachable(f"the stream to {self.peer} is gone")
         link = self._world.link_between(self.local, self.peer)
+        lines = [line for line in (self._world.up.get(self.local), self._world.down.get(self.peer)) if line is not None]
+        while (free_at := max((line.free_at for line in lines), default=0.0) - QUEUE_S) > trio.current_time():
+            await trio.sleep_until(free_at)
         starts = max(trio.current_time(), self._line_free_at)
         self._line_free_at = starts + len(data) / link.bytes_per_s
+        for line in lines:
+            self._line_free_at = max(self._line_free_at, line.carry(len(data), starts))
         other._inbox.append((self._line_free_at + link.latency_s, data))
         other._inbox_bytes += len(data)
         other.wake()

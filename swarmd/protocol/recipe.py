@@ -36,6 +36,7 @@ _ORDER_DOMAIN = b"swarmd run order 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+CodecName = Literal["none", "float16", "int8", "topk", "powersgd", "significance"]
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
@@ -99,7 +100,7 @@ class Parts(Part, frozen=True):
     has left out goes into the next one (error feedback; 2508.15706, algorithm 1).
     """
 
-    codec: Literal["none", "float16", "int8", "topk", "powersgd", "significance"] = "none"
+    codec: CodecName = "none"
     keep: Literal[16, 32, 64, 128, 256, 512] = 64
     rank: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     threshold: NotNegative = 0.01

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.recipe import Recipe
+from swarmd.protocol.recipe import Parts, Recipe
 from swarmd.train.state import Vector
 from swarmd.train.sums import average_of
 
@@ -266,7 +266,11 @@ class Significance(Codec):
 
 def codec_of(recipe: Recipe) -> Codec:
     """The one that a run's recipe names."""
-    parts, dtype = recipe.parts, recipe.precision
+    return codec_of_parts(recipe.parts, recipe.precision)
+
+
+def codec_of_parts(parts: Parts, dtype: str) -> Codec:
+    """The one that a table [parts] of a recipe names."""
     match parts.codec:
         case "float16":
             return Float16(dtype)

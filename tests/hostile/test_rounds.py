@@ -7,6 +7,7 @@ nobody but the liar loses its standing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +26,13 @@ from swarmd.protocol import commit as commits
 from swarmd.protocol.backing import N_DIRECTIONS, Backed, Share, sign_assent, sign_share
 from swarmd.protocol.commit import Commit
 from swarmd.protocol.fields import Message
-from swarmd.protocol.recipe import RunOrder, sign_order
+from swarmd.protocol.recipe import Parts, RunOrder, sign_order
 from swarmd.protocol.rounds import Beat, Prepare, Propose, Reduced
 from swarmd.train.anchor import Anchor
 from swarmd.train.leader import Leader
+from swarmd.train.parts import Part
 from swarmd.train.round import Round
 from swarmd.train.state import Vector
-from swarmd.train.sums import average_of
 from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, replay, training
 
@@ -41,8 +42,7 @@ LONGEST_S = 60.0  # of an update, whatever a liar does: rounds that fail, and a 
 
 def check(world: TrainingWorld, honest: list[Member], liar: Member) -> None:
     """Every update is what the samples in the ledger come to, and only the liar is blamed."""
-    shunned = {p for m in honest for p in m.trainer.members.shunned()}
-    assert shunned <= {liar.peer}, "an honest member was blamed"
+    check_standing(honest, liar)
     state = honest[0].trainer.state
     assert state is not None
     expected = replay(world, honest[0].trainer.ledger, state.epoch)
@@ -50,7 +50,39 @@ def check(world: TrainingWorld, honest: list[Member], liar: Member) -> None:
     check_ledger(world)
 
 
+def check_standing(honest: list[Member], liar: Member) -> None:
+    shunned = {p for m in honest for p in m.trainer.members.shunned()}
+    assert shunned <= {liar.peer}, "an honest member was blamed"
+
+
 # --- a reducer -----------------------------------------------------------------------------------------------------
+
+
+class Lying:
+    """Has the rounds of one member return something else than what its parts come to; counts how often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, liar: Member, lie: Callable[[Vector], Vector]) -> None:
+        self.n = 0
+        self._lie = lie
+        reduce = Round._reduce
+
+        async def reduce_and_lie(live: Round) -> None:
+            if live._me == liar.peer:
+                live._off_loop = self._lying
+            await reduce(live)
+
+        monkeypatch.setattr(Round, "_reduce", reduce_and_lie)
+
+    async def _lying(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        result = function(*arguments)
+        part = getattr(function, "__self__", None)
+        if not isinstance(part, Part):
+            return result
+        self.n += 1
+        place = slice(result.start - part.start, result.start - part.start + result.n)
+        coded = part.codec.code(self._lie(part.total[place]))
+        part.total[place] = coded.values
+        return dataclasses.replace(result, payload=coded.payload(0, result.n))
 
 
 @pytest.mark.parametrize(
@@ -64,26 +96,26 @@ async def test_reducer_that_returns_something_else(
     async with training(seed=21) as world:
         await world.until(3)
         liar, *honest = world.trainers()
-        n_lies = 0
-        reduce = Round._reduce
-
-        async def lying(live: Round, function: Callable[..., Any], *arguments: Any) -> Any:
-            nonlocal n_lies
-            result = function(*arguments)
-            if function is average_of:
-                arguments[1][:] = lie(arguments[1])
-                n_lies += 1
-            return result
-
-        async def reduce_and_lie(live: Round) -> None:
-            if live._me == liar.peer:
-                live._off_loop = partial(lying, live)
-            await reduce(live)
-
-        monkeypatch.setattr(Round, "_reduce", reduce_and_lie)
+        lying = Lying(monkeypatch, liar, lie)
         assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
-        assert n_lies, "it had nothing to reduce"
+        assert lying.n, "it had nothing to reduce"
         check(world, honest, liar)
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8"])
+async def test_reducer_that_hides_behind_rounding(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """What rounding excuses is far less than a different mean."""
+    parts = Parts(codec=codec)  # type: ignore[arg-type]
+    async with training(seed=21, n_elements=3 * 4_096, parts=parts) as world:
+        await world.until(3)
+        liar, *honest = world.trainers()
+        lying = Lying(monkeypatch, liar, lambda v: v * 1.5)
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
+        assert lying.n, "it had nothing to reduce"
+        check_standing(honest, liar)
+        assert any(liar.peer in m.trainer.members.shunned() for m in honest)
 
 
 @pytest.mark.parametrize("to", ["one", "half", "all"])

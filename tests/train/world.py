@@ -180,7 +180,7 @@ class TrainingWorld:
         identity = identity or Identity(self.rng.randbytes(32))
         peer = identity.peer_id
         network = self.world.join(peer)
-        source = ToySource(self.recipe, peer, sample_s, self.n_elements) if role == "train" else None
+        source = self.make_source(peer, sample_s) if role == "train" else None
         member = Member(identity, network, None, None, source)  # type: ignore[arg-type]
         member.rpc = Rpc(network, member)  # type: ignore[arg-type]
         world = World(
@@ -197,6 +197,9 @@ class TrainingWorld:
         self.members[peer] = member
         self._nursery.start_soon(self._live, member)
         return member
+
+    def make_source(self, peer: PeerId, sample_s: float) -> ToySource:
+        return ToySource(self.recipe, peer, sample_s, self.n_elements)
 
     def add_anchors(self) -> list[Member]:
         return [self.add("anchor", identity=anchor) for anchor in self.anchors]
@@ -325,7 +328,9 @@ class TrainingWorld:
                 found = member.trainer.find(digest) if member is not None else None
                 if found is not None:
                     vectors = {
-                        tensor.name: np.frombuffer(found.read((i, 0)), layout.dtype).copy()
+                        tensor.name: np.frombuffer(
+                            b"".join(found.read((i, chunk)) for chunk in range(len(tensor.chunks))), layout.dtype
+                        ).copy()
                         for i, tensor in enumerate(found.manifest.tensors)
                     }
                     assert {len(vector) for vector in vectors.values()} == {n}

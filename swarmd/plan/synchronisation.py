@@ -1,0 +1,128 @@
+"""Which synchronisation and codec a run should have: what each would come to, from what was measured.
+
+An update of ``step`` is gathering, then a round, one after the other; where peers compute on, the longer of the two.
+A round is the bytes on the slowest link (plan.partition) and a few round trips; DiLoCo has one for every so many steps
+that a peer takes. Of what computes at least ``ENOUGH`` of the time, the choice is what changes the mathematics least.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmd.plan import partition
+from swarmd.plan.partition import Member
+from swarmd.values import Decision
+
+ENOUGH = 0.9  # of the time that all could compute
+INNER_STEPS = 100  # of each peer between updates, where a recipe does not say (DiLoCo's H)
+FRAGMENTS = 8  # of a streamed run, where a recipe does not say
+ROUND_TRIPS = 9.0  # of a round: join, group, first parts, results, shares, check, assents, two phases at the anchors
+STEADY_S = 0.35  # of a round besides: looking, hashing, telling
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a codec lets numbers travel. ``forwards``: averages are as large as all contributions together."""
+
+    codec: str
+    bytes_per_element: float
+    forwards: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """Who trains, what was measured, and what a step asks for. ``batch`` and ``inner_batch`` are in samples."""
+
+    members: tuple[Member, ...]
+    samples_per_s: tuple[float, ...]
+    n_elements: int
+    batch: int
+    inner_batch: int
+    round_trip_s: float
+    micro_batch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a recipe may say: ``n_steps`` of each peer between updates where it takes its own, else 0."""
+
+    synchronisation: str
+    codec: Way
+    n_steps: int = 0
+    fragments: int = 1
+
+    def __str__(self) -> str:
+        streamed = f", {self.fragments} fragments" if self.fragments > 1 else ""
+        return f"{self.synchronisation}{streamed}, {self.codec.codec}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An update's seconds and those of its round, the share of them that is computed, and bytes for each sample."""
+
+    setting: Setting
+    update_s: float
+    round_s: float
+    utilisation: float
+    samples_per_s: float
+    bytes_per_sample: float
+
+
+def predict(swarm: Swarm, setting: Setting) -> Prediction:
+    """What a setting comes to. Raises ValueError when nobody computes, or nobody can reduce."""
+    rate = sum(swarm.samples_per_s)
+    if not rate > 0:
+        raise ValueError("nobody computes: how fast it goes is not known")
+    n_computing = sum(r > 0 for r in swarm.samples_per_s)
+    samples = swarm.batch if not setting.n_steps else swarm.inner_batch * setting.n_steps * n_computing
+    samples = max(1, samples // setting.fragments)
+    gather_s = samples / rate
+    way, n_elements = setting.codec, swarm.n_elements / setting.fragments
+    weight = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
+    n_bytes = max(1, round(n_elements * way.bytes_per_element))
+    moving_s = partition.divide(swarm.members, n_bytes, weight).action.expected_s
+    round_s = moving_s + ROUND_TRIPS * swarm.round_trip_s + STEADY_S
+    if setting.synchronisation == "delayed" or setting.fragments > 1:
+        update_s = max(gather_s, round_s)
+    else:
+        update_s = gather_s + round_s + swarm.micro_batch_s / 2  # who is at a micro-batch ends it, and others wait
+    moved = _moved(swarm.members, n_bytes, weight)
+    return Prediction(setting, update_s, round_s, min(1.0, gather_s / update_s), samples / update_s, moved / samples)
+
+
+def choose(predictions: Sequence[Prediction]) -> Decision[Prediction]:
+    """The first that computes enough of the time, else what computes most. In the order of ``settings``."""
+    enough = [p for p in predictions if p.utilisation >= ENOUGH]
+    if enough:
+        chosen = enough[0]
+        share = f"{100 * chosen.utilisation:.0f} % of the time is computed"
+        if chosen is predictions[0]:
+            return Decision(chosen, f"{share}, and all see each other's gradients at once")
+        best = max(predictions[: predictions.index(chosen)], key=lambda p: p.utilisation)
+        other = f"{best.setting}, which changes less, would be at {100 * best.utilisation:.0f} %"
+        return Decision(chosen, f"{share}; {other}")
+    chosen = max(predictions, key=lambda p: p.utilisation)
+    return Decision(chosen, f"nothing computes {100 * ENOUGH:.0f} % of the time on these links; this comes closest")
+
+
+def settings(ways: Sequence[Way], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
+    """What there is to choose from; what changes the mathematics least comes first."""
+    near, far = [w for w in ways if not w.forwards], [w for w in ways if w.forwards]
+    found = [Setting("step", way) for way in near]
+    found += [Setting("delayed", way) for way in near]
+    found += [Setting("diloco", way, n_steps) for way in [*near, *far]]
+    found += [Setting("diloco", way, n_steps, fragments) for way in [*near, *far]]
+    found += [Setting("step", way) for way in far]
+    return [*found, *(Setting("delayed", way) for way in far)]
+
+
+def _moved(members: Sequence[Member], n_bytes: int, weight: float) -> float:
+    """Bytes that all send in a round, where all who can reduce have equal parts."""
+    able = [m for m in members if m.can_reduce]
+    own = sum(1 / len(able) for m in able if m.contributes)
+    received = sum(1 / len(able) for m in able if m.receives)
+    contributions = sum(m.contributes for m in members) - own
+    results = sum(m.receives for m in members) - received
+    return n_bytes * (contributions + weight * results)
