@@ -1,6 +1,6 @@
 """What the planner predicts for each synchronisation and codec, beside what training then takes: docs/training.md.
 
-    python benchmarks/plan.py [--elements 2500000] [--mbit 20] [--rtt-ms 50] [--steps-s 2] [--only TEXT ...]
+    python benchmarks/plan.py [--elements 2500000] [--mbit 20] [--rtt-ms 50] [--step-s 6] [--only TEXT ...]
 
 Four real trainers on a simulated network in virtual time: every byte is coded, travels, and waits for its turn on its
 peers' uplinks and downlinks; computing costs virtual time alone, so that two cores stand for four machines. The
@@ -10,8 +10,6 @@ gradients are made up: this measures time and bytes, not learning.
 from __future__ import annotations
 
 import argparse
-import statistics
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from swarmd.net.sim import Line, Link
 from swarmd.plan.partition import Member
 from swarmd.plan.synchronisation import Prediction, Setting, Swarm, choose, predict, settings
 from swarmd.protocol.recipe import Batch, Diloco, Optimizer, Parts, Recipe
+from swarmd.train.computing import n_at_once
 from swarmd.train.source import Computed, InnerStep
 from swarmd.train.state import Layout, Vector
 from swarmd.train.synchronisation import ways
@@ -80,7 +79,7 @@ def recipe_of(setting: Setting, swarm: Swarm) -> dict[str, Any]:
 
 
 async def measure(setting: Setting, swarm: Swarm, bytes_per_s: float) -> tuple[float, float]:
-    """Seconds of an update, and the share of the time that is computed."""
+    """The share of the time that is computed, and bytes moved for each sample."""
     async with trio.open_nursery() as nursery:
         world = World(nursery, SEED, 1, swarm.n_elements, **recipe_of(setting, swarm))
         world.world.link = Link(swarm.round_trip_s / 2, 1e12)
@@ -90,27 +89,24 @@ async def measure(setting: Setting, swarm: Swarm, bytes_per_s: float) -> tuple[f
             world.world.up[member.peer], world.world.down[member.peer] = Line(bytes_per_s), Line(bytes_per_s)
         n_first = N_FIRST + setting.fragments
         await world.until(n_first, within_s=1e6)
-        begun, before = trio.current_time(), counted(world)
-        times = [begun]
-        for update in range(n_first + 1, n_first + 1 + max(N_UPDATES, setting.fragments)):
-            times.append(await world.until(update, within_s=1e6))
-        took_s = times[-1] - begun
+        lines = world.world.up.values()
+        begun, before, n_bytes = trio.current_time(), counted(world), sum(line.n_bytes for line in lines)
+        took_s = await world.until(n_first + max(N_UPDATES, setting.fragments), within_s=1e6) - begun
         n = counted(world) - before
         nursery.cancel_scope.cancel()
-    update_s = statistics.median(b - a for a, b in pairwise(times))
-    return update_s, n / (took_s * sum(swarm.samples_per_s))
+    return n / (took_s * sum(swarm.samples_per_s)), (sum(line.n_bytes for line in lines) - n_bytes) / n
 
 
 def counted(world: TrainingWorld) -> int:
     return sum(s.commit.n_samples for s in world.ledger.sealed)
 
 
-def show(predicted: Prediction, update_s: float, utilisation: float) -> str:
-    error = predicted.update_s / update_s - 1
+def show(predicted: Prediction, measured: float, n_bytes: float) -> str:
     return (
-        f"{predicted.setting!s:40} predicted {predicted.update_s:7.2f} s {100 * predicted.utilisation:4.0f} %"
-        f"   measured {update_s:7.2f} s {100 * utilisation:4.0f} %   {100 * error:+5.1f} %"
-        f"   {predicted.bytes_per_sample / 1e3:9.1f} kB a sample"
+        f"{predicted.setting!s:34} computes {100 * predicted.utilisation:4.0f} % predicted, "
+        f"{100 * measured:4.0f} % measured  time a sample {100 * (measured / predicted.utilisation - 1):+5.1f} %"
+        f"  bytes {predicted.bytes_per_sample / 1e3:6.1f} kB a sample predicted, {n_bytes / 1e3:6.1f} measured"
+        f"  {100 * (predicted.bytes_per_sample / n_bytes - 1):+5.1f} %"
     )
 
 
@@ -119,7 +115,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=2_500_000)
     parser.add_argument("--mbit", type=float, default=20.0)
     parser.add_argument("--rtt-ms", type=float, default=50.0)
-    parser.add_argument("--step-s", type=float, default=2.0, help="how long all compute for one update of step")
+    parser.add_argument("--step-s", type=float, default=6.0, help="how long all compute for one update of step")
     parser.add_argument("--inner-steps", type=int, default=32)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
@@ -129,17 +125,16 @@ def main() -> None:
         Member(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for i in range(N_PEERS)
     )
     rate = batch / options.step_s / N_PEERS
-    swarm = Swarm(
-        members, (rate,) * N_PEERS, options.elements, batch, MICRO, options.rtt_ms / 1000, micro_batch_s=MICRO / rate
-    )
+    at_once = n_at_once(MICRO, rate)
+    swarm = Swarm(members, (rate,) * N_PEERS, options.elements, batch, MICRO, options.rtt_ms / 1000, at_once / rate)
     predictions = [predict(swarm, s) for s in settings(ways("float32"), options.inner_steps)]
     chosen = choose(predictions)
     print(f"the planner's choice: {chosen.action.setting}: {chosen.reason}")
     for predicted in predictions:
         name = str(predicted.setting)
         if not options.only or name in options.only or ("chosen" in options.only and predicted is chosen.action):
-            update_s, utilisation = in_virtual_time(SEED, measure, predicted.setting, swarm, bytes_per_s)
-            print(show(predicted, update_s, utilisation), flush=True)
+            measured = in_virtual_time(SEED, measure, predicted.setting, swarm, bytes_per_s)
+            print(show(predicted, *measured), flush=True)
 
 
 if __name__ == "__main__":

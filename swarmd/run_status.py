@@ -31,7 +31,8 @@ class RoundRow(Status, frozen=True, kw_only=True):
 class RunRow(Status, frozen=True, kw_only=True):
     """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
 
-    ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
+    ``measured_samples_per_s``: counted ones of all, over the latest updates; ``predicted``: by the plan that was asked
+    for last. ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
     """
 
     run: str
@@ -67,6 +68,8 @@ class RunRow(Status, frozen=True, kw_only=True):
     death_costs_at_most_s: float
     peers: tuple[RunPeerRow, ...]
     shunned: tuple[str, ...]
+    measured_samples_per_s: float | None = None
+    predicted_samples_per_s: float | None = None
     device: str = ""
     worker: int | None = None
     failure: str = ""
@@ -97,8 +100,22 @@ class PlanMemberRow(Status, frozen=True, kw_only=True):
     down_bytes_per_s: float | None
 
 
+class PlanSettingRow(Status, frozen=True, kw_only=True):
+    """What a recipe with this setting would come to here: seconds of an update, the share of them that is computed.
+
+    ``excess``: an update has so many times the samples that were asked for, as a round lasts longer than they take.
+    """
+
+    setting: str
+    update_s: float
+    utilisation: float
+    excess: float
+    samples_per_s: float
+    bytes_per_sample: float
+
+
 class PlanAnswer(Status, frozen=True, kw_only=True):
-    """The next round as the linear program divides it."""
+    """The next round as the linear program divides it; and what each synchronisation and codec would come to."""
 
     run: str
     bytes: int
@@ -106,6 +123,10 @@ class PlanAnswer(Status, frozen=True, kw_only=True):
     equal_parts_s: float
     why: str
     members: tuple[PlanMemberRow, ...]
+    setting: str = ""
+    settings: tuple[PlanSettingRow, ...] = ()
+    recommended: str = ""
+    recommended_why: str = ""
 
 
 class JoinRunAnswer(Status, frozen=True, kw_only=True):

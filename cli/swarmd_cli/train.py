@@ -187,7 +187,10 @@ def status(
 
 @app.command("plan")
 def plan(run: RunName = "", as_json: Json = False) -> None:
-    """Show who would compute and who would reduce which share now, and how long a round is expected to take.
+    """Show the next round, who reduces which share of it, and which synchronisation and codec would be best.
+
+    Of each synchronisation the table shows this run's codec, the best one and none; --json has all. Where peers compute
+    on during a long round, an update comes to have more samples than the recipe asks for: too large.
 
     Example: swarmd train plan demo-run
     """
@@ -208,6 +211,37 @@ def plan(run: RunName = "", as_json: Json = False) -> None:
     table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
     print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
     print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
+    settings = [
+        [
+            ("* " if s["setting"] == body["setting"] else "") + s["setting"],
+            f"{s['update_s']:.1f} s",
+            f"{100 * s['utilisation']:.0f} %",
+            f"{s['excess']:.1f} x" if s["excess"] > 1 else "",
+            number(s["samples_per_s"]),
+            size(round(s["bytes_per_sample"])),
+        ]
+        for s in _worth_showing(body)
+    ]
+    if settings:
+        columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
+        table("Synchronisation and codec, predicted", columns, settings)
+        print(f"best: {body['recommended']}: {body['recommended_why']}")
+    else:
+        print(f"no other setting is predicted: {body['recommended_why']}")
+
+
+def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each synchronisation without a codec, with the best one, and with this run's; and what is recommended."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in body["settings"]:
+        kind = row["setting"].rpartition(", ")[0]
+        if kind not in best or (row["samples_per_s"], -row["excess"]) > (
+            best[kind]["samples_per_s"],
+            -best[kind]["excess"],
+        ):
+            best[kind] = row
+    named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
+    return [row for row in body["settings"] if row["setting"] in named or row in best.values()]
 
 
 @app.command("export")
@@ -381,6 +415,10 @@ def _show(row: dict[str, Any]) -> None:
         f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
         f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
+    if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
+        error = predicted / measured - 1
+        wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
+        print(f"  all together: {number(measured)} samples/s; {number(predicted)} were predicted ({wrong})")
     rows = [
         [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
     ]

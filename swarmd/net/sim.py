@@ -19,6 +19,7 @@ from swarmd.values import PeerId
 
 CONNECT_TIMEOUT_S = 4.0  # as libp2p's, host.py
 WINDOW_BYTES = 4 * 2**20  # sent and not read, before a sender waits: as yamux after it has grown
+PACKET_BYTES = 16 * 2**10  # that a shared line carries at once: a sign of life comes between those of a part
 QUEUE_S = 0.05  # what routers hold before a shared line
 INDEX = PeerId("index")
 
@@ -33,14 +34,20 @@ class Link:
 
 @dataclass
 class Line:
-    """A peer's uplink or downlink, which all of its streams share: bytes pass one after the other."""
+    """A peer's uplink or downlink, which all of its streams share: packets pass one after the other."""
 
     bytes_per_s: float
     free_at: float = 0.0
+    n_bytes: int = 0
 
-    def carry(self, n_bytes: int, earliest: float) -> float:
-        """When the last of so many bytes is through."""
-        self.free_at = max(self.free_at, earliest) + n_bytes / self.bytes_per_s
+    async def carry(self, n_bytes: int) -> float:
+        """Wait for a place in the queue before it, packet by packet; returns when the last will be through."""
+        for at in range(0, n_bytes, PACKET_BYTES):
+            while (ready_at := self.free_at - QUEUE_S) > trio.current_time():
+                await trio.sleep_until(ready_at)
+            taken = min(PACKET_BYTES, n_bytes - at)
+            self.free_at = max(self.free_at, trio.current_time()) + taken / self.bytes_per_s
+            self.n_bytes += taken
         return self.free_at
 
 
@@ -116,13 +123,11 @@ class SimStream:
         if self._failed or self._closed:
             raise Unreachable(f"the stream to {self.peer} is gone")
         link = self._world.link_between(self.local, self.peer)
-        lines = [line for line in (self._world.up.get(self.local), self._world.down.get(self.peer)) if line is not None]
-        while (free_at := max((line.free_at for line in lines), default=0.0) - QUEUE_S) > trio.current_time():
-            await trio.sleep_until(free_at)
         starts = max(trio.current_time(), self._line_free_at)
         self._line_free_at = starts + len(data) / link.bytes_per_s
-        for line in lines:
-            self._line_free_at = max(self._line_free_at, line.carry(len(data), starts))
+        for line in (self._world.up.get(self.local), self._world.down.get(self.peer)):
+            if line is not None:
+                self._line_free_at = max(self._line_free_at, await line.carry(len(data)))
         other._inbox.append((self._line_free_at + link.latency_s, data))
         other._inbox_bytes += len(data)
         other.wake()

@@ -93,11 +93,11 @@ def _least_s(member: Member, members: Sequence[Member], n_bytes: int, weight: fl
     return max(n_bytes * fixed / rate for fixed, _, rate in _loads(member, members, weight))
 
 
-def equal_parts(members: Sequence[Member], n_bytes: int) -> Plan:
+def equal_parts(members: Sequence[Member], n_bytes: int, weight: float = 1.0) -> Plan:
     """What the program is compared with: the same share for all who can reduce."""
     n = sum(m.can_reduce for m in members)
     shares = tuple(1.0 / n if m.can_reduce else 0.0 for m in members)
-    return Plan(shares, expected_s(members, shares, n_bytes))
+    return Plan(shares, expected_s(members, shares, n_bytes, weight))
 
 
 def expected_s(members: Sequence[Member], shares: Sequence[float] | Shares, n_bytes: int, weight: float = 1.0) -> float:

@@ -3,7 +3,7 @@
 An update of ``step`` is gathering, then a round, one after the other; where peers compute on, the longer of the two.
 A round is the bytes on the slowest link (plan.partition) and a few round trips; DiLoCo has one for every so many steps
 that a peer takes. Of what computes at least ``ENOUGH`` of the time, the choice is what changes the mathematics least.
-Pure.
+Pure. ``python benchmarks/plan.py`` compares it with what training takes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from swarmd.plan.partition import Member
 from swarmd.values import Decision
 
 ENOUGH = 0.9  # of the time that all could compute
+MOST_SAMPLES = 1.25  # times what a recipe asks for, in an update: while a round lasts, others compute on
 INNER_STEPS = 100  # of each peer between updates, where a recipe does not say (DiLoCo's H)
 FRAGMENTS = 8  # of a streamed run, where a recipe does not say
-ROUND_TRIPS = 9.0  # of a round: join, group, first parts, results, shares, check, assents, two phases at the anchors
-STEADY_S = 0.35  # of a round besides: looking, hashing, telling
+ROUND_TRIPS = 4.0  # of a round, one after the other: join, parts, shares, commit; others hide behind the parts
+LINK_SHARE = 0.85  # of a link that a round's parts reach: they begin and end one by one
+NEWS_S = 0.3  # until all know that enough samples are there: they compute on meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
-    """Who trains, what was measured, and what a step asks for. ``batch`` and ``inner_batch`` are in samples."""
+    """Who trains, what was measured, and what a recipe asks for.
+
+    ``batch`` samples make an update, ``inner_batch`` a step of a peer's own; ``micro_batch_s``: what is not broken off.
+    """
 
     members: tuple[Member, ...]
     samples_per_s: tuple[float, ...]
@@ -60,11 +65,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An update's seconds and those of its round, the share of them that is computed, and bytes for each sample."""
+    """An update: its seconds and samples, the share of the time that is computed, and bytes moved for each sample.
+
+    ``excess``: how many times the samples that were asked for an update has.
+    """
 
     setting: Setting
     update_s: float
-    round_s: float
+    n_samples: float
+    excess: float
     utilisation: float
     samples_per_s: float
     bytes_per_sample: float
@@ -76,35 +85,46 @@ def predict(swarm: Swarm, setting: Setting) -> Prediction:
     if not rate > 0:
         raise ValueError("nobody computes: how fast it goes is not known")
     n_computing = sum(r > 0 for r in swarm.samples_per_s)
-    samples = swarm.batch if not setting.n_steps else swarm.inner_batch * setting.n_steps * n_computing
-    samples = max(1, samples // setting.fragments)
-    gather_s = samples / rate
+    target = swarm.batch if not setting.n_steps else swarm.inner_batch * setting.n_steps * n_computing
+    unbroken_s = swarm.micro_batch_s
+    if setting.n_steps:
+        unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
+    asked = max(1, target // setting.fragments)
+    compute_s = asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
     way, n_elements = setting.codec, swarm.n_elements / setting.fragments
     weight = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
     n_bytes = max(1, round(n_elements * way.bytes_per_element))
     moving_s = partition.divide(swarm.members, n_bytes, weight).action.expected_s
-    round_s = moving_s + ROUND_TRIPS * swarm.round_trip_s + STEADY_S
+    round_s = moving_s / LINK_SHARE + ROUND_TRIPS * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
-        update_s = max(gather_s, round_s)
+        update_s = compute_s = max(compute_s, round_s)
     else:
-        update_s = gather_s + round_s + swarm.micro_batch_s / 2  # who is at a micro-batch ends it, and others wait
+        update_s = compute_s + round_s
+    n_samples = compute_s * rate
     moved = _moved(swarm.members, n_bytes, weight)
-    return Prediction(setting, update_s, round_s, min(1.0, gather_s / update_s), samples / update_s, moved / samples)
+    excess = max(1.0, round_s * rate / asked) if update_s == compute_s else 1.0
+    utilisation, speed = compute_s / update_s, n_samples / update_s
+    return Prediction(setting, update_s, n_samples, excess, utilisation, speed, moved / n_samples)
 
 
 def choose(predictions: Sequence[Prediction]) -> Decision[Prediction]:
     """The first that computes enough of the time, else what computes most. In the order of ``settings``."""
-    enough = [p for p in predictions if p.utilisation >= ENOUGH]
+    enough = [p for p in predictions if p.utilisation >= ENOUGH and p.excess <= MOST_SAMPLES]
     if enough:
         chosen = enough[0]
         share = f"{100 * chosen.utilisation:.0f} % of the time is computed"
         if chosen is predictions[0]:
             return Decision(chosen, f"{share}, and all see each other's gradients at once")
-        best = max(predictions[: predictions.index(chosen)], key=lambda p: p.utilisation)
-        other = f"{best.setting}, which changes less, would be at {100 * best.utilisation:.0f} %"
-        return Decision(chosen, f"{share}; {other}")
-    chosen = max(predictions, key=lambda p: p.utilisation)
+        return Decision(chosen, f"{share}; {_short_of(predictions[predictions.index(chosen) - 1])}")
+    chosen = max(predictions, key=lambda p: (p.utilisation, -p.excess))
     return Decision(chosen, f"nothing computes {100 * ENOUGH:.0f} % of the time on these links; this comes closest")
+
+
+def _short_of(near: Prediction) -> str:
+    """Why what changes the mathematics a little less is not chosen."""
+    if near.utilisation < ENOUGH:
+        return f"{near.setting}, which changes less, would compute {100 * near.utilisation:.0f} %"
+    return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
 
 
 def settings(ways: Sequence[Way], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:

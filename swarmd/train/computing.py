@@ -104,8 +104,7 @@ class Computing:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
         if self._recipe.steps_inside:
             return self._recipe.diloco.batch
-        most = self._recipe.batch.micro
-        return most if not self.samples_per_s else max(1, min(most, int(MICRO_BATCH_S * self.samples_per_s)))
+        return n_at_once(self._recipe.batch.micro, self.samples_per_s)
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""
@@ -165,3 +164,8 @@ class Computing:
             is_counted = self.work.settle(commit)
         if self._feedback is not None:
             self._feedback.settle(offered, is_counted)
+
+
+def n_at_once(most: int, samples_per_s: float) -> int:
+    """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
+    return most if not samples_per_s else max(1, min(most, int(MICRO_BATCH_S * samples_per_s)))

@@ -11,8 +11,11 @@ from swarmd.errors import ConfigError
 from swarmd.plan import partition, progress
 from swarmd.plan.partition import Member
 from swarmd.plan.progress import Progress
+from swarmd.plan.synchronisation import Prediction, choose
 from swarmd.protocol.records import PeerRecord
-from swarmd.run_status import PlanAnswer, PlanMemberRow, RoundRow, RunPeerRow, RunRow
+from swarmd.run_status import PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
+from swarmd.train.codecs import codec_of
+from swarmd.train.synchronisation import predictions
 from swarmd.train.trainer import Trainer
 from swarmd.values import PeerId
 
@@ -69,6 +72,8 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         death_costs_at_most_s=round(joining.longest_wait_s, 2),
         peers=others,
         shunned=tuple(trainer.members.shunned()),
+        measured_samples_per_s=trainer.pace.samples_per_s,
+        predicted_samples_per_s=trainer.pace.predicted,
         device=device,
         worker=worker,
         failure=failure or trainer.trouble or trainer.computing.trouble,
@@ -76,20 +81,25 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
 
 
 def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
-    """Roles and expected times of the next round, with what the swarm knows now. Raises ConfigError."""
+    """Who would do what in the next round, and what each way of training would come to. Raises ConfigError."""
+    recipe = trainer.run_spec.recipe
+    codec = codec_of(recipe)
     records = trainer.members.look(trio.current_time())
-    n_bytes = trainer.state.averaged_bytes if trainer.state else 0
-    if not n_bytes:
+    if trainer.state is None:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()
     members = [Member(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
+    speeds = [trainer.computing.samples_per_s]
     for peer, record in records.items():
         if record.role != "anchor":
             known, computes = peers.get(peer), record.role == "train"
             up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
             members.append(Member(peer, computes, computes, record.can_be_dialled, up, down))
+            speeds.append(record.samples_per_s)
+    n_bytes = codec.n_bytes(trainer.state.n_averaged)
+    forwarded = sum(m.contributes for m in members) if codec.forwards else 1
     try:
-        decision = partition.divide(members, n_bytes)
+        decision = partition.divide(members, n_bytes, forwarded)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = tuple(
@@ -102,11 +112,29 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         )
         for m, share in zip(members, decision.action.shares, strict=True)
     )
+    own, predicted = predictions(recipe, members, speeds, trainer.state.layout.n_elements)
+    chosen = choose(predicted) if predicted else None
+    trainer.pace.predicted = own.samples_per_s if own else None
     return PlanAnswer(
         run=trainer.run_spec.id,
         bytes=n_bytes,
         expected_s=decision.action.expected_s,
-        equal_parts_s=partition.equal_parts(members, n_bytes).expected_s,
+        equal_parts_s=partition.equal_parts(members, n_bytes, forwarded).expected_s,
         why=decision.reason,
         members=rows,
+        setting=str(own.setting) if own else "",
+        settings=tuple(_row(p) for p in predicted),
+        recommended=str(chosen.action.setting) if chosen else "",
+        recommended_why=chosen.reason if chosen else "it is not known yet how fast anybody computes",
+    )
+
+
+def _row(predicted: Prediction) -> PlanSettingRow:
+    return PlanSettingRow(
+        setting=str(predicted.setting),
+        update_s=predicted.update_s,
+        utilisation=predicted.utilisation,
+        excess=predicted.excess,
+        samples_per_s=predicted.samples_per_s,
+        bytes_per_sample=predicted.bytes_per_sample,
     )

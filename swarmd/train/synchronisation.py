@@ -1,14 +1,40 @@
-"""What a run could be like: the codecs that there are, as plan.synchronisation counts with them."""
+"""What a run could be like: plan.synchronisation asked with a recipe, its codecs, and what its members say."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import get_args
 
-from swarmd.plan.synchronisation import Way
-from swarmd.protocol.recipe import CodecName, Parts
+from swarmd.plan.partition import Member
+from swarmd.plan.synchronisation import FRAGMENTS, INNER_STEPS, Prediction, Setting, Swarm, Way, predict, settings
+from swarmd.protocol.recipe import CodecName, Parts, Recipe
 from swarmd.train.codecs import BLOCK, codec_of_parts
+from swarmd.train.computing import n_at_once
 
+ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured
+N_UPDATES = 10  # latest ones, for how fast a run goes
 _MANY = 16 * 16 * BLOCK  # elements: whole blocks of every codec
+
+
+class Pace:
+    """How fast a run goes, by counted samples of the latest updates; and what the last plan ``predicted``, if any."""
+
+    def __init__(self) -> None:
+        self.predicted: float | None = None
+        self._seen: deque[tuple[float, int]] = deque(maxlen=N_UPDATES + 1)
+
+    def note(self, now: float, n_counted: int) -> None:
+        """An update was applied; ``n_counted`` samples are in the ledger by now."""
+        if not self._seen or n_counted > self._seen[-1][1]:
+            self._seen.append((now, n_counted))
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None before the second update."""
+        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
 
 
 def ways(precision: str, given: Parts | None = None) -> list[Way]:
@@ -19,3 +45,25 @@ def ways(precision: str, given: Parts | None = None) -> list[Way]:
         codec = codec_of_parts(parts, precision)
         found.append(Way(name, codec.n_bytes(_MANY) / _MANY, codec.forwards))
     return found
+
+
+def predictions(
+    recipe: Recipe, members: Sequence[Member], samples_per_s: Sequence[float], n_elements: int
+) -> tuple[Prediction | None, list[Prediction]]:
+    """What the recipe itself comes to, and all that there is to choose from; nothing where nobody computes yet."""
+    n_computing = sum(rate > 0 for rate in samples_per_s)
+    if not n_computing:
+        return None, []
+    fastest = max(samples_per_s)
+    unbroken_s = n_at_once(recipe.batch.micro, fastest) / fastest
+    batch = recipe.batch.target if not recipe.steps_inside else recipe.diloco.batch * n_computing
+    swarm = Swarm(
+        tuple(members), tuple(samples_per_s), n_elements, batch, recipe.diloco.batch, ROUND_TRIP_S, unbroken_s
+    )
+    n_steps, found = INNER_STEPS, ways(recipe.precision, recipe.parts)
+    if recipe.steps_inside:
+        n_steps = max(1, recipe.batch.target * recipe.fragments // batch)
+    way = next(w for w in found if w.codec == recipe.parts.codec)
+    own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments)
+    fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
+    return predict(swarm, own), [predict(swarm, setting) for setting in settings(found, n_steps, fragments)]

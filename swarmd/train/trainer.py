@@ -37,6 +37,7 @@ from swarmd.train.members import Members
 from swarmd.train.recovery import Get, Givers
 from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
+from swarmd.train.synchronisation import Pace
 from swarmd.train.world import News, World
 from swarmd.values import Decision, PeerId
 
@@ -70,6 +71,7 @@ class Trainer:
         self.ledger = self.chronicle.ledger
         self.computing = Computing(world, self.ledger, self._news)
         self.work = self.computing.work
+        self.pace = Pace()
         self._averages = Averages()
         own = (self._averages, self._news, lambda: (self.state, self.work.offered))
         self.joining = Joining(world, self.chronicle, self.members, *own)
@@ -259,6 +261,7 @@ class Trainer:
         """The state may be that of another update now: say so, and keep it now and then."""
         if state.epoch != self.ledger.epoch:
             return
+        self.pace.note(trio.current_time(), sum(s.commit.n_samples for s in self.ledger.sealed))
         self._world.announce()
         every = self.run_spec.recipe.checkpoints.every
         if self._folder is not None and (state.epoch % every == 0 or self.ledger.finished()):
