@@ -1,0 +1,99 @@
+"""How runs and plans of training are shown in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from swarmd_cli.context import duration, number, rate, size, table
+
+
+def show_plan(body: dict[str, Any]) -> None:
+    """The next round, and what each synchronisation and codec would come to."""
+    rows = [
+        [
+            m["peer"][-8:],
+            "yes" if m["computes"] else "no",
+            f"{100 * m['reduces']:.0f} %",
+            rate(m["up_bytes_per_s"]),
+            rate(m["down_bytes_per_s"]),
+        ]
+        for m in body["members"]
+    ]
+    table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
+    print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
+    print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
+    settings = [
+        [
+            ("* " if s["setting"] == body["setting"] else "") + s["setting"],
+            f"{s['update_s']:.1f} s",
+            f"{100 * s['utilisation']:.0f} %",
+            f"{s['excess']:.1f} x" if s["excess"] > 1 else "",
+            number(s["samples_per_s"]),
+            size(round(s["bytes_per_sample"])),
+        ]
+        for s in _worth_showing(body)
+    ]
+    if settings:
+        columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
+        table("Synchronisation and codec, predicted", columns, settings)
+        print(f"best: {body['recommended']}: {body['recommended_why']}")
+    else:
+        print(f"no other setting is predicted: {body['recommended_why']}")
+
+
+def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each synchronisation without a codec, with the best one, and with this run's; and what is recommended."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in body["settings"]:
+        kind = row["setting"].rpartition(", ")[0]
+        if kind not in best or (row["samples_per_s"], -row["excess"]) > (
+            best[kind]["samples_per_s"],
+            -best[kind]["excess"],
+        ):
+            best[kind] = row
+    named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
+    return [row for row in body["settings"] if row["setting"] in named or row in best.values()]
+
+
+def show_run(row: dict[str, Any]) -> None:
+    from swarmd_cli.curve import terminal_curve
+
+    left = "unknown" if row["left_s"] is None else duration(row["left_s"])
+    print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
+    if row["failure"]:
+        print(f"  the last failure: {row['failure']}")
+    print(f"  update {row['update']} of {row['updates']}, {row['samples']} samples counted")
+    print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
+    if (last := row["last_round"]) is not None:
+        print(
+            f"  last round led here: {last['n_members']} members, gathered in {last['gather_s']:.2f} s, "
+            f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
+            f"committed in {last['commit_s']:.2f} s"
+            + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
+        )
+    print(
+        f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
+        f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
+    )
+    if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
+        error = predicted / measured - 1
+        wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
+        print(f"  all together: {number(measured)} samples/s; {number(predicted)} were predicted ({wrong})")
+    rows = [
+        [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
+    ]
+    table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+    if row["shunned"]:
+        print(f"  done without for ten minutes, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
+    if len(row["losses"]) > 1:
+        print("\n".join(terminal_curve(row["losses"])))
+
+
+def write_plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from swarmd.errors import ConfigError
+    from swarmd_cli.curve import save_png
+
+    if len(rows) != 1 or not rows[0]["losses"]:
+        raise ConfigError("--plot draws one run that has come to an update: name it")
+    save_png(rows[0]["losses"], path, f"{rows[0]['name']}, {rows[0]['samples']} samples")
