@@ -11,7 +11,7 @@ import typer
 
 from swarmd_cli.context import ask, home, print_json, table
 from swarmd_cli.look import Json
-from swarmd_cli.train_show import show_plan, show_run
+from swarmd_cli.train_show import show_plan, show_run, write_plot
 
 if TYPE_CHECKING:
     from swarmd.home import Home
