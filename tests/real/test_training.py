@@ -21,6 +21,7 @@ from tests.real.training import (
     folder_of,
     is_back,
     join,
+    ledger_of,
     parameters_of,
     replay,
     replay_steps,
@@ -31,10 +32,12 @@ from tests.real.training import (
     wait_know,
     wait_update,
 )
+from tests.train.replaying import counted_of
 
 pytestmark = pytest.mark.slow
 
 N_SAMPLES = 128  # an update: so many that all peers hear of it before one has computed them alone
+TOPK = '[parts]\ncodec = "topk"\n'
 EXACT = {"sgd": "float32", "adamw": "float64"}  # precision by optimizer
 LORA = 'train = "lora"\nlora = {rank = 4, alpha = 8, targets = ["q_proj", "v_proj"]}'
 
@@ -82,6 +85,7 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
 HIDDEN = {
     "delayed": 'synchronisation = "delayed"',
     "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',
+    "thinned": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 2}\nparts = {codec = "topk"}',
 }
 
 
@@ -111,6 +115,30 @@ def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> Non
             print(f"{name}: relative L2 {error:.2e} after {ledger.epoch} updates, {n_late} draws late")
             assert error <= 1e-4
             assert n_late > 0
+
+
+def test_what_was_left_out_outlives_a_kill(tmp_path: Path) -> None:
+    """Error feedback on the disk: whoever was killed goes on with what its contributions had not said yet."""
+    with local_swarm(tmp_path) as swarm:
+        a, b, c = volunteers = trainers(swarm, 3)
+        start_together(swarm, volunteers, "run", optimizer="adamw", more=TOPK, target=N_SAMPLES)
+        wait_update(swarm, volunteers, 5)
+        b.ask("train/pause", "POST", name="run")
+        wait_update(swarm, volunteers, run_of(a)["update"] + 2)  # its last contribution is counted, and long written
+        b.stop()
+        away = run_of(a)["update"]
+        wait_update(swarm, [a, c], away + 5)
+        b.start()
+
+        def counts_again() -> bool:
+            late = ledger_of(a).sealed[away:]
+            return any(b.peer in {e.peer for e in sealed.commit.contributors} for sealed in late)
+
+        swarm.wait(counts_again, "a contribution of the one that was killed")
+        wait_update(swarm, volunteers, run_of(a)["update"] + 2)
+        check_states(volunteers)
+        ledger = check_ledgers(volunteers)
+        assert not [c for s in ledger.sealed for c, _, is_anew in counted_of(s.commit) if is_anew]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT about transformers
