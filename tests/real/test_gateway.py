@@ -461,7 +461,13 @@ def test_a_long_beginning_is_computed_once(stage: Stage) -> None:
 
     before = reused()
     first = ask(questions[0])
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(ask, reversed(questions)))
-    stage.swarm.wait(lambda: reused() - before >= 200, "they took over what the first computed")
-    assert together[1] == first
+    answers = []
+
+    def is_reused() -> bool:
+        """One of two goes on with the session that was kept; the other may be sent another way, for the first time."""
+        with ThreadPoolExecutor(2) as pool:
+            answers.extend(list(pool.map(ask, reversed(questions)))[1:])
+        return reused() - before >= 200
+
+    stage.swarm.wait(is_reused, "they took over what the first computed")
+    assert set(answers) == {first}
