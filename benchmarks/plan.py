@@ -90,15 +90,11 @@ async def measure(setting: Setting, swarm: Swarm, bytes_per_s: float) -> tuple[f
         n_first = N_FIRST + setting.fragments
         await world.until(n_first, within_s=1e6)
         lines = world.world.up.values()
-        begun, before, n_bytes = trio.current_time(), counted(world), sum(line.n_bytes for line in lines)
+        begun, before, n_bytes = trio.current_time(), world.ledger.n_samples, sum(line.n_bytes for line in lines)
         took_s = await world.until(n_first + max(N_UPDATES, setting.fragments), within_s=1e6) - begun
-        n = counted(world) - before
+        n = world.ledger.n_samples - before
         nursery.cancel_scope.cancel()
     return n / (took_s * sum(swarm.samples_per_s)), (sum(line.n_bytes for line in lines) - n_bytes) / n
-
-
-def counted(world: TrainingWorld) -> int:
-    return sum(s.commit.n_samples for s in world.ledger.sealed)
 
 
 def show(predicted: Prediction, measured: float, n_bytes: float) -> str:

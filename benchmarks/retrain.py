@@ -113,7 +113,7 @@ def main() -> None:
     record["trained_further_by_the_swarm"] = {
         "recipe": options.recipe.name,
         "updates": ledger.epoch,
-        "samples": sum(sealed.commit.n_samples for sealed in ledger.sealed),
+        "samples": ledger.n_samples,
         "loss_nats_per_token": {"before": round(before, 4), "after": round(after, 4)},
     }
     (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")

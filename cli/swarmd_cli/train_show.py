@@ -45,13 +45,8 @@ def show_plan(body: dict[str, Any]) -> None:
 def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each synchronisation without a codec, with the best one, and with this run's; and what is recommended."""
     best: dict[str, dict[str, Any]] = {}
-    for row in body["settings"]:
-        kind = row["setting"].rpartition(", ")[0]
-        if kind not in best or (row["samples_per_s"], -row["excess"]) > (
-            best[kind]["samples_per_s"],
-            -best[kind]["excess"],
-        ):
-            best[kind] = row
+    for row in sorted(body["settings"], key=lambda row: (-row["samples_per_s"], row["excess"])):
+        best.setdefault(row["setting"].rpartition(", ")[0], row)
     named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
     return [row for row in body["settings"] if row["setting"] in named or row in best.values()]
 

@@ -110,6 +110,11 @@ class Ledger:
             raise IntegrityError("a commit restores a state that no commit of this run made")
         return found
 
+    @property
+    def n_samples(self) -> int:
+        """How many samples all commits have counted."""
+        return sum(sealed.commit.n_samples for sealed in self.sealed)
+
     def losses(self) -> list[float]:
         """Mean loss of each update, nats a token."""
         return [s.commit.loss for s in self.sealed if s.commit.contributors]

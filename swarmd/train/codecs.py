@@ -57,6 +57,10 @@ class Codec:
         """About how many bytes so many elements take."""
         return n_elements * self.dtype.itemsize
 
+    def weight(self, n_contributors: int) -> int:
+        """How many times as large as a contribution an average is on its way."""
+        return n_contributors if self.forwards else 1
+
     def code(self, values: Vector, least: Vector | None = None) -> Coded:
         """Code a vector of finite numbers. ``least``: what each element must exceed to matter, for who asks for it."""
         return Coded(values, lambda start, end: values[start:end].view(np.uint8).data)

@@ -178,9 +178,10 @@ class RunFolder:
         path = self.folder / "feedback.safetensors"
         if not path.is_file():
             return None
-        ((upto, residual),) = _read_all(path, dtype, n_elements).items()
-        if not upto.isdecimal():
-            raise ConfigError(f"{path} holds {upto}; expected the number of a draw")
+        found = _read_all(path, dtype, n_elements)
+        if len(found) != 1 or not all(name.isdecimal() for name in found):
+            raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected the number of a draw")
+        ((upto, residual),) = found.items()
         return int(upto), residual
 
     def saved(self) -> list[Saved]:

@@ -51,9 +51,9 @@ def counted_of(group: Group) -> list[GroupMember]:
 def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Group:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
     codec = codec_of(run.recipe)
-    forwarded = sum(j.n > 0 for j in joined.values()) if codec.forwards else 1
+    weight = codec.weight(sum(j.n > 0 for j in joined.values()))
     able = [_able(p, j) for p, j in joined.items()]
-    plan = partition.divide(able, codec.n_bytes(n_elements), forwarded).action
+    plan = partition.divide(able, codec.n_bytes(n_elements), weight).action
     ranges = partition.cut(plan.shares, n_elements, codec.block)
     return Group(
         run=run.id,

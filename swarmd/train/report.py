@@ -57,7 +57,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         samples_per_s=trainer.computing.samples_per_s,
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
-        samples=sum(s.commit.n_samples for s in ledger.sealed),
+        samples=ledger.n_samples,
         samples_gathered=trainer.work.n,
         samples_counted=trainer.work.n_counted,
         samples_wasted=trainer.work.n_wasted,
@@ -97,9 +97,9 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
             members.append(Member(peer, computes, computes, record.can_be_dialled, up, down))
             speeds.append(record.samples_per_s)
     n_bytes = codec.n_bytes(trainer.state.n_averaged)
-    forwarded = sum(m.contributes for m in members) if codec.forwards else 1
+    weight = codec.weight(sum(m.contributes for m in members))
     try:
-        decision = partition.divide(members, n_bytes, forwarded)
+        decision = partition.divide(members, n_bytes, weight)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = tuple(
@@ -119,7 +119,7 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         run=trainer.run_spec.id,
         bytes=n_bytes,
         expected_s=decision.action.expected_s,
-        equal_parts_s=partition.equal_parts(members, n_bytes, forwarded).expected_s,
+        equal_parts_s=partition.equal_parts(members, n_bytes, weight).expected_s,
         why=decision.reason,
         members=rows,
         setting=str(own.setting) if own else "",

@@ -261,7 +261,7 @@ class Trainer:
         """The state may be that of another update now: say so, and keep it now and then."""
         if state.epoch != self.ledger.epoch:
             return
-        self.pace.note(trio.current_time(), sum(s.commit.n_samples for s in self.ledger.sealed))
+        self.pace.note(trio.current_time(), self.ledger.n_samples)
         self._world.announce()
         every = self.run_spec.recipe.checkpoints.every
         if self._folder is not None and (state.epoch % every == 0 or self.ledger.finished()):

@@ -76,7 +76,7 @@ async def simulate(n_peers: int, hours: float, seed: int) -> Outcome:
             begun = member.source.began_at if member.source is not None else 0.0
             _count(member, outcome, trio.current_time() - begun)
         check_ledger(world)
-        outcome.updates, outcome.counted = world.epoch, sum(s.commit.n_samples for s in world.ledger.sealed)
+        outcome.updates, outcome.counted = world.epoch, world.ledger.n_samples
         nursery.cancel_scope.cancel()
     return outcome
 
