@@ -18,13 +18,11 @@ from tests.real.training import (
     check_ledgers,
     check_states,
     command,
+    error_of_replay,
     folder_of,
     is_back,
     join,
     ledger_of,
-    parameters_of,
-    replay,
-    replay_steps,
     run_of,
     slowed,
     start_run,
@@ -74,10 +72,7 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
             assert ledger.epoch == steps
             assert len({c.peer for s in ledger.sealed for c in s.commit.contributors}) == 4
             swarm.wait(lambda n=name: saved_update(volunteers[0], n) == steps, "the last checkpoint")
-            found = parameters_of(volunteers[0], name)
-            home = volunteers[0].home.folder
-            expected = replay(ledger, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
-            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            error, _ = error_of_replay(volunteers[0], name)
             print(f"{name} {runs[name]}: relative L2 {error:.2e} after {steps} updates")
             assert error <= bound
 
@@ -102,15 +97,11 @@ def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> Non
         left = volunteers[:2]
         for name in HIDDEN:
             wait_update(swarm, left, 20, name)
-        home = volunteers[0].home.folder
         for name in HIDDEN:
             check_states(left, name)
             ledger = check_ledgers(volunteers, name)
             swarm.wait(lambda n=name: saved_update(volunteers[0], n) == 20, "the last checkpoint")
-            found = parameters_of(volunteers[0], name)
-            again = replay if name == "delayed" else replay_steps
-            expected = again(ledger, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
-            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            error, _ = error_of_replay(volunteers[0], name)
             n_late = sum(sum(s.commit.late) for s in ledger.sealed)
             print(f"{name}: relative L2 {error:.2e} after {ledger.epoch} updates, {n_late} draws late")
             assert error <= 1e-4

@@ -224,8 +224,18 @@ def parameters_of(volunteer: Volunteer, name: str = "run") -> np.ndarray:
         return np.asarray(file.get_tensor("parameters"))
 
 
-def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
-    """What one machine comes to that computes every sample the ledger counted, with torch's own optimizers."""
+def error_of_replay(volunteer: Volunteer, name: str = "run") -> tuple[float, int]:
+    """Relative L2 between a volunteer's newest checkpoint and its ledger replayed up to there, and its update."""
+    epoch, ledger = folder_of(volunteer, name).saved()[0].epoch, ledger_of(volunteer, name)
+    home = volunteer.home.folder
+    again = replay_steps if ledger.run.recipe.synchronisation == "diloco" else replay
+    expected = again(ledger, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")), epoch)
+    found = parameters_of(volunteer, name)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected)), epoch
+
+
+def replay(ledger: Ledger, model_folder: Path, data: Path, epoch: int) -> np.ndarray:
+    """What one machine comes to that computes every sample of the first updates, with torch's own optimizers."""
     recipe = ledger.run.recipe
     rows = _rows(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, recipe.precision)).train()
@@ -233,7 +243,7 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
     matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
     optimizer = torch_optimizer(recipe.optimizer, matrices, rest)
     before = copy.deepcopy(model)
-    for sealed in ledger.sealed:
+    for sealed in ledger.sealed[:epoch]:
         optimizer.zero_grad()
         before.zero_grad()
         for c, late, _ in counted_of(sealed.commit):
@@ -249,7 +259,7 @@ def replay(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
     return torch.cat([p.detach().flatten() for p in parameters]).numpy()
 
 
-def replay_steps(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
+def replay_steps(ledger: Ledger, model_folder: Path, data: Path, epoch: int) -> np.ndarray:
     """The same for a DiLoCo run: every step that a peer took by itself, and the outer ones."""
     recipe = ledger.run.recipe
     rows = _rows(recipe, data)
@@ -270,7 +280,7 @@ def replay_steps(ledger: Ledger, model_folder: Path, data: Path) -> np.ndarray:
         take_step(recipe.optimizer, parameters, moments, step.learning_rate, step.number)
 
     first = torch.cat([p.detach().flatten() for p in parameters]).numpy()
-    return replay_diloco(ledger, first, take, ledger.epoch)
+    return replay_diloco(ledger, first, take, epoch)
 
 
 def _backward(model: torch.nn.Module, rows: Any, peer: str, draws: range, n_samples: int) -> None:
