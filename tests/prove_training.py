@@ -26,6 +26,7 @@ import numpy as np
 from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import (
+    MODES,
     check_ledgers,
     check_states,
     command,
@@ -57,13 +58,6 @@ WINDOW = 10  # updates of which the mean losses are compared
 MOST_BEHIND = 2.0  # updates, behind both of the undisturbed ones: a peer that is away gives nothing to an update
 N_COMPARED = 120  # updates
 OPTIMIZER = 'kind = "adamw"\nlearning_rate = 0.00015\nweight_decay = 0.1'
-MODES = {
-    "step": "",
-    "delayed": 'synchronisation = "delayed"',
-    "diloco": 'synchronisation = "diloco"\ndiloco = {batch = 4}',
-    "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',
-    "thinned": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 2}\nparts = {codec = "topk"}',
-}
 MOST_ERROR = 1e-4  # relative L2 of a state of float32 against its replay (docs/training.md)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import (
+    MODES,
     check_ledgers,
     check_states,
     command,
@@ -77,19 +78,16 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
             assert error <= bound
 
 
-HIDDEN = {
-    "delayed": 'synchronisation = "delayed"',
-    "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',
-    "thinned": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 2}\nparts = {codec = "topk"}',
-}
+HIDDEN = ("delayed", "streamed", "thinned")
 
 
 def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> None:
     """Delayed updates and steps inside, a daemon and a worker killed among them: the replayed ledger says the same."""
     with local_swarm(tmp_path) as swarm:
         volunteers = trainers(swarm, 3)
-        for name, more in HIDDEN.items():
-            start_together(swarm, volunteers, name, optimizer="adamw", more=more, target=N_SAMPLES, steps=20, every=20)
+        for name in HIDDEN:
+            settings = {"optimizer": "adamw", "more": MODES[name], "target": N_SAMPLES, "steps": 20, "every": 20}
+            start_together(swarm, volunteers, name, **settings)
         for name in HIDDEN:
             wait_update(swarm, volunteers, 3, name)
         volunteers[2].stop()

@@ -66,6 +66,14 @@ TINY = {
     "layer_types": ["full_attention"] * 2,
     "dtype": "float32",
 }
+# how peers are synchronised: keys of a recipe, for ``more``
+MODES = {
+    "step": "",
+    "delayed": 'synchronisation = "delayed"',
+    "diloco": 'synchronisation = "diloco"\ndiloco = {batch = 4}',
+    "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',
+    "thinned": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 2}\nparts = {codec = "topk"}',
+}
 OPTIMIZERS = {
     "sgd": 'kind = "sgd"\nlearning_rate = 0.02\nmomentum = 0.9',
     "adamw": 'kind = "adamw"\nlearning_rate = 0.0005\nweight_decay = 0.1',

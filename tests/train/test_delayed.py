@@ -13,13 +13,9 @@ from swarmd.net.sim import Link
 from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.recipe import Batch, Optimizer
 from swarmd.train.work import Gathered, Work
-from tests.train.world import TrainingWorld, replay, training
+from tests.train.world import replay, training
 
 SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
-
-
-def counted(world: TrainingWorld) -> int:
-    return world.ledger.n_samples
 
 
 @pytest.mark.parametrize(
@@ -43,7 +39,7 @@ async def test_the_ledger_says_which_state_a_draw_belongs_to(
             expected = replay(world, ledger, member.trainer.state.epoch)
             found = member.trainer.state.parameters
             assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
-        assert sum(m.trainer.work.n_wasted for m in world.trainers()) <= 0.05 * counted(world)
+        assert sum(m.trainer.work.n_wasted for m in world.trainers()) <= 0.05 * world.ledger.n_samples
 
 
 async def test_nobody_waits_for_a_round(virtual_time: MockClock) -> None:
@@ -52,9 +48,9 @@ async def test_nobody_waits_for_a_round(virtual_time: MockClock) -> None:
         async with training(seed=2, synchronisation=synchronisation) as world:
             world.world.link = SLOW
             await world.until(6)
-            before, begun = counted(world), trio.current_time()
+            before, begun = world.ledger.n_samples, trio.current_time()
             await world.until(26)
-            speeds[synchronisation] = (counted(world) - before) / (trio.current_time() - begun)
+            speeds[synchronisation] = (world.ledger.n_samples - before) / (trio.current_time() - begun)
     most = 4 / 0.05  # samples a second of four peers that do nothing else
     assert speeds["step"] < 0.75 * most, "the links here are no burden: this test shows nothing"
     assert speeds["delayed"] > 0.9 * most
