@@ -32,7 +32,7 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan import partition
-from swarmd.plan.partition import Member
+from swarmd.plan.partition import Member, Sizes
 from swarmd.protocol.backing import Share, sign_share
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
@@ -114,10 +114,7 @@ class Peer:
         if isinstance(message, Contribution | Reduced):
             while self.live is None or self.live.group.round != message.round:
                 await self.formed.wait()
-            if isinstance(message, Contribution):
-                await self.live.take_contribution(channel.peer, message, frame.payload)
-            else:
-                await self.live.take_reduced(channel.peer, message, frame.payload)
+            await self.live.take(channel.peer, message, frame.payload)
 
     async def run(self, index: int, n: int, bytes_per_s: float) -> None:
         libp2p = Libp2pNetwork(Identity(bytes([index]) * 32), PSK, ("/ip4/127.0.0.1/tcp/0",))
@@ -182,7 +179,8 @@ def swarmd_rounds(n: int, n_rounds: int, links: list[float], equal: bool = False
         peers = [PeerId(a.rpartition("/")[2]) for a in addresses]
         rates = [mbit * MBIT or None for mbit in links]
         members = [Member(p, up_bytes_per_s=r, down_bytes_per_s=r) for p, r in zip(peers, rates, strict=True)]
-        plan = partition.equal_parts(members, 4 * n) if equal else partition.divide(members, 4 * n).action
+        sizes = Sizes(4 * n)
+        plan = partition.equal_parts(members, sizes) if equal else partition.divide(members, sizes).action
         for process in processes:
             _say(process, addresses)
         times = []

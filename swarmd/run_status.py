@@ -17,7 +17,7 @@ class RunPeerRow(Status, frozen=True, kw_only=True):
 
 
 class RoundRow(Status, frozen=True, kw_only=True):
-    """How long the phases of a round took, in seconds, and who was left out of it."""
+    """How long the phases of a round took, in seconds, by which way its numbers came together, who was left out."""
 
     gather_s: float
     average_s: float
@@ -25,6 +25,7 @@ class RoundRow(Status, frozen=True, kw_only=True):
     n_members: int
     n_reducers: int
     expected_s: float
+    topology: str
     left_out: tuple[str, ...]
 
 

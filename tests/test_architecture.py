@@ -149,7 +149,6 @@ LONG_FILES = {
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
     "swarmd/client/lane.py": (460, "one lane, forward and backward"),
     "swarmd/train/joining.py": (455, "one peer's part in rounds, whoever leads"),
-    "swarmd/train/leader.py": (405, "one round"),
 }
 LONG_FUNCTIONS = {
     "swarmd/train/report.py:report": (58, "a row of a table, field by field"),

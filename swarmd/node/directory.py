@@ -39,6 +39,7 @@ RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT, until it has worked and others are k
 SETTLED_RENDEZVOUS_S = 600.0  # from then on: it is for peers that know nobody, and keeps addresses for half an hour
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
 PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
+NEAR_S = 0.003  # of a round trip within one building; between homes of one town it takes 5 ms and more
 ANSWER_S = 5.0  # for a peer that is there to say so
 MOST_ASKED = 64  # at once, whether they are there
 N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
@@ -52,6 +53,10 @@ class Links:
     round_trip_s: dict[PeerId, float]
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
+
+    def near(self) -> frozenset[PeerId]:
+        """Who is at the same site, by its round trip."""
+        return frozenset(peer for peer, took_s in self.round_trip_s.items() if took_s < NEAR_S)
 
 
 Describe = Callable[[], list[dict[str, Any]]]

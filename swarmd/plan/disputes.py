@@ -1,26 +1,31 @@
 """Who is at fault when two members of a round say different things of the same numbers.
 
-A dispute is between a member and a reducer: the reducer says that the member's numbers are faulty or did not come, or
-the member says so of the results; or both name different sizes, hashes, or sums along the same directions (docs/
-protocol.md). One dispute tells that one of two lies, not which: the part is reduced by another, and who is in a dispute
-with that one as well is at fault. What the leader sees itself it need not be told. Pure; from the members' beats.
+A dispute is between a member and its *parent* (plan.topology): the parent, who adds up, says that the member's numbers
+are faulty or did not come, or the member says so of the results; or both name different sizes, hashes, or sums along
+the same directions (docs/protocol.md). One dispute tells that one of two lies, not which: the part is given to another,
+and who is in a dispute with that one as well is at fault. Nobody need be told what his own words show: what goes into a
+member must come out of it. What the leader sees itself it need not be told. Pure; from the members' beats.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarmd.plan.verdicts import MemberSeen, Seen
+from swarmd.plan.topology import Edge, edges_of, trees_of
+from swarmd.plan.verdicts import SILENT, Said, Seen, is_there, said_by
 from swarmd.protocol.backing import N_DIRECTIONS, TOLERANCE
-from swarmd.protocol.rounds import Group, Received, Reduction
+from swarmd.protocol.rounds import Gave, Group, Received, Reduction
 from swarmd.values import PeerId
 
 SQUARES_TOLERANCE = 0.01  # of a size that two computed in their own order
 
 Pair = tuple[PeerId, PeerId]
-"""A member and a reducer, one of whom is at fault."""
+"""A member and its parent, one of whom is at fault."""
+
+ReceivedIn = Callable[[Said], Mapping[int, Received]]
+GivenIn = Callable[[Said], Mapping[int, Gave]]
 
 
 @dataclass(slots=True)
@@ -35,7 +40,7 @@ class Found:
 class Verdict:
     """``faulty`` peers with the reason and who witnessed it.
 
-    ``doubted``: reducers whose parts another shall reduce, each with the member that contradicts it.
+    ``doubted``: who shall add up nothing more, each with the member that contradicts it.
     """
 
     faulty: dict[PeerId, tuple[str, set[PeerId]]] = field(default_factory=dict)
@@ -44,48 +49,30 @@ class Verdict:
 
 def find(group: Group, seen: Seen, me: PeerId) -> Found:
     """What the members' latest beats say against each other. ``me`` leads, and holds the average if anybody does."""
-    found, results = Found(), _results(seen)
-    reducers = _reducers(group)
-    for place, reducer in reducers.items():
-        for member, known in seen.items():
-            said = _reduction(known, place)
-            if member != reducer and said is not None:
-                _compare_results(member, reducer, said, _reduction(seen.get(reducer), place), found)
-        if reducer in seen:
-            _compare_contributions(group, seen, results, (place, reducer), found)
-            _check_sum(group, seen, reducer, _reduction(seen.get(me), place), me, found)
-    is_sure = me in results and _agree(me, reducers, seen)
-    for member in results.keys() - {me} if is_sure else ():
-        if results[member] != results[me] and _agree(member, reducers, seen):
-            found.faults[member] = "its average is not what its parts are"
-    return found
+    looking = _Looking(group, seen)
+    looking.compare_results()
+    looking.compare_numbers(edges_of(group).own, lambda said: said.received, lambda said: said.gave)
+    looking.compare_numbers(edges_of(group).subtotals, lambda said: said.subtotals, lambda said: said.passed)
+    looking.check_kept()
+    looking.check_flows(me)
+    looking.check_averages(me)
+    return looking.found
 
 
 def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> Found:
     """Everybody lives, and nothing moves: between whom is it that something does not come?"""
-    found = Found()
     if deaf := [p for p, known in seen.items() if known.beat is None]:
-        found.faults = dict.fromkeys(deaf, "it has not taken part")
-        return found
-    for place, reducer in _reducers(group).items():
-        size = sum(p.end - p.start for p in group.parts if p.reducer == place)
-        for at, member in enumerate(group.members):
-            peer = PeerId(member.peer)
-            if peer == reducer or peer not in seen:
-                continue
-            if incomplete and member.n and member.is_counted and _received(seen.get(reducer), at) is None:
-                if reducer == me:
-                    found.faults[peer] = "its parts have not come"
-                found.pairs[peer, reducer] = "parts have not come"
-            elif not incomplete and member.receives:
-                here = _reduction(seen[peer], place)
-                if here is None or here.n_elements < size:
-                    found.pairs[peer, reducer] = "results have not come"
-    if not found.pairs:
+        return Found(faults=dict.fromkeys(deaf, "it has not taken part"))
+    looking = _Looking(group, seen)
+    if incomplete:
+        looking.late_numbers(me)
+    else:
+        looking.late_results()
+    if not looking.found.pairs:
         lacking = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
-        results = _results(seen)
-        found.faults = {p: "it does not name its average" for p in lacking if p not in results and p != me}
-    return found
+        nameless = [p for p in lacking if p not in looking.results and p != me]
+        looking.found.faults = dict.fromkeys(nameless, "it does not name its average")
+    return looking.found
 
 
 def settle(pairs: Iterable[Pair], me: PeerId | None) -> Verdict:
@@ -112,94 +99,164 @@ def _convict(peer: PeerId, witnesses: set[PeerId], why: str, verdict: Verdict) -
     verdict.faulty.setdefault(peer, (why, witnesses))
 
 
-def _reducers(group: Group) -> dict[int, PeerId]:
-    """Who reduces something, by place."""
-    return {place: PeerId(group.members[place].peer) for place in {p.reducer for p in group.parts}}
+class _Looking:
+    """One look at what all members of a group say; ``results``: the averages that they name, by their hash."""
 
+    def __init__(self, group: Group, seen: Seen) -> None:
+        self.found = Found()
+        self.results = {p: k.beat.result for p, k in seen.items() if k.beat is not None and k.beat.result}
+        self._group = group
+        self._seen = seen
+        self._said = said_by(group, seen)
+        self._edges = edges_of(group)
+        self._trees = trees_of(group)
 
-def _reduction(known: MemberSeen | None, place: int) -> Reduction | None:
-    beat = known.beat if known is not None else None
-    return next((r for r in beat.reductions if r.reducer == place), None) if beat is not None else None
+    def _peer(self, place: int) -> PeerId:
+        return PeerId(self._group.members[place].peer)
 
+    def _dispute(self, child: int, parent: int, why: str) -> None:
+        if self._peer(child) in self._seen:
+            self.found.pairs.setdefault((self._peer(child), self._peer(parent)), why)
 
-def _received(known: MemberSeen | None, place: int) -> Received | None:
-    """What a reducer has of one member, if it has all of it."""
-    beat = known.beat if known is not None else None
-    whole = (r for r in beat.received if r.member == place and r.squares is not None) if beat is not None else ()
-    return next(iter(whole), None)
+    # --- what has come ------------------------------------------------------------------------------------------
 
+    def compare_results(self) -> None:
+        """Is what came to each member what its parent has?"""
+        for root, tree in self._trees.items():
+            for place, parent in enumerate(tree.parents):
+                said, had = self._said[place].reductions.get(root), self._said[parent].reductions.get(root)
+                if place == root or said is None:
+                    continue
+                if said.fault:
+                    self._dispute(place, parent, said.fault)
+                elif said.digest and had is not None and had.digest and said.digest != had.digest:
+                    self._dispute(place, parent, "the results that came are not those that were sent")
 
-def _results(seen: Seen) -> dict[PeerId, bytes]:
-    """The averages that members name, by their hash."""
-    return {p: known.beat.result for p, known in seen.items() if known.beat is not None and known.beat.result}
-
-
-def _agree(member: PeerId, reducers: Mapping[int, PeerId], seen: Seen) -> bool:
-    """Has a member the results of each reducer as that one made them?"""
-    for place, reducer in reducers.items():
-        said, made = _reduction(seen[member], place), _reduction(seen.get(reducer), place)
-        if said is None or made is None or not said.digest or said.digest != made.digest:
-            return False
-    return True
-
-
-def _compare_results(member: PeerId, reducer: PeerId, said: Reduction, made: Reduction | None, found: Found) -> None:
-    """Is what came to a member what its reducer made?"""
-    if said.fault:
-        found.pairs.setdefault((member, reducer), said.fault)
-    elif said.digest and made is not None and made.digest and said.digest != made.digest:
-        found.pairs.setdefault((member, reducer), "the results that came are not those that were made")
-
-
-def _compare_contributions(
-    group: Group, seen: Seen, results: Mapping[PeerId, bytes], by: tuple[int, PeerId], found: Found
-) -> None:
-    """Is what a reducer (its place, and who it is) has of each member what that one gave?"""
-    place, reducer = by
-    beat = seen[reducer].beat
-    if beat is None:
-        return
-    for received in beat.received:
-        if received.member >= len(group.members) or not group.members[received.member].is_counted:
-            continue
-        member = PeerId(group.members[received.member].peer)
-        gave = _reduction(seen.get(member), place)
-        if member == reducer:
+    def compare_numbers(self, edges: Iterable[Edge], received_in: ReceivedIn, given_in: GivenIn) -> None:
+        """Is what each parent has of each child what that one gave?"""
+        for child, parent in edges:
+            received = received_in(self._said[parent]).get(child)
+            given = given_in(self._said[child]).get(parent)
+            if received is None:
+                continue
             if received.fault:
-                found.faults[member] = received.fault
-        elif received.fault:
-            found.pairs.setdefault((member, reducer), received.fault)
-        elif gave is not None and _differ(gave, received, results.get(member) == beat.result):
-            found.pairs.setdefault((member, reducer), "what came is not what was given")
+                self._dispute(child, parent, received.fault)
+            elif given is not None and _differ(given, received, self._is_same_average(child, parent)):
+                self._dispute(child, parent, "what came is not what was given")
+
+    def check_kept(self) -> None:
+        """Does a member itself find fault with what it keeps of its own?"""
+        for place in self._edges.kept:
+            own = self._said[place].received.get(place)
+            if own is not None and own.fault:
+                self.found.faults[self._peer(place)] = own.fault
+
+    def _is_same_average(self, a: int, b: int) -> bool:
+        return self.results.get(self._peer(a)) == self.results.get(self._peer(b))
+
+    # --- what comes of it ---------------------------------------------------------------------------------------
+
+    def check_flows(self, me: PeerId) -> None:
+        """Does what goes into each member, by its own words, come out of it?"""
+        places = {PeerId(m.peer): place for place, m in enumerate(self._group.members)}
+        here = self._said[places[me]] if me in places else SILENT
+        into: dict[int, list[Edge]] = {}
+        for edge in self._edges.own:
+            into.setdefault(edge[1], []).append(edge)
+        for place in self._edges.adding():
+            peer = self._peer(place)
+            if peer in self.results and self.results[peer] == self.results.get(me):
+                why = self._flow_fault(place, into.get(place, []), here.reductions.get(place))
+                if why:
+                    self.found.faults[peer] = why
+
+    def _flow_fault(self, place: int, own: list[Edge], results: Reduction | None) -> str:
+        """Why a member cannot have added up what it says it has; "" when it can."""
+        said = self._said[place]
+        kept = [place] if place in self._edges.kept else []
+        taken: list[Received | Gave | None] = [said.received.get(child) for child in [*kept, *(c for c, _ in own)]]
+        taken += [said.subtotals.get(child) for child, parent in self._edges.subtotals if parent == place]
+        passed: list[Received | Gave | None] = [
+            said.passed.get(parent) for child, parent in self._edges.subtotals if child == place
+        ]
+        if not all(map(_is_accounted, [*taken, *passed])):
+            return "it has results, and does not say of what"
+        n_samples, rounding, total = 0, 0.0, (0.0,) * N_DIRECTIONS
+        if place in self._trees:
+            if results is None or len(results.total) != N_DIRECTIONS:
+                return ""  # it is the leader who has not got them
+            n_samples = sum(m.n for m in self._group.members if m.n and m.is_counted)
+            rounding, total = results.rounding, results.total
+        most = TOLERANCE * sum(map(_size, taken)) + n_samples * rounding
+        for i in range(N_DIRECTIONS):
+            left = _along(taken, i) - _along(passed, i) - n_samples * total[i]
+            if not abs(left) <= most:
+                return "what it gives on is not the sum of what it received"
+        return ""
+
+    def check_averages(self, me: PeerId) -> None:
+        """Has anybody another average than the leader, though it has the same parts?"""
+        if me not in self.results or not self._agrees(me):
+            return
+        for member in self.results.keys() - {me}:
+            if self.results[member] != self.results[me] and self._agrees(member):
+                self.found.faults[member] = "its average is not what its parts are"
+
+    def _agrees(self, member: PeerId) -> bool:
+        """Has a member the results of each reducer as that one made them?"""
+        place = next(i for i, m in enumerate(self._group.members) if m.peer == member)
+        for root in self._trees:
+            said, made = self._said[place].reductions.get(root), self._said[root].reductions.get(root)
+            if said is None or made is None or not said.digest or said.digest != made.digest:
+                return False
+        return True
+
+    # --- what has not come --------------------------------------------------------------------------------------
+
+    def late_numbers(self, me: PeerId) -> None:
+        """Whose own numbers have not come; and whose subtotals, though it has everything that it adds up."""
+        late = [e for e in self._edges.own if not is_there(self._said[e[1]].received.get(e[0]))]
+        waiting = {parent for _, parent in late}
+        later = [e for e in self._edges.subtotals if not is_there(self._said[e[1]].subtotals.get(e[0]))]
+        waiting |= {parent for _, parent in later}
+        for child, parent in [*late, *(e for e in later if e[0] not in waiting)]:
+            if self._peer(parent) == me and self._peer(child) in self._seen:
+                self.found.faults[self._peer(child)] = "its parts have not come"
+            self._dispute(child, parent, "parts have not come")
+
+    def late_results(self) -> None:
+        """Who lacks results that its parent has."""
+        for root, tree in self._trees.items():
+            size = sum(p.end - p.start for p in self._group.parts if p.reducer == root)
+            has = [
+                place == root
+                or ((here := self._said[place].reductions.get(root)) is not None and here.n_elements >= size)
+                for place in range(len(tree.parents))
+            ]
+            for place, parent in enumerate(tree.parents):
+                if has[parent] and not has[place] and self._group.members[place].receives:
+                    self._dispute(place, parent, "results have not come")
 
 
-def _differ(gave: Reduction, received: Received, is_same_average: bool) -> bool:
-    """Do a member and a reducer name different sizes or, along the same directions, different sums?"""
+def _differ(gave: Gave, received: Received, is_same_average: bool) -> bool:
+    """Do a member and its parent name different sizes or, along the same directions, different sums?"""
     if received.squares is None or gave.squares is None:
         return False
     if abs(received.squares - gave.squares) > SQUARES_TOLERANCE * gave.squares:
         return True
     most = TOLERANCE * math.sqrt(gave.squares)
-    if not is_same_average or not len(received.sums) == len(gave.own) == N_DIRECTIONS:
+    if not is_same_average or not len(received.sums) == len(gave.sums) == N_DIRECTIONS:
         return False
-    return any(abs(a - b) > most for a, b in zip(received.sums, gave.own, strict=True))
+    return any(abs(a - b) > most for a, b in zip(received.sums, gave.sums, strict=True))
 
 
-def _check_sum(group: Group, seen: Seen, reducer: PeerId, here: Reduction | None, me: PeerId, found: Found) -> None:
-    """Are the results, as they are here, the mean of what their reducer says it has?"""
-    beat, mine = seen[reducer].beat, seen[me].beat if me in seen else None
-    if beat is None or mine is None or here is None or not mine.result or beat.result != mine.result:
-        return
-    counted = {place: m.n for place, m in enumerate(group.members) if m.n and m.is_counted}
-    taken = [r for r in beat.received if r.member in counted]
-    if (
-        len(here.total) != N_DIRECTIONS
-        or len(taken) != len(counted)
-        or any(len(r.sums) != N_DIRECTIONS or r.squares is None for r in taken)
-    ):
-        found.faults[reducer] = "it has results, and does not say of what"
-        return
-    n_samples = sum(counted.values())
-    most = TOLERANCE * sum(math.sqrt(r.squares or 0.0) for r in taken) + n_samples * here.rounding
-    if any(abs(sum(r.sums[i] for r in taken) - n_samples * here.total[i]) > most for i in range(N_DIRECTIONS)):
-        found.faults[reducer] = "its results are not the mean of what it received"
+def _is_accounted(said: Received | Gave | None) -> bool:
+    return said is not None and said.squares is not None and len(said.sums) == N_DIRECTIONS
+
+
+def _size(said: Received | Gave | None) -> float:
+    return math.sqrt(said.squares) if said is not None and said.squares is not None else 0.0
+
+
+def _along(said: Sequence[Received | Gave | None], i: int) -> float:
+    return sum(s.sums[i] for s in said if s is not None)

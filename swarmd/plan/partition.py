@@ -1,17 +1,16 @@
 """Who reduces which part of the vector: DeDLOC's linear program (Diskin et al. 2021, section 3.2) with HiGHS.
 
-With parts streamed, sending contributions and sending results share a peer's uplink, and receiving both its downlink.
-A peer that reduces the fraction f of a vector of B bytes, among c contributors and r receivers, sends B (1 - f) of its
-own contribution and w B f (r - 1) of results, and receives B f (c - 1) of contributions and w B (1 - f) of results; who
-does not contribute or receive leaves out its terms. Results are w times as large as a contribution: as many times as
-there are contributors, where these are forwarded. The program minimises the time of the slowest direction of the
-slowest peer. Who cannot be dialled reduces nothing.
+Numbers go up and down a tree for each who reduces (plan.topology): a member sends its contribution, or the subtotal of
+all below it, to its parent, and results to those below. With parts streamed, all of what a peer sends shares its uplink
+and what it receives its downlink; machines of one site share theirs, and what passes between them does not count. The
+program chooses the shares of the vector so that the slowest direction of the slowest link takes as little time as can
+be. Who cannot be dialled reduces nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -40,6 +39,27 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what travels: ``contribution`` is a whole one; the others as many times as large.
+
+    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise.
+    """
+
+    contribution: int
+    result: float = 1.0
+    subtotal: float = 1.0
+    forwarded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """``parents`` of each member in the tree of each who reduces, by place; ``sites``: of each member, if known."""
+
+    parents: Mapping[int, Sequence[int]]
+    sites: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Shares of the vector in the order of the members, and what the slowest peer is expected to take."""
 
@@ -47,67 +67,49 @@ class Plan:
     expected_s: float
 
 
-def divide(members: Sequence[Member], n_bytes: int, weight: float = 1.0) -> Decision[Plan]:
-    """Choose shares; ``weight`` is w above. Raises ValueError when nobody can reduce."""
+def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> Decision[Plan]:
+    """Choose shares; without ``ways`` all talk to all. Raises ValueError when nobody can reduce."""
     able = [i for i, m in enumerate(members) if m.can_reduce]
     if not able:
         raise ValueError("nobody in the group can be dialled: no one can reduce")
-    equal = np.array([1.0 / len(able) if m.can_reduce else 0.0 for m in members])
-    shares = _solve(members, n_bytes, set(able), weight)
-    if expected_s(members, equal, n_bytes, weight) <= expected_s(members, shares, n_bytes, weight) * (1 + TOLERANCE):
+    loads = _loads(members, sizes, ways or talk_to_all(members))
+    equal = _equal(members)
+    shares = _solve(loads, len(members), set(able))
+    if loads.slowest_s(equal) <= loads.slowest_s(shares) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
-    shares = np.where(shares < LEAST_SHARE, 0.0, shares)
+    shares = np.where(shares < _least_share(len(able)), 0.0, shares)
     shares = shares / shares.sum()
-    plan = Plan(tuple(float(s) for s in shares), expected_s(members, shares, n_bytes, weight))
+    plan = Plan(tuple(float(s) for s in shares), loads.slowest_s(shares))
     n = sum(s > 0 for s in plan.shares)
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
 
 
-def _solve(members: Sequence[Member], n_bytes: int, able: set[int], weight: float) -> Shares:
-    """The program, again and again without those whom it leaves no part: it balances the others then."""
-    from scipy.optimize import linprog  # slow to import, and only leaders need it
+def only_server(members: Sequence[Member]) -> list[Member]:
+    """The same members, of whom only the one with the best link reduces."""
 
-    while True:
-        rows, limits = [], []
-        for i in able:
-            for fixed, slope, rate in _loads(members[i], members, weight):
-                row = np.zeros(len(members) + 1)
-                row[i], row[-1] = n_bytes * slope / rate, -1.0
-                rows.append(row)
-                limits.append(-n_bytes * fixed / rate)
-        bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(len(members))] + [(0.0, None)]
-        total = np.array([[1.0] * len(members) + [0.0]])
-        cost = np.array([0.0] * len(members) + [1.0])
-        solved = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), A_eq=total, b_eq=[1.0], bounds=bounds)
-        if not solved.success:
-            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(len(members))])
-        shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
-        alone = {i for i in able if _least_s(members[i], members, n_bytes, weight) >= solved.x[-1] * (1 - TOLERANCE)}
-        if not alone or alone == able:
-            return shares
-        able -= alone
+    def slowest_bytes_per_s(member: Member) -> float:
+        return min(member.up_bytes_per_s or UNKNOWN_BYTES_PER_S, member.down_bytes_per_s or UNKNOWN_BYTES_PER_S)
+
+    best = max((m for m in members if m.can_reduce), key=slowest_bytes_per_s, default=None)
+    return [replace(m, can_reduce=m is best) for m in members]
 
 
-def _least_s(member: Member, members: Sequence[Member], n_bytes: int, weight: float) -> float:
-    """What a peer takes that reduces nothing."""
-    return max(n_bytes * fixed / rate for fixed, _, rate in _loads(member, members, weight))
+def talk_to_all(members: Sequence[Member]) -> Ways:
+    """Everybody right below each who can reduce."""
+    return Ways({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
 
 
-def equal_parts(members: Sequence[Member], n_bytes: int, weight: float = 1.0) -> Plan:
+def equal_parts(members: Sequence[Member], sizes: Sizes) -> Plan:
     """What the program is compared with: the same share for all who can reduce."""
-    n = sum(m.can_reduce for m in members)
-    shares = tuple(1.0 / n if m.can_reduce else 0.0 for m in members)
-    return Plan(shares, expected_s(members, shares, n_bytes, weight))
+    shares = _equal(members)
+    return Plan(tuple(float(s) for s in shares), _loads(members, sizes, talk_to_all(members)).slowest_s(shares))
 
 
-def expected_s(members: Sequence[Member], shares: Sequence[float] | Shares, n_bytes: int, weight: float = 1.0) -> float:
-    """The time that the slowest direction of the slowest peer takes."""
-    times = [
-        n_bytes * (fixed + slope * share) / rate
-        for member, share in zip(members, shares, strict=True)
-        for fixed, slope, rate in _loads(member, members, weight)
-    ]
-    return float(max(times, default=0.0))
+def moved_bytes(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> float:
+    """What all send in a round together, within sites as well, where all who can reduce have equal parts."""
+    ways = ways or talk_to_all(members)
+    loads = _loads(members, sizes, Ways(ways.parents))
+    return float(sum((row @ _equal(members)) for row in loads.up))
 
 
 def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
@@ -120,15 +122,112 @@ def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tu
     return list(pairwise(edges))
 
 
-def _loads(member: Member, members: Sequence[Member], weight: float) -> list[tuple[float, float, float]]:
-    """What a peer's links and processor carry for each byte of the vector: (fixed, by its share, bytes/s)."""
-    c, r = sum(m.contributes for m in members), sum(m.receives for m in members)
-    sends, takes = float(member.contributes), float(member.receives)
-    up = member.up_bytes_per_s or UNKNOWN_BYTES_PER_S
-    down = member.down_bytes_per_s or UNKNOWN_BYTES_PER_S
-    reduce = member.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S
-    return [
-        (sends, weight * (r - takes) - sends, up),
-        (weight * takes, c - sends - weight * takes, down),
-        (0.0, float(c), reduce),
-    ]
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Seconds that each link's direction, and each processor, takes for the whole vector, by who reduces it.
+
+    ``seconds``: [links, members]; ``owners``: whose link or processor each is; ``up``: bytes that each member sends.
+    """
+
+    seconds: Shares
+    owners: Sequence[frozenset[int]]
+    up: Shares
+
+    def slowest_s(self, shares: Shares) -> float:
+        return float((self.seconds @ shares).max(initial=0.0))
+
+
+def _loads(members: Sequence[Member], sizes: Sizes, ways: Ways) -> _Loads:
+    n = len(members)
+    sites = ways.sites or range(n)
+    up, down, reduced = (np.zeros((n, n)) for _ in range(3))
+    for root, parents in ways.parents.items():
+        for child, parent, is_up, size in _sendings(members, sizes, root, parents):
+            source, target = (child, parent) if is_up else (parent, child)
+            if sites[source] != sites[target]:
+                up[source, root] += size
+                down[target, root] += size
+            if is_up:
+                reduced[parent, root] += size
+    rows, owners = [], []
+    for site in sorted(set(sites)):
+        here = [i for i in range(n) if sites[i] == site]
+        ups = max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here)
+        downs = max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here)
+        rows += [up[here].sum(0) / ups, down[here].sum(0) / downs]
+        owners += [frozenset(here)] * 2
+    for i, member in enumerate(members):
+        rows.append(reduced[i] / (member.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S))
+        owners.append(frozenset([i]))
+    scale = sizes.contribution
+    return _Loads(np.array(rows) * scale, owners, up * scale)
+
+
+def _sendings(
+    members: Sequence[Member], sizes: Sizes, root: int, parents: Sequence[int]
+) -> list[tuple[int, int, bool, float]]:
+    """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
+    depth = {root: 0}
+    for place in range(len(parents)):
+        way = [place]
+        while way[-1] not in depth:
+            way.append(parents[way[-1]])
+        for step in reversed(way[:-1]):
+            depth[step] = depth[parents[step]] + 1
+    given = [int(m.contributes) for m in members]
+    wants = [m.receives for m in members]
+    below = list(given)
+    found = []
+    for place in sorted(depth, key=lambda p: -depth[p]):
+        if place == root:
+            continue
+        parent = parents[place]
+        if below[place]:
+            alone = below[place] == given[place]
+            size = 1.0 if alone else float(below[place]) if sizes.forwarded else sizes.subtotal
+            found.append((place, parent, True, size))
+            below[parent] += below[place]
+        if wants[place]:
+            found.append((place, parent, False, sizes.result))
+            wants[parent] = True
+    return found
+
+
+def _solve(loads: _Loads, n: int, able: set[int]) -> Shares:
+    """The program, again and again without those whom it leaves no part: it balances the others then."""
+    from scipy.optimize import linprog  # slow to import, and only leaders need it
+
+    while True:
+        matrix = np.hstack([loads.seconds, -np.ones((len(loads.seconds), 1))])
+        bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(n)] + [(0.0, None)]
+        total = np.array([[1.0] * n + [0.0]])
+        cost = np.array([0.0] * n + [1.0])
+        counts = [i for i, owners in enumerate(loads.owners) if owners & able]
+        solved = linprog(cost, A_ub=matrix[counts], b_ub=[0.0] * len(counts), A_eq=total, b_eq=[1.0], bounds=bounds)
+        if not solved.success:
+            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(n)])
+        shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
+        alone = {i for i in able if _least_s(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
+        if not alone or alone == able:
+            return shares
+        able = able - alone
+
+
+def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
+    """What a peer takes at least that reduces nothing, by any of the others."""
+    own = [i for i, owners in enumerate(loads.owners) if owners == {member}]
+    others = sorted(able - {member})
+    return float(loads.seconds[np.ix_(own, others)].min(axis=1).max(initial=0.0)) if others and own else 0.0
+
+
+def _equal(members: Sequence[Member]) -> Shares:
+    n = sum(m.can_reduce for m in members)
+    return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
+
+
+def _least_share(n_able: int) -> float:
+    """Less than that is not worth a connection."""
+    return min(LEAST_SHARE, 0.5 / n_able)

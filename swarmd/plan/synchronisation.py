@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmd.plan import partition
-from swarmd.plan.partition import Member
+from swarmd.plan import partition, topology
+from swarmd.plan.partition import Member, Sizes, Ways
 from swarmd.values import Decision
 
 ENOUGH = 0.9  # of the time that all could compute
@@ -26,18 +26,23 @@ NEWS_S = 0.3  # until all know that enough samples are there: they compute on me
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a codec lets numbers travel. ``forwards``: averages are as large as all contributions together."""
+    """How a codec lets numbers travel. ``forwards``: averages are as large as all contributions together.
+
+    ``plain_bytes``: of an element as it is.
+    """
 
     codec: str
     bytes_per_element: float
     forwards: bool
+    plain_bytes: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
     """Who trains, what was measured, and what a recipe asks for.
 
-    ``batch`` samples make an update, ``inner_batch`` a step of a peer's own; ``micro_batch_s``: what is not broken off.
+    ``batch`` samples make an update, ``inner_batch`` a step of a peer's own; ``micro_batch_s``: what is not broken off;
+    ``sites``: of each member, where it is known (plan.topology).
     """
 
     members: tuple[Member, ...]
@@ -47,6 +52,7 @@ class Swarm:
     inner_batch: int
     round_trip_s: float
     micro_batch_s: float = 0.0
+    sites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,12 @@ class Setting:
     codec: Way
     n_steps: int = 0
     fragments: int = 1
+    topology: str = "auto"
 
     def __str__(self) -> str:
         streamed = f", {self.fragments} fragments" if self.fragments > 1 else ""
-        return f"{self.synchronisation}{streamed}, {self.codec.codec}"
+        way = f", {self.topology}" if self.topology != "auto" else ""
+        return f"{self.synchronisation}{streamed}, {self.codec.codec}{way}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +99,16 @@ def predict(swarm: Swarm, setting: Setting) -> Prediction:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
     asked = max(1, target // setting.fragments)
     compute_s = asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
-    way, n_elements = setting.codec, swarm.n_elements / setting.fragments
-    weight = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
-    n_bytes = max(1, round(n_elements * way.bytes_per_element))
-    moving_s = partition.divide(swarm.members, n_bytes, weight).action.expected_s
-    round_s = moving_s / LINK_SHARE + ROUND_TRIPS * swarm.round_trip_s + unbroken_s / 2  # for which others wait
+    sizes, (members, ways) = _sizes(swarm, setting), _ways(swarm, setting.topology)
+    moving_s = partition.divide(members, sizes, ways).action.expected_s
+    trips = ROUND_TRIPS + _depth(ways) - 1
+    round_s = moving_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)
     else:
         update_s = compute_s + round_s
     n_samples = compute_s * rate
-    moved = _moved(swarm.members, n_bytes, weight)
+    moved = partition.moved_bytes(members, sizes, ways)
     excess = max(1.0, round_s * rate / asked) if update_s == compute_s else 1.0
     utilisation, speed = compute_s / update_s, n_samples / update_s
     return Prediction(setting, update_s, n_samples, excess, utilisation, speed, moved / n_samples)
@@ -138,11 +145,30 @@ def settings(ways: Sequence[Way], n_steps: int = INNER_STEPS, fragments: int = F
     return [*found, *(Setting("delayed", way) for way in far)]
 
 
-def _moved(members: Sequence[Member], n_bytes: int, weight: float) -> float:
-    """Bytes that all send in a round, where all who can reduce have equal parts."""
-    able = [m for m in members if m.can_reduce]
-    own = sum(1 / len(able) for m in able if m.contributes)
-    received = sum(1 / len(able) for m in able if m.receives)
-    contributions = sum(m.contributes for m in members) - own
-    results = sum(m.receives for m in members) - received
-    return n_bytes * (contributions + weight * results)
+def _sizes(swarm: Swarm, setting: Setting) -> Sizes:
+    """What travels in a round."""
+    way, n_elements = setting.codec, swarm.n_elements / setting.fragments
+    n_bytes = max(1, round(n_elements * way.bytes_per_element))
+    n_contributors = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
+    return Sizes(n_bytes, n_contributors, way.plain_bytes / way.bytes_per_element, way.forwards)
+
+
+def _ways(swarm: Swarm, asked: str) -> tuple[Sequence[Member], Ways]:
+    """Who may reduce in a topology, and by which way numbers go."""
+    members = partition.only_server(swarm.members) if asked == "server" else swarm.members
+    sites = swarm.sites or range(len(members))
+    kind, rows = topology.choose(asked, sites).action
+    return members, topology.ways_of(kind, rows, members, sites)
+
+
+def _depth(ways: Ways) -> int:
+    """How many hops lie between a member and a root at most."""
+
+    def hops(place: int, root: int, parents: Sequence[int]) -> int:
+        n = 0
+        while place != root:
+            place, n = parents[place], n + 1
+        return n
+
+    root, parents = next(iter(ways.parents.items()))
+    return max(1, *(hops(place, root, parents) for place in range(len(parents))))

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from swarmd.plan.contributions import Weighed
-from swarmd.protocol.rounds import Beat, Group
+from swarmd.plan.topology import edges_of
+from swarmd.protocol.rounds import Beat, Gave, Group, Received, Reduction
 from swarmd.values import Decision, PeerId
 
 
@@ -42,7 +43,8 @@ def has_moved(before: Beat, after: Beat) -> bool:
 
 
 def _n_here(beat: Beat) -> int:
-    return sum(r.n_elements for r in beat.received) + sum(r.n_elements for r in beat.reductions)
+    received = sum(r.n_elements for r in (*beat.received, *beat.subtotals))
+    return received + sum(r.n_elements for r in beat.reductions)
 
 
 def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:
@@ -56,30 +58,66 @@ def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> 
     return lost
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A member's latest beat, each list of it by the place of whom it is about."""
+
+    received: Mapping[int, Received]
+    subtotals: Mapping[int, Received]
+    gave: Mapping[int, Gave]
+    passed: Mapping[int, Gave]
+    reductions: Mapping[int, Reduction]
+
+
+SILENT = Said({}, {}, {}, {}, {})
+
+
+def said_by(group: Group, seen: Seen) -> dict[int, Said]:
+    """What each member said last, by its place; nothing of those that are not waited for."""
+    found = {}
+    for place, member in enumerate(group.members):
+        known = seen.get(PeerId(member.peer))
+        beat = known.beat if known is not None else None
+        found[place] = (
+            SILENT
+            if beat is None
+            else Said(
+                {r.member: r for r in beat.received},
+                {r.member: r for r in beat.subtotals},
+                {g.parent: g for g in beat.gave},
+                {g.parent: g for g in beat.passed},
+                {r.reducer: r for r in beat.reductions},
+            )
+        )
+    return found
+
+
+def is_there(received: Received | None) -> bool:
+    """Is all of what somebody gives there, and sound?"""
+    return received is not None and received.squares is not None
+
+
 def put_together(group: Group, seen: Seen) -> Reports:
-    """What the reducers say of each counted member."""
-    reports = Reports()
-    reducers = {PeerId(group.members[p.reducer].peer) for p in group.parts}
+    """What those say of each counted member who add up its numbers; and who has not passed on all that it should."""
+    reports, edges, said = Reports(), edges_of(group), said_by(group, seen)
+    parents: dict[int, set[int]] = {place: {place} for place in edges.kept}
+    for child, parent in edges.own:
+        parents.setdefault(child, set()).add(parent)
     for place, member in enumerate(group.members):
         if member.n and member.is_counted:
-            _judge(PeerId(member.peer), place, member.n, reducers, seen, reports)
+            squares = [
+                r.squares
+                for parent in parents.get(place, ())
+                if (r := said[parent].received.get(place)) is not None and r.squares is not None
+            ]
+            if len(squares) == len(parents.get(place, ())):
+                reports.weighed[PeerId(member.peer)] = Weighed(member.n, math.sqrt(sum(squares)) / member.n)
+            else:
+                reports.incomplete.add(PeerId(member.peer))
+    for child, parent in edges.subtotals:
+        if not is_there(said[parent].subtotals.get(child)):
+            reports.incomplete.add(PeerId(group.members[child].peer))
     return reports
-
-
-def _judge(peer: PeerId, place: int, n: int, reducers: set[PeerId], seen: Seen, reports: Reports) -> None:
-    """Add what the reducers have of one member."""
-    squares, is_whole = 0.0, True
-    for reducer in reducers:
-        beat = seen[reducer].beat if reducer in seen else None
-        said = next((r for r in beat.received if r.member == place), None) if beat else None
-        if said is None or said.squares is None:
-            is_whole = False
-        else:
-            squares += said.squares
-    if is_whole:
-        reports.weighed[peer] = Weighed(n, math.sqrt(squares) / n)
-    else:
-        reports.incomplete.add(peer)
 
 
 def is_whole(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -> Decision[bool]:

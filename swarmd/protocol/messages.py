@@ -448,6 +448,7 @@ Known = (
     | rounds.Joined
     | rounds.Group
     | rounds.Contribution
+    | rounds.Subtotal
     | rounds.Reduced
     | rounds.Beat
     | rounds.Check

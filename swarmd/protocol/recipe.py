@@ -139,6 +139,7 @@ class Recipe(Part, frozen=True):
     lora: Lora = Lora()
     synchronisation: Literal["step", "delayed", "diloco"] = "step"
     diloco: Diloco = Diloco()
+    topology: Literal["auto", "parts", "server", "sites", "grid", "ring"] = "auto"
     parts: Parts = Parts()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,8 +12,10 @@ from swarmd.protocol.fields import Count, Digest, Message, Name, SessionKey, Tex
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Element = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Range = tuple[Element, Element]
 Version = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)]
+MAX_NEAR = 64  # members of one site that a member names
 
 
 class WantRun(Message, tag="want_run", frozen=True):
@@ -99,7 +101,7 @@ class JoinRound(Message, tag="join_round", frozen=True):
 
     ``n`` samples from draw ``first``, ``loss`` is the sum of theirs, ``state`` the hash of the state that they were
     computed on, but for the first ``late`` of them, which were computed on the one before. ``anew``: see Commit. With
-    no samples it only reduces, or only ``receives`` the average.
+    no samples it only reduces, or only ``receives`` the average. ``near``: members at the same site, as it measured.
     """
 
     id: Count = 0
@@ -117,6 +119,7 @@ class JoinRound(Message, tag="join_round", frozen=True):
     down_bytes_per_s: Rate | None = None
     late: Count = 0
     anew: bool = False
+    near: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NEAR)] = ()
 
 
 class Joined(Message, tag="joined", frozen=True):
@@ -126,13 +129,18 @@ class Joined(Message, tag="joined", frozen=True):
 
 
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
-    """One peer of a group: its draws, whether it gets results, and whether its contribution is summed."""
+    """One peer of a group: its draws, whether it gets results, and whether its contribution is summed.
+
+    ``row``, and whether it may stand between others (``collects``): for the group's topology.
+    """
 
     peer: Name
     first: Count
     n: Count
     receives: bool
     is_counted: bool = True
+    row: Place = 0
+    collects: bool = True
 
 
 class GroupPart(msgspec.Struct, frozen=True, array_like=True):
@@ -146,7 +154,8 @@ class GroupPart(msgspec.Struct, frozen=True, array_like=True):
 class Group(Message, tag="group", frozen=True):
     """Leader to all: who is in the round, who reduces what. A higher version replaces a lower one.
 
-    Contributions stay valid from version to version, results do not. Order of ``members`` is the order of the sums.
+    Contributions stay valid from version to version, subtotals and results do not. Order of ``members`` is the order of
+    the sums; ``topology`` says by which way they come together (plan.topology).
     """
 
     run: Name = ""
@@ -158,19 +167,38 @@ class Group(Message, tag="group", frozen=True):
     members: Annotated[tuple[GroupMember, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     parts: Annotated[tuple[GroupPart, ...], msgspec.Meta(max_length=1_024)] = ()
     expected_s: Rate = 0.0
+    topology: Literal["parts", "rows", "ring"] = "parts"
 
 
 class Contribution(Message, tag="contribution", frozen=True):
-    """Member to reducer: what it gives from element ``start`` on; the payload is as the recipe's codec writes it."""
+    """Member to parent: what it gives to a part (first element, end) from element ``start`` on.
+
+    The payload is as the recipe's codec writes it.
+    """
 
     run: Name = ""
     round: SessionKey = b"\0" * 16
+    part: Range = (0, 0)
+    start: Element = 0
+    n_elements: Element = 0
+
+
+class Subtotal(Message, tag="subtotal", frozen=True):
+    """Member to parent: what all below it and itself give to a part, in one version of the group.
+
+    The payload is the sum; where the recipe's codec forwards contributions, those, one after the other.
+    """
+
+    run: Name = ""
+    round: SessionKey = b"\0" * 16
+    version: Version = 0
+    part: Range = (0, 0)
     start: Element = 0
     n_elements: Element = 0
 
 
 class Reduced(Message, tag="reduced", frozen=True):
-    """Reducer to members: the average from element ``start`` on, in one version of the group."""
+    """Parent to members: the average from element ``start`` on, as its reducer made it, in one version of the group."""
 
     run: Name = ""
     round: SessionKey = b"\0" * 16
@@ -180,9 +208,9 @@ class Reduced(Message, tag="reduced", frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
-    """What a reducer has of one member: elements; once all are there, the sum of their squares, or what is wrong.
+    """What a parent has of one member: elements; once all are there, the sum of their squares, or what is wrong.
 
-    Once the reducer has the average: what those elements come to along its directions (train.directions).
+    Once it has the average: what those elements come to along its directions (train.directions).
     """
 
     member: Place
@@ -192,20 +220,25 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     sums: Sums = ()
 
 
+class Gave(msgspec.Struct, frozen=True, array_like=True):
+    """What a member gave to one parent: the sum of squares; once it has the average, sums along its directions."""
+
+    parent: Place
+    squares: Size | None = None
+    sums: Sums = ()
+
+
 class Reduction(msgspec.Struct, frozen=True, array_like=True):
     """What a member has of the parts of one reducer: elements of results, or what is wrong with them.
 
-    ``squares``: of what it gave itself to those parts. Once it has the whole average: the first bytes of the results'
-    SHA-256, and what its own elements (``own``) and the results (``total``) come to along the directions, the latter
-    within ``rounding``.
+    Once it has the whole average: the first bytes of the results' SHA-256, and what they come to along the directions
+    (``total``), within ``rounding``.
     """
 
     reducer: Place
     n_elements: Element
-    squares: Size | None = None
     fault: Annotated[str, msgspec.Meta(max_length=200)] = ""
     digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
-    own: Sums = ()
     total: Sums = ()
     rounding: Size = 0.0
 
@@ -213,13 +246,18 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
 class Beat(Message, tag="beat", frozen=True):
     """Member to leader, twice a second: I am at it. ``result``: the hash of the average, once it is all there.
 
-    With it comes the member's signed share; and once the leader has shown it everybody's, its assent (``Check``).
+    ``received`` and ``gave``: of members' own numbers, those that it keeps included; ``subtotals`` and ``passed``: of
+    what comes from, and goes to, others by way of this member. With the result comes the member's signed share; and
+    once the leader has shown it everybody's, its assent (``Check``).
     """
 
     run: Name = ""
     round: SessionKey = b"\0" * 16
     version: Version = 0
     received: Annotated[tuple[Received, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    subtotals: Annotated[tuple[Received, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    gave: Annotated[tuple[Gave, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    passed: Annotated[tuple[Gave, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     reductions: Annotated[tuple[Reduction, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     result: Digest = b""
     share: Share | None = None

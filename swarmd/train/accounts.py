@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from swarmd.protocol.backing import N_DIRECTIONS, Sums
 from swarmd.protocol.rounds import Group
 from swarmd.train.codecs import Codec
 from swarmd.train.directions import Directions
+from swarmd.train.duties import Duties, Key
+from swarmd.train.parts import Part
 from swarmd.train.state import Vector
 from swarmd.train.sums import squares_of
 from swarmd.values import PeerId
@@ -22,13 +25,24 @@ N_DIGEST_BYTES = 16  # of a reducer's results: a leader compares them between me
 
 Numbers = npt.NDArray[np.float64]
 
-Taken = tuple[int, dict[PeerId, Vector]]
-"""A part that is reduced here: its first element, and what each contributor gave to it."""
+Pieces = Mapping[PeerId, Sequence[tuple[int, Vector]]]
+"""Vectors of, or for, each member, each with its first element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What went through this member in a round: members' own numbers that are added up here, those that it gave to
+    others, subtotals that came, and those that it passed on."""
+
+    received: Pieces
+    gave: Pieces
+    subtotals: Pieces
+    passed: Pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """This member's whole contribution: the sum of its squares, and what it comes to along an average's directions."""
+    """What a member gave: the sum of its squares, and what it comes to along an average's directions."""
 
     squares: float
     sums: Sums
@@ -39,16 +53,31 @@ class Account:
     """Numbers along the average's own directions (train.directions).
 
     ``given``: this member's contribution, if it counts; ``average``: the average; ``rounding``: what that may be off
-    by, because it was rounded on its way; ``reductions`` has, by the place of each reducer, its results' digest, this
-    member's own numbers for it, the results, and their rounding; ``taken`` what each contributor gave to the parts
-    that are reduced here.
+    by, because it was rounded on its way; ``reductions`` has, by the place of each reducer, its results' digest, the
+    results, and their rounding; the others are as in Flow.
     """
 
     given: Given | None
     average: Sums
     rounding: float
-    reductions: dict[int, tuple[bytes, Sums, Sums, float]]
-    taken: dict[PeerId, Sums]
+    reductions: dict[int, tuple[bytes, Sums, float]]
+    received: dict[PeerId, Sums]
+    gave: dict[PeerId, Sums]
+    subtotals: dict[PeerId, Sums]
+    passed: dict[PeerId, Given]
+
+
+def flow_of(duties: Duties, parts: Mapping[Key, Part], given: Vector | None) -> Flow:
+    """What has gone through a member, once all of it has. ``given``: its own contribution, if it counts."""
+    received, subtotals = (defaultdict[PeerId, list[tuple[int, Vector]]](list) for _ in range(2))
+    for key, sources in duties.sources.items():
+        for source in sources:
+            came = parts[key].of(source.peer, source.is_subtotal)
+            (subtotals if source.is_subtotal else received)[source.peer].append((key[0], came.values))
+    gives = duties.gives if given is not None else {}
+    gave = {peer: [(a, given[a:z]) for a, z in keys] for peer, keys in gives.items() if given is not None}
+    passed = {peer: [(key[0], parts[key].total) for key in keys] for peer, keys in duties.passes.items()}
+    return Flow(received, gave, subtotals, passed)
 
 
 def given_to(group: Group, digest: bytes, mine: Vector) -> Given:
@@ -57,34 +86,41 @@ def given_to(group: Group, digest: bytes, mine: Vector) -> Given:
 
 
 def account_for(
-    group: Group, digest: bytes, average: Vector, mine: Vector | None, taken: Sequence[Taken], codec: Codec
+    group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow, codec: Codec
 ) -> Account:
-    """Account for an average. ``mine`` is this member's contribution, if it counts."""
+    """Account for an average. ``mine`` is this member and its contribution, if it counts: what it gave and keeps."""
     directions = _directions(group, digest)
-    reductions: dict[int, tuple[bytes, Sums, Sums, float]] = {}
+    reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
-        results, own, total, rounding = hashlib.sha256(), _nothing(), _nothing(), 0.0
+        results, total, rounding = hashlib.sha256(), _nothing(), 0.0
         for part in group.parts:
             if part.reducer == place:
                 values = average[part.start : part.end]
                 results.update(values.view(np.uint8).data)
                 total += directions.of(values, part.start)
                 rounding = math.hypot(rounding, codec.rounding(values))
-                if mine is not None:
-                    own += directions.of(mine[part.start : part.end], part.start)
-        given = _sums(own) if mine is not None else ()
-        reductions[place] = results.digest()[:N_DIGEST_BYTES], given, _sums(total), rounding
-    of_peers: dict[PeerId, Numbers] = {}
-    for start, values_of in taken:
-        for peer, values in values_of.items():
-            of_peers[peer] = of_peers.get(peer, _nothing()) + directions.of(values, start)
-    whole = _sums(sum((np.array(own) for _, own, _, _ in reductions.values()), _nothing())) if mine is not None else ()
+        reductions[place] = results.digest()[:N_DIGEST_BYTES], _sums(total), rounding
+
+    def along(pieces: Pieces) -> dict[PeerId, Sums]:
+        return {
+            peer: _together([directions.of(values, start) for start, values in vectors])
+            for peer, vectors in pieces.items()
+        }
+
+    received, gave, passed = along(flow.received), along(flow.gave), along(flow.passed)
+    given = None
+    if mine is not None:
+        me, vector = mine
+        given = Given(squares_of(vector), _together([*gave.values(), received.get(me, _sums(_nothing()))]))
     return Account(
-        given=Given(squares_of(mine), whole) if mine is not None else None,
-        average=_sums(sum((np.array(total) for _, _, total, _ in reductions.values()), _nothing())),
+        given=given,
+        average=_together([total for _, total, _ in reductions.values()]),
         rounding=math.hypot(*(rounding for *_, rounding in reductions.values())),
         reductions=reductions,
-        taken={peer: _sums(sums) for peer, sums in of_peers.items()},
+        received=received,
+        gave=gave,
+        subtotals=along(flow.subtotals),
+        passed={p: Given(sum(squares_of(v) for _, v in flow.passed[p]), sums) for p, sums in passed.items()},
     )
 
 
@@ -94,6 +130,10 @@ def _directions(group: Group, digest: bytes) -> Directions:
 
 def _nothing() -> Numbers:
     return np.zeros(N_DIRECTIONS)
+
+
+def _together(sums: Sequence[Sums]) -> Sums:
+    return _sums(sum((np.array(s) for s in sums), _nothing()))
 
 
 def _sums(numbers: Numbers) -> Sums:

@@ -66,12 +66,16 @@ class _Shares:
             raise IntegrityError("its share is of other samples than it joined with")
 
 
-def _contradicts_itself(share: Share, peer: PeerId, seen: Seen) -> bool:
-    """Does a member tell its reducers other sums than it signs?"""
+def _contradicts_itself(share: Share, peer: PeerId, place: int, seen: Seen) -> bool:
+    """Does a member say other sums of what it gave, and keeps of its own, than it signs?"""
     beat = seen[peer].beat if peer in seen else None
-    own = [r.own for r in beat.reductions if len(r.own) == N_DIRECTIONS] if beat is not None else []
+    if beat is None or not beat.result:
+        return False  # it has signed what it gave to an average that it has not got
+    own = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
+    if any(len(sums) != N_DIRECTIONS for sums in own):
+        return True
     most = TOLERANCE * math.sqrt(share.squares)
-    return bool(own) and any(abs(sum(o[i] for o in own) - share.sums[i]) > most for i in range(N_DIRECTIONS))
+    return any(abs(sum(o[i] for o in own) - share.sums[i]) > most for i in range(N_DIRECTIONS))
 
 
 class _Assents:
@@ -127,6 +131,7 @@ class Backing:
         self._group = group
         self._average = average
         self._peers = [PeerId(m.peer) for m in counted_of(group)]
+        self._places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
         self._make = make
         self._tell_all = tell_all
         self._limit_s = limit_s
@@ -153,7 +158,7 @@ class Backing:
             return b""
         if self._assents is None:
             for peer, share in zip(self._peers, shares, strict=True):
-                if _contradicts_itself(share, peer, seen):
+                if _contradicts_itself(share, peer, self._places[peer], seen):
                     self._shares.faults[peer] = "it signs other sums than it tells"
             if self._shares.faults:
                 return b""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmd.errors import RemoteProtocolError
+from swarmd.plan.partition import Sizes
 from swarmd.protocol.recipe import Parts, Recipe
 from swarmd.train.state import Vector
 from swarmd.train.sums import average_of
@@ -60,6 +61,12 @@ class Codec:
     def weight(self, n_contributors: int) -> int:
         """How many times as large as a contribution an average is on its way."""
         return n_contributors if self.forwards else 1
+
+    def sizes(self, n_elements: int, n_contributors: int) -> Sizes:
+        """What a round of so many elements moves."""
+        n_bytes = max(1, self.n_bytes(n_elements))
+        plain = n_elements * self.dtype.itemsize / n_bytes
+        return Sizes(n_bytes, float(self.weight(n_contributors)), plain, self.forwards)
 
     def code(self, values: Vector, least: Vector | None = None) -> Coded:
         """Code a vector of finite numbers. ``least``: what each element must exceed to matter, for who asks for it."""
@@ -303,6 +310,23 @@ def reduce(codec: Codec, given: Sequence[tuple[Vector, Buffer]], n_samples: int,
     coded = codec.code(out)
     out[:] = coded.values
     return coded.payload(0, len(out))
+
+
+def add_up(codec: Codec, given: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
+    """Add up what contributors gave, in their order, into ``out``; returns the form in which that travels on."""
+    average_of([values for values, _ in given], out, 1)
+    if codec.forwards:
+        return b"".join(payload for _, payload in given)
+    return bytes(out.view(np.uint8).data)
+
+
+def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int) -> Vector:
+    """The sum in what ``add_up`` returned. Raises RemoteProtocolError."""
+    if not codec.forwards:
+        return Codec(str(codec.dtype)).read(payload, n_elements)[0]
+    total: Vector = np.empty(n_elements, codec.dtype)
+    average_of(codec.read(payload, n_elements, n_contributors), total, 1)
+    return total
 
 
 def read_reduced(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int, n_samples: int) -> Vector:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.plan import partition
+from swarmd.plan import partition, topology
 from swarmd.protocol.recipe import Recipe, Run
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound
 from swarmd.train.codecs import codec_of
-from swarmd.values import PeerId
+from swarmd.values import Decision, PeerId
 
 LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
 MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
@@ -32,6 +32,8 @@ def check_group(group: Group, before: Group | None, n_elements: int | None, reci
         raise RemoteProtocolError("a group that does not divide the run's vector among its members")
     if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
         raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
+    if any(m.row >= len(peers) or (m.collects and not m.receives) for m in group.members):
+        raise RemoteProtocolError("a group with a row that cannot be, or with who collects and gets no results")
     block = codec_of(recipe).block
     if any(p.start % block for p in group.parts):
         raise RemoteProtocolError(f"a group with a part that does not begin at a multiple of {block}")
@@ -48,33 +50,53 @@ def counted_of(group: Group) -> list[GroupMember]:
     return [m for m in group.members if m.n and m.is_counted]
 
 
-def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Group:
+def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
-    codec = codec_of(run.recipe)
-    weight = codec.weight(sum(j.n > 0 for j in joined.values()))
+    codec, asked = codec_of(run.recipe), run.recipe.topology
+    sites = _sites(joined)
+    kind, rows = (chosen := topology.choose(asked, sites)).action
     able = [_able(p, j) for p, j in joined.items()]
-    plan = partition.divide(able, codec.n_bytes(n_elements), weight).action
+    reducing = partition.only_server(able) if asked == "server" else able
+    sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
+    plan = partition.divide(reducing, sizes, topology.ways_of(kind, rows, reducing, sites)).action
     ranges = partition.cut(plan.shares, n_elements, codec.block)
-    return Group(
+    group = Group(
         run=run.id,
         round=os.urandom(16),
         parent=parent,
         n_elements=n_elements,
         dtype=run.recipe.precision,
-        members=tuple(GroupMember(p, j.first, j.n, j.receives) for p, j in joined.items()),
+        members=tuple(
+            GroupMember(m.peer, joined[m.peer].first, joined[m.peer].n, m.receives, True, row, topology.may_collect(m))
+            for m, row in zip(able, rows, strict=True)
+        ),
         parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
         expected_s=plan.expected_s,
+        topology=kind,
     )
+    return Decision(group, chosen.reason)
+
+
+def _sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
+    """The site of each who joined, as they say who is near."""
+    places = {peer: place for place, peer in enumerate(joined)}
+    near = {
+        places[peer]: frozenset(places[PeerId(other)] for other in j.near if other in places)
+        for peer, j in joined.items()
+    }
+    return topology.sites_of(near, len(joined))
 
 
 def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int) -> Group | None:
-    """The next version: ``lost`` members no longer count, and parts of ``idle`` ones are given to the others.
+    """The next version: ``lost`` members no longer count, ``idle`` ones add up nothing more, others get their parts.
 
-    They are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
+    Those are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
     left to count or to reduce.
     """
     members = tuple(
-        replace(m, receives=m.receives and m.peer == leader, is_counted=False) if m.peer in lost else m
+        replace(m, receives=m.receives and m.peer == leader, is_counted=False, collects=False)
+        if m.peer in lost
+        else replace(m, collects=m.collects and m.peer not in idle)
         for m in old.members
     )
     able = [i for i, m in enumerate(members) if m.peer not in idle]

@@ -20,17 +20,18 @@ from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
 from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol.fields import Message
-from swarmd.protocol.rounds import Beat, Check, Contribution, Group, JoinRound, Pulse, Reduced
+from swarmd.protocol.rounds import MAX_NEAR, Beat, Check, Group, JoinRound, Pulse
 from swarmd.train import assents
 from swarmd.train.averages import Averages
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.codecs import codec_of
 from swarmd.train.groups import check_group
-from swarmd.train.leader import PULSE_INTERVAL_S, Leader, Outcome, TooEarly
+from swarmd.train.leader import PULSE_INTERVAL_S, Leader, TooEarly
 from swarmd.train.leaders import Leaders, RoundCounters
 from swarmd.train.members import Members
+from swarmd.train.outcome import Outcome
 from swarmd.train.proposer import RoundFailed
-from swarmd.train.round import Round
+from swarmd.train.round import Numbers, Round
 from swarmd.train.state import RunState, average_digest
 from swarmd.train.work import Gathered
 from swarmd.train.world import News, World, tell
@@ -151,7 +152,7 @@ class Joining:
             now = trio.current_time()
             if self.round is None and now - begun > LONGEST_GATHER_S:
                 logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
-                self._members.suspect(leader, now)
+                self._members.pass_over(leader, parent, now)
                 return
             if why := self._leaders.why_not(self.round):
                 logger.info("%s leads no longer here: %s", leader[-8:], why)
@@ -196,6 +197,7 @@ class Joining:
             down_bytes_per_s=down,
             late=self._offered.late,
             anew=self._offered.anew,
+            near=tuple(sorted(self._world.near() & set(self._members.look(trio.current_time()))))[:MAX_NEAR],
         )
 
     # --- leading -----------------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ class Joining:
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()
 
-    async def take_numbers(self, channel: Channel, message: Contribution | Reduced, payload: memoryview) -> None:
+    async def take_numbers(self, channel: Channel, message: Numbers, payload: memoryview) -> None:
         """Parts of a round; the leader's word of it may be on its way by another channel, while others wait behind."""
         before = self.round
         with trio.move_on_after(GROUP_LATE_S) as waiting:
@@ -388,10 +390,7 @@ class Joining:
         live = self.round
         if live is None or live.group.round != message.round:
             return  # of a round that is over, or that came to nothing
-        if isinstance(message, Contribution):
-            await live.take_contribution(channel.peer, message, payload)
-        else:
-            await live.take_reduced(channel.peer, message, payload)
+        await live.take(channel.peer, message, payload)
 
     async def take_check(self, peer: PeerId, message: Check, payload: bytes) -> None:
         """The leader shows what it would bring to the anchors. Raises RemoteProtocolError for what nobody may."""

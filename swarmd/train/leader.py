@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 
 import trio
 
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.plan import disputes, verdicts
-from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.contributions import N_HISTORY, outliers
 from swarmd.plan.ledger import Ledger
+from swarmd.plan.topology import edges_of
 from swarmd.plan.verdicts import MemberSeen
 from swarmd.protocol import commit as commits
 from swarmd.protocol.backing import Share
@@ -28,6 +27,7 @@ from swarmd.train import groups
 from swarmd.train.assents import Backing
 from swarmd.train.codecs import codec_of
 from swarmd.train.groups import counted_of
+from swarmd.train.outcome import Outcome, RoundTimes, Timing
 from swarmd.train.parts import CHUNK_BYTES
 from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.train.world import News
@@ -44,36 +44,6 @@ LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
 class TooEarly(RoundFailed):
     """Fewer samples are there than were forecast, or nobody who would hold the average beside the leader."""
-
-
-@dataclass(slots=True)
-class Timing:
-    """What things took so far on this peer; kept from round to round."""
-
-    beats: Arrivals = field(default_factory=lambda: Arrivals(least_s=2.0, first_s=5.0))
-    joins: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.5, first_s=4.0))
-    results: Arrivals = field(default_factory=lambda: Arrivals(least_s=1.0, first_s=8.0))
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """How long a round's phases took, in seconds, for people."""
-
-    gather_s: float
-    average_s: float
-    commit_s: float
-    n_members: int
-    n_reducers: int
-    expected_s: float
-    left_out: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A commit that a majority of anchors has signed, and what the round was like."""
-
-    raw: bytes
-    times: RoundTimes | None
 
 
 Clip = Callable[[bytes], float]
@@ -117,7 +87,8 @@ class Leader:
         self._arrived: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
         self._pairs: set[disputes.Pair] = set()  # that were in dispute in any version
-        self._doubted: set[PeerId] = set()  # reduce nothing more in this round
+        self._doubted: set[PeerId] = set()  # add up nothing more in this round
+        self._by_way = ""
         self._backing: Backing | None = None
         self._news = News()
         self._began_at = trio.current_time()
@@ -203,6 +174,7 @@ class Leader:
             sum(1 for m in self._group.members if m.n and m.is_counted),
             len({p.reducer for p in self._group.parts}),
             self._group.expected_s,
+            self._by_way,
             tuple(f"{peer[-8:]}: {why}" for peer, why in self._left_out.items()),
         )
         return Outcome(raw, times)
@@ -237,7 +209,7 @@ class Leader:
         while True:
             now = trio.current_time()
             lost = self._lost(now, version_at)
-            if lost or self._doubted & {self._group.members[p.reducer].peer for p in self._group.parts}:
+            if lost or self._doubted & {self._group.members[place].peer for place in edges_of(self._group).adding()}:
                 before = self._group.members
                 self._group = self._without(lost)
                 version_at = trio.current_time()
@@ -264,9 +236,11 @@ class Leader:
         now = trio.current_time()
         self._seen = {p: MemberSeen(now, now) for p in known}
         try:
-            return groups.form(self._run, self.parent, {p: self.joined[p] for p in known}, n_elements)
+            formed = groups.form(self._run, self.parent, {p: self.joined[p] for p in known}, n_elements)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
+        self._by_way = formed.reason
+        return formed.action
 
     def _without(self, lost: dict[PeerId, str]) -> Group:
         """The next version: lost members no longer count, and what they or doubted ones reduced is given to others."""

@@ -10,8 +10,8 @@ import trio
 
 from swarmd.plan import progress
 from swarmd.train.groups import counted_of
-from swarmd.train.leader import RoundTimes, Timing
 from swarmd.train.members import Members
+from swarmd.train.outcome import RoundTimes, Timing
 from swarmd.train.round import Round
 from swarmd.values import PeerId
 

@@ -1,14 +1,14 @@
-"""A part of the vector at who reduces it: what came from each member, how far its average is, and what goes out."""
+"""A part of the vector at who adds it up: what came from each member, how far the sum is, and what goes out."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from swarmd.errors import OutOfStep
-from swarmd.train.codecs import Buffer, Codec, Coded, reduce
+from swarmd.train.codecs import Buffer, Codec, Coded, add_up, reduce
 from swarmd.train.state import Vector
 from swarmd.train.sums import squares_of
 from swarmd.values import PeerId
@@ -20,16 +20,44 @@ MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it eith
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Averaged elements from ``start`` on, in the form in which they travel."""
+    """Averaged (or, on their way to the root, added) elements from ``start`` on, in the form in which they travel."""
 
     start: int
     n: int
     payload: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class From:
+    """Whose numbers are added up: a member's own, or the subtotal of ``n_contributors``."""
+
+    peer: PeerId
+    is_subtotal: bool = False
+    n_contributors: int = 1
+
+
+@dataclass(slots=True)
+class Incoming:
+    """What has come of one member: its numbers up to an element, the sum of their squares, and how they came."""
+
+    values: Vector
+    upto: int
+    squares: float = 0.0
+    payloads: dict[int, Buffer] = field(default_factory=dict)
+
+    @property
+    def is_sound(self) -> bool:
+        """Are these numbers, within all bounds?"""
+        return self.squares < MOST_SQUARES
+
+
 @dataclass(slots=True)
 class Part:
-    """See the module. Elements [start, end); numbers come, and go, in chunks of ``chunk`` elements."""
+    """See the module. Elements [start, end); numbers come, and go, in chunks of ``chunk`` elements.
+
+    ``contributions`` of members are kept from version to version of the group; ``subtotals``, what comes of all below
+    one, are of one version, and so are ``results``: averages at the root, subtotals where they are passed on.
+    """
 
     start: int
     end: int
@@ -37,67 +65,87 @@ class Part:
     codec: Codec
     total: Vector
     own: tuple[PeerId, Coded] | None = None
-    values: dict[PeerId, Vector] = field(default_factory=dict)
-    upto: dict[PeerId, int] = field(default_factory=dict)
-    squares: dict[PeerId, float] = field(default_factory=dict)
+    contributions: dict[PeerId, Incoming] = field(default_factory=dict)
+    subtotals: dict[PeerId, Incoming] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
-    _payloads: dict[tuple[PeerId, int], Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.own is not None:
             me, given = self.own
-            mine = self.values[me] = given.values[self.start : self.end]
-            self.squares[me] = squares_of(mine)
-            self.upto[me] = self.end if self.squares[me] < MOST_SQUARES else self.start
+            values = given.values[self.start : self.end]
+            mine = self.contributions[me] = Incoming(values, self.end, squares_of(values))
+            if not mine.is_sound:
+                mine.upto = self.start
 
     @property
     def reduced_to(self) -> int:
         return self.results[-1].start + self.results[-1].n if self.results else self.start
 
     def begin_again(self) -> None:
-        """Of other members, from what is here."""
-        self.total, self.results = np.empty_like(self.total), []
+        """In another version of the group, from what is here."""
+        self.total, self.results, self.subtotals = np.empty_like(self.total), [], {}
 
-    def lacks(self, peer: PeerId, start: int, n: int) -> bool:
+    def of(self, peer: PeerId, is_subtotal: bool = False) -> Incoming:
+        """What has come of a member: its own numbers, or what all below it give."""
+        kept = self.subtotals if is_subtotal else self.contributions
+        if peer not in kept:
+            kept[peer] = Incoming(np.empty_like(self.total), self.start)
+        return kept[peer]
+
+    def lacks(self, peer: PeerId, start: int, n: int, is_subtotal: bool = False) -> bool:
         """Are these elements of a member the next that are not here? Raises OutOfStep when they cannot be."""
-        upto = self.upto.get(peer, self.start)
-        if start + n <= upto:
+        came = self.of(peer, is_subtotal)
+        if start + n <= came.upto:
             return False
-        if start != upto or n != min(self.chunk, self.end - upto):
-            raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {upto}")
-        return self.squares.get(peer, 0.0) < MOST_SQUARES
+        if start != came.upto or n != min(self.chunk, self.end - came.upto):
+            raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {came.upto}")
+        return came.is_sound
 
-    def take(self, peer: PeerId, start: int, fresh: Vector, payload: Buffer) -> None:
+    def take(self, peer: PeerId, start: int, fresh: Vector, payload: Buffer, is_subtotal: bool = False) -> None:
         """Keep a member's next numbers; those that are not finite are not summed, and the leader hears of it."""
-        squares = self.squares[peer] = self.squares.get(peer, 0.0) + squares_of(fresh)
-        if squares < MOST_SQUARES:
-            kept = self.values.setdefault(peer, np.empty_like(self.total))
-            kept[start - self.start : start - self.start + len(fresh)] = fresh
-            self.upto[peer] = start + len(fresh)
+        came = self.of(peer, is_subtotal)
+        came.squares += squares_of(fresh)
+        if came.is_sound:
+            came.values[start - self.start : start - self.start + len(fresh)] = fresh
+            came.upto = start + len(fresh)
             if self.codec.forwards:
-                self._payloads[peer, start] = bytes(payload)
+                came.payloads[start] = bytes(payload)
 
-    def is_done_with(self, peer: PeerId) -> bool:
+    def is_done_with(self, peer: PeerId, is_subtotal: bool = False) -> bool:
         """Is everything here, or nothing more of use?"""
-        return self.upto.get(peer) == self.end or not self.squares.get(peer, 0.0) < MOST_SQUARES
+        came = self.of(peer, is_subtotal)
+        return came.upto == self.end or not came.is_sound
 
-    def next_chunk(self, counted: Collection[PeerId]) -> tuple[int, int] | None:
-        """Elements [start, end) that are here of everybody and not reduced yet."""
+    def next_chunk(self, sources: Sequence[From]) -> tuple[int, int] | None:
+        """Elements [start, end) that are here of everybody and not added up yet."""
         at = self.reduced_to
         end = min(at + self.chunk, self.end)
-        is_here = at < self.end and all(self.upto.get(peer, self.start) >= end for peer in counted)
+        is_here = at < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (at, end) if is_here else None
 
-    def reduce(self, counted: Sequence[PeerId], n_samples: int, start: int, end: int, total: Vector) -> Result:
-        """Average some elements, in the order of ``counted``, into ``total``. Call it in a thread."""
+    def reduce(self, sources: Sequence[From], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
+        """Add up some elements, in the order of ``sources``, into ``total``. Call it in a thread.
+
+        ``n_samples``: of which it is to be the average; None: a subtotal.
+        """
         place = slice(start - self.start, end - self.start)
-        given = [(self.values[peer][place], self._payload(peer, start, end)) for peer in counted]
+        given = [pair for source in sources for pair in self._given(source, start, end)]
+        if n_samples is None:
+            return Result(start, end - start, add_up(self.codec, given, total[place]))
         return Result(start, end - start, reduce(self.codec, given, n_samples, total[place]))
 
-    def _payload(self, peer: PeerId, start: int, end: int) -> Buffer:
-        if self.own is not None and peer == self.own[0]:
-            return self.own[1].payload(start, end) if self.codec.forwards else b""
-        return self._payloads.get((peer, start), b"")
+    def _given(self, source: From, start: int, end: int) -> list[tuple[Vector, Buffer]]:
+        """What a source's numbers stand for, one pair for each contributor where those are forwarded."""
+        came = self.of(source.peer, source.is_subtotal)
+        if not self.codec.forwards:
+            return [(came.values[start - self.start : end - self.start], b"")]
+        if self.own is not None and source.peer == self.own[0]:
+            return [(came.values[start - self.start : end - self.start], self.own[1].payload(start, end))]
+        payload = came.payloads[start]
+        if not source.is_subtotal:
+            return [(came.values[start - self.start : end - self.start], payload)]
+        vectors = self.codec.read(payload, end - start, source.n_contributors)
+        return [(vector, payload if i == 0 else b"") for i, vector in enumerate(vectors)]
 
 
 def chunk_of(codec: Codec) -> int:

@@ -96,10 +96,9 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
             up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
             members.append(Member(peer, computes, computes, record.can_be_dialled, up, down))
             speeds.append(record.samples_per_s)
-    n_bytes = codec.n_bytes(trainer.state.n_averaged)
-    weight = codec.weight(sum(m.contributes for m in members))
+    sizes = codec.sizes(trainer.state.n_averaged, sum(m.contributes for m in members))
     try:
-        decision = partition.divide(members, n_bytes, weight)
+        decision = partition.divide(members, sizes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = tuple(
@@ -117,9 +116,9 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
     trainer.pace.predicted = own.samples_per_s if own else None
     return PlanAnswer(
         run=trainer.run_spec.id,
-        bytes=n_bytes,
+        bytes=sizes.contribution,
         expected_s=decision.action.expected_s,
-        equal_parts_s=partition.equal_parts(members, n_bytes, weight).expected_s,
+        equal_parts_s=partition.equal_parts(members, sizes).expected_s,
         why=decision.reason,
         members=rows,
         setting=str(own.setting) if own else "",

@@ -1,14 +1,15 @@
-"""One round as each of its members lives it: send parts, reduce a part, gather the average. The leader is elsewhere.
+"""One round as each of its members lives it: give numbers, add up what others give, gather the average.
 
-Contributions go to their reducers in chunks, in order; a reducer sums what every member has sent so far, in member
-order, and sends it on at once. It keeps the contributions: when the group changes (a higher version, without a dead
-member, or with a dead reducer's part given to others) results are made anew from what is there.
+Numbers go up a tree for each part (plan.topology, train.duties) in chunks, in order; who adds up sums what everybody
+below has sent so far, in member order, and sends it on at once, and the averages that the root makes go down the same
+way. Contributions are kept: when the group changes (a higher version, without a dead member, or with a dead one's part
+given to others) sums are made anew from what is there. The leader is elsewhere.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from swarmd.errors import OutOfStep, PeerError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.backing import Share
-from swarmd.protocol.rounds import Beat, Contribution, Group, GroupPart, Received, Reduced, Reduction
-from swarmd.train.accounts import Account, Given, account_for, given_to
-from swarmd.train.codecs import Codec, Coded, read_reduced
+from swarmd.protocol.rounds import Beat, Contribution, Group, Reduced, Subtotal
+from swarmd.train import beats
+from swarmd.train.accounts import Account, Given, account_for, flow_of, given_to
+from swarmd.train.codecs import Buffer, Codec, Coded, read_reduced, read_subtotal
+from swarmd.train.duties import Key, duties_of
 from swarmd.train.groups import counted_of
 from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
 from swarmd.train.state import Vector
@@ -30,6 +33,11 @@ from swarmd.values import PeerId
 
 BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
+
+
+Numbers = Contribution | Subtotal | Reduced
+Ready = tuple[Subtotal | Reduced, Buffer]
+"""What can be sent on."""
 
 
 class Round:
@@ -54,7 +62,7 @@ class Round:
         self._vector = given.values if given is not None else None
         self._digest = digest
         self._off_loop = off_loop
-        self._parts: dict[tuple[int, int], Part] = {}
+        self._parts: dict[Key, Part] = {}
         self._news = News()
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
@@ -92,13 +100,24 @@ class Round:
     def share_here(self) -> float:
         """How much of the average this peer has, or has made, as a share of the whole."""
         n = sum(upto - start for start, upto in self._got.items())
-        return (n + sum(p.reduced_to - p.start for p in self._own_parts())) / self.group.n_elements
+        own = (self._parts[key] for key in self._duties.averages)
+        return (n + sum(p.reduced_to - p.start for p in own)) / self.group.n_elements
 
-    async def take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
-        """A member's numbers for a part that is reduced here. Raises RemoteProtocolError."""
-        part = await self._part_at(message.start)
+    async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
+        """Numbers that a member sends, whichever. Raises RemoteProtocolError."""
+        match message:
+            case Contribution():
+                await self._take_contribution(peer, message, payload)
+            case Subtotal():
+                await self._take_subtotal(peer, message, payload)
+            case Reduced():
+                await self._take_reduced(peer, message, payload)
+
+    async def _take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
+        """A member's numbers for a part that is added up here. Raises RemoteProtocolError."""
+        part = await self._part(message.part)
         if part is None or not any(m.peer == peer and m.n for m in self.group.members):
-            raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not reduced here")
+            raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not added up here")
         if not part.lacks(peer, message.start, message.n_elements):
             return
         fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
@@ -106,23 +125,40 @@ class Round:
             part.take(peer, message.start, fresh, payload)
             self._notify(done=part.is_done_with(peer))
 
-    async def take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
-        """Averaged numbers from a reducer. Raises RemoteProtocolError."""
-        with trio.move_on_after(CHANGES_WITHIN_S):
-            while message.version > self.group.version:
-                await self._news.wait()
+    async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
+        """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
+        await self._until(message.version)
+        if message.version != self.group.version:
+            return
+        sources = self._duties.sources.get(message.part, ())
+        source = next((s for s in sources if s.peer == peer and s.is_subtotal), None)
+        part = self._parts.get(message.part)
+        if part is None or source is None:
+            raise OutOfStep(f"a subtotal of {peer} from element {message.start} on, not added up here")
+        if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
+            return
+        fresh = await self._read(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
+        is_of_now = message.version == self.group.version
+        if is_of_now and part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
+            part.take(peer, message.start, fresh, payload, is_subtotal=True)
+            self._notify(done=part.is_done_with(peer, is_subtotal=True))
+
+    async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
+        """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
+        await self._until(message.version)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
-        if not self._lacks_results(message, part):
+        key = (part.start, part.end) if part is not None else (0, 0)
+        if not self._lacks_results(message, key):
             return
         end = message.start + message.n_elements
-        if part is None or self.group.members[part.reducer].peer != peer or end > part.end:
-            raise OutOfStep(f"results from element {message.start} on, which {peer} does not reduce")
+        if part is None or self._duties.bringers.get(key) != peer or end > part.end:
+            raise OutOfStep(f"results from element {message.start} on, which {peer} does not bring")
         if message.start > (upto := self._got.get(part.start, part.start)):
             raise OutOfStep(f"results of {peer} from element {message.start}, expected {upto}")
         counted = counted_of(self.group)
         n = len(counted), sum(m.n for m in counted)
         values = await self._read(read_reduced, self._codec, payload, message.n_elements, *n)
-        if not self._lacks_results(message, part):
+        if not self._lacks_results(message, key):
             return
         if not squares_of(values) < MOST_SQUARES:
             self._faults[part.reducer] = "its results are not finite, or beyond all bounds"
@@ -131,14 +167,20 @@ class Round:
         assert self.average is not None
         self.average[message.start : end] = values
         self._got[part.start] = end
+        if part.start in self._relayed:
+            self._relayed[part.start].append(Result(message.start, message.n_elements, bytes(payload)))
         self._notify()
 
-    def _lacks_results(self, message: Reduced, part: GroupPart | None) -> bool:
+    def _lacks_results(self, message: Reduced, key: Key) -> bool:
         """Are these of the present version, and not here yet?"""
         is_of_now = message.version == self.group.version and self.average is not None and not self.result
-        return is_of_now and (
-            part is None or message.start + message.n_elements > self._got.get(part.start, part.start)
-        )
+        return is_of_now and message.start + message.n_elements > self._got.get(key[0], key[0])
+
+    async def _until(self, version: int) -> None:
+        """Wait for the word of a version; it comes by another channel."""
+        with trio.move_on_after(CHANGES_WITHIN_S):
+            while version > self.group.version:
+                await self._news.wait()
 
     async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What was sent, decoded: in a thread where that takes long."""
@@ -151,77 +193,78 @@ class Round:
         self.average: Vector | None = np.empty(group.n_elements, group.dtype) if self.receives else None
         self.result = b""
         self.account: Account | None = None
+        self._duties = duties_of(group, self._me)
         self._got: dict[int, int] = {}
-        self._squares: Mapping[int, float] = {}  # of this peer's numbers, by the place of who reduces them
+        self._relayed: dict[int, list[Result]] = {
+            p.start: []
+            for parts in self._duties.tells.values()
+            for p in parts
+            if (p.start, p.end) in self._duties.bringers
+        }
+        self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
         self._faults: dict[int, str] = {}  # of results, by the place of their reducer
         self._share: Share | None = None
         self._assent = b""
-        for given in group.parts:
-            if group.members[given.reducer].peer == self._me:
-                self._reduce_part(given)
+        for start, end in self._duties.sources:
+            if known := self._parts.get((start, end)):
+                known.begin_again()
+                continue
+            total: Vector = np.empty(end - start, group.dtype)
+            own = (self._me, self._given) if self._given is not None else None
+            self._parts[start, end] = Part(start, end, self._chunk, self._codec, total, own)
 
-    def _reduce_part(self, given: GroupPart) -> None:
-        """Begin a part, or begin its sums anew."""
-        if known := self._parts.get((given.start, given.end)):
-            known.begin_again()
-            return
-        total: Vector = np.empty(given.end - given.start, self.group.dtype)
-        own = (self._me, self._given) if self._given is not None else None
-        self._parts[given.start, given.end] = Part(given.start, given.end, self._chunk, self._codec, total, own)
-
-    def _own_parts(self) -> list[Part]:
-        """Parts of the present version that are reduced here."""
-        mine = [(p.start, p.end) for p in self.group.parts if self.group.members[p.reducer].peer == self._me]
-        return [self._parts[key] for key in mine]
-
-    async def _part_at(self, start: int) -> Part | None:
-        """The part that begins at or before an element; the group that gives it to this peer may be on its way."""
+    async def _part(self, key: Key) -> Part | None:
+        """A part that is added up here; the group that gives it to this peer may be on its way."""
         with trio.move_on_after(CHANGES_WITHIN_S):
-            while (found := next((p for p in self._parts.values() if p.start <= start < p.end), None)) is None:
+            while key not in self._parts:
                 await self._news.wait()
-            return found
-        return None
+        return self._parts.get(key)
 
     # --- sending -----------------------------------------------------------------------------------------------
 
     def _start_senders(self) -> None:
-        if self._vector is not None:
-            for peer in {self.group.members[p.reducer].peer for p in self.group.parts}:
-                self._start_sender("parts", PeerId(peer))
-        if self._own_parts():
-            for member in self.group.members:
-                if member.receives:
-                    self._start_sender("results", PeerId(member.peer))
+        duties = self._duties
+        for peer in duties.gives if self._vector is not None else ():
+            self._start_sender("parts", peer, self._contribute)
+        for peer in duties.passes:
+            self._start_sender("subtotals", peer, partial(self._send_on, self._subtotals_for))
+        for peer in duties.tells:
+            self._start_sender("results", peer, partial(self._send_on, self._results_for))
 
-    def _start_sender(self, what: str, peer: PeerId) -> None:
+    def _start_sender(self, what: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
         if self._tasks.is_open and peer != self._me and (what, peer) not in self._sending:
             self._sending.add((what, peer))
-            self._tasks.start_soon(self._contribute if what == "parts" else self._give_results, peer)
+            self._tasks.start_soon(send, peer)
 
     async def _contribute(self, peer: PeerId) -> None:
-        """Send this peer's numbers for every part that ``peer`` reduces, now or in a later version."""
+        """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
         channel: Channel | None = None
-        done = set[tuple[int, int]]()
+        done = set[Key]()
         while True:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
                 channel, done = None, set()
-            wanted = [(p.start, p.end) for p in self.group.parts if self.group.members[p.reducer].peer == peer]
-            todo = [key for key in wanted if key not in done]
+            todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
             if not todo:
                 await self._news.wait()
                 continue
             try:
                 channel = channel or await self._open(peer)
-                for at, stop in self._cuts(*todo[0]):
-                    assert self._given is not None
-                    message = Contribution(run=self.group.run, round=self.group.round, start=at, n_elements=stop - at)
-                    await channel.send(message, self._given.payload(at, stop))
+                await self._give(channel, todo[0])
                 done.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _give_results(self, peer: PeerId) -> None:
-        """Send each sum on as soon as it is made, for whatever version is the present one."""
+    async def _give(self, channel: Channel, key: Key) -> None:
+        """Send this peer's numbers for one part."""
+        assert self._given is not None
+        run, number, (start, end) = self.group.run, self.group.round, key
+        for at in range(start, end, self._chunk):
+            n = min(self._chunk, end - at)
+            message = Contribution(run=run, round=number, part=key, start=at, n_elements=n)
+            await channel.send(message, self._given.payload(at, at + n))
+
+    async def _send_on(self, ready_for: Callable[[PeerId], Iterable[Ready]], peer: PeerId) -> None:
+        """Send each sum or average on as soon as it is made, for whatever version is the present one."""
         channel: Channel | None = None
         version, sent = -1, set[int]()
         while True:
@@ -229,7 +272,7 @@ class Round:
                 channel, sent = None, set()
             if version != self.group.version:
                 version, sent = self.group.version, set()
-            ready = next((r for p in self._own_parts() for r in p.results if r.start not in sent), None)
+            ready = next((r for r in ready_for(peer) if r[0].start not in sent), None)
             if ready is None:
                 await self._news.wait()
                 continue
@@ -237,20 +280,26 @@ class Round:
                 if channel is None:
                     channel = await self._open(peer)
                     continue  # the group may have changed meanwhile
-                await self._give_result(channel, version, ready)
-                sent.add(ready.start)
+                message, payload = ready
+                await channel.send(message, payload)
+                sent.add(message.start)
             except PeerError:
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _give_result(self, channel: Channel, version: int, result: Result) -> None:
-        message = Reduced(
-            run=self.group.run,
-            round=self.group.round,
-            version=version,
-            start=result.start,
-            n_elements=result.n,
-        )
-        await channel.send(message, result.payload)
+    def _subtotals_for(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
+        """What goes up to a parent, as far as it is there."""
+        group = self.group
+        for key in self._duties.passes.get(peer, ()):
+            for made in self._parts[key].results:
+                yield Subtotal(group.run, group.round, group.version, key, made.start, made.n), made.payload
+
+    def _results_for(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
+        """What goes down to a child, as far as it is there."""
+        group = self.group
+        for part in self._duties.tells.get(peer, ()):
+            is_own = (part.start, part.end) in self._duties.averages
+            for made in self._parts[part.start, part.end].results if is_own else self._relayed[part.start]:
+                yield Reduced(group.run, group.round, group.version, made.start, made.n), made.payload
 
     async def _open(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""
@@ -262,17 +311,18 @@ class Round:
         await channel.ended.wait()
         self._notify()
 
-    # --- reducing and gathering --------------------------------------------------------------------------------
+    # --- adding up and gathering ---------------------------------------------------------------------------------
 
     async def _reduce(self) -> None:
-        """Sum what is there of every counted member, part by part."""
+        """Add up what is there of everybody below, part by part."""
         while True:
-            version, news = self.group.version, self._news.mark()
-            counted = [PeerId(m.peer) for m in counted_of(self.group)]
+            version, news, duties = self.group.version, self._news.mark(), self._duties
             total = sum(m.n for m in counted_of(self.group))
-            for part in self._own_parts():
-                while version == self.group.version and (chunk := part.next_chunk(counted)):
-                    result = await self._off_loop(part.reduce, counted, total, *chunk, part.total)
+            for key, sources in duties.sources.items():
+                part = self._parts[key]
+                n_samples = total if key in duties.averages else None
+                while version == self.group.version and (chunk := part.next_chunk(sources)):
+                    result = await self._off_loop(part.reduce, sources, n_samples, *chunk, part.total)
                     if version == self.group.version:
                         part.results.append(result)
                         self._notify()
@@ -298,36 +348,34 @@ class Round:
         while True:
             news, version = self._news.mark(), self.group.version
             await self._measure_own(version)
-            if self.average is not None and not self.result:
-                own = self._own_parts()
-                is_whole = all(
-                    self._got.get(p.start, p.start) == p.end
-                    for p in self.group.parts
-                    if self.group.members[p.reducer].peer != self._me
-                )
-                if is_whole and all(part.reduced_to == part.end for part in own):
-                    average = self.average
-                    for part in own:
-                        average[part.start : part.end] = part.total
-                    digest = await self._off_loop(self._digest, average)
-                    mine = self._vector if self._counts else None
-                    counted = [PeerId(m.peer) for m in counted_of(self.group)]
-                    taken = [(p.start, {peer: p.values[peer] for peer in counted}) for p in own]
-                    asked = self.group, digest, average, mine, taken, self._codec
-                    account = await self._off_loop(account_for, *asked)
-                    if version == self.group.version:
-                        self.account, self.result = account, digest
-                        self._share = self._sign(digest, account.given) if account.given is not None else None
-                        self._beat_now.set()
+            if self.average is not None and not self.result and self._is_whole():
+                average = self.average
+                for key in self._duties.averages:
+                    average[slice(*key)] = self._parts[key].total
+                digest = await self._off_loop(self._digest, average)
+                mine = (self._me, self._vector) if self._counts and self._vector is not None else None
+                flow = flow_of(self._duties, self._parts, mine[1] if mine is not None else None)
+                asked = self.group, digest, average, mine, flow, self._codec
+                account = await self._off_loop(account_for, *asked)
+                if version == self.group.version:
+                    self.account, self.result = account, digest
+                    self._share = self._sign(digest, account.given) if account.given is not None else None
+                    self._beat_now.set()
             await news.wait()
 
+    def _is_whole(self) -> bool:
+        are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)
+        return are_here and all(self._parts[key].reduced_to == key[1] for key in self._duties.sources)
+
     async def _measure_own(self, version: int) -> None:
-        """How large this peer's numbers are for each reducer: none of them can say otherwise then."""
+        """How large this peer's numbers are for each that gets some: none of them can say otherwise then."""
         if self._vector is None or self._squares:
             return
-        squares = defaultdict[int, float](float)
-        for part in self.group.parts:
-            squares[part.reducer] += await self._off_loop(squares_of, self._vector[part.start : part.end])
+        squares: dict[PeerId, float] = {}
+        for peer, keys in self._duties.gives.items():
+            squares[peer] = 0.0
+            for start, end in keys:
+                squares[peer] += await self._off_loop(squares_of, self._vector[start:end])
         if version == self.group.version:
             self._squares = squares
 
@@ -338,45 +386,12 @@ class Round:
     # --- small things ------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
-        """What the leader is told: what is here of each member's numbers and of each reducer's results."""
-        received = []
-        own, account = self._own_parts(), self.account
-        for place, member in enumerate(self.group.members):
-            if own and member.n:
-                peer = PeerId(member.peer)
-                here = sum(p.upto.get(peer, p.start) - p.start for p in own)
-                squares = sum(p.squares.get(peer, 0.0) for p in own)
-                if not squares < MOST_SQUARES:
-                    received.append(Received(place, here, None, "its gradient is not finite, or beyond all bounds"))
-                else:
-                    is_whole = here == sum(p.end - p.start for p in own)
-                    sums = account.taken.get(peer, ()) if account is not None else ()
-                    received.append(Received(place, here, squares if is_whole else None, sums=sums))
-        return Beat(
-            run=self.group.run,
-            round=self.group.round,
-            version=self.group.version,
-            received=tuple(received),
-            reductions=tuple(self._reduction(r) for r in sorted({p.reducer for p in self.group.parts})),
-            result=self.result,
-            share=self._share,
-            assent=self._assent,
-        )
-
-    def _reduction(self, place: int) -> Reduction:
-        """What is here of one reducer's results."""
-        parts = [p for p in self.group.parts if p.reducer == place]
-        if self.group.members[place].peer == self._me:
-            here = sum(p.reduced_to - p.start for p in self._own_parts())
-        else:
-            here = sum(self._got.get(p.start, p.start) - p.start for p in parts)
-        squares = self._squares.get(place, MOST_SQUARES) if self._counts else MOST_SQUARES
-        sums = self.account.reductions[place] if self.account is not None else (b"", (), (), 0.0)
-        return Reduction(place, here, squares if squares < MOST_SQUARES else None, self._faults.get(place, ""), *sums)
-
-    def _cuts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        for at in range(start, end, self._chunk):
-            yield at, min(end, at + self._chunk)
+        """What the leader is told."""
+        here = {start: upto - start for start, upto in self._got.items()}
+        here |= {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
+        parts = {key: self._parts[key] for key in self._duties.sources}
+        said = beats.Said(here, parts, self._squares if self._counts else {}, self._faults, self.account)
+        return beats.beat_of(self.group, self._duties, said, self.result, self._share, self._assent)
 
     def _notify(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()

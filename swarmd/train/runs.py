@@ -249,6 +249,7 @@ class Runs:
             links=lambda: (self._directory.links.up_bytes_per_s, self._directory.links.down_bytes_per_s),
             can_be_dialled=lambda: bool(self._rpc.network.addresses()),
             share=self._share,
+            near=self._directory.links.near,
         )
         source = None
         if folder.role == "train":

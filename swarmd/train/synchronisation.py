@@ -43,7 +43,7 @@ def ways(precision: str, given: Parts | None = None) -> list[Way]:
     for name in get_args(CodecName):
         parts = given if given is not None and given.codec == name else Parts(codec=name)
         codec = codec_of_parts(parts, precision)
-        found.append(Way(name, codec.n_bytes(_MANY) / _MANY, codec.forwards))
+        found.append(Way(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
     return found
 
 
@@ -64,6 +64,6 @@ def predictions(
     if recipe.steps_inside:
         n_steps = max(1, recipe.batch.target * recipe.fragments // batch)
     way = next(w for w in found if w.codec == recipe.parts.codec)
-    own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments)
+    own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments, recipe.topology)
     fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
     return predict(swarm, own), [predict(swarm, setting) for setting in settings(found, n_steps, fragments)]

@@ -35,6 +35,7 @@ from swarmd.train.feedback import Feedback
 from swarmd.train.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.members import Members
 from swarmd.train.recovery import Get, Givers
+from swarmd.train.round import Numbers
 from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
 from swarmd.train.synchronisation import Pace
@@ -305,7 +306,7 @@ class Trainer:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
         peer = channel.peer
         self.members.vouch(peer)
-        if isinstance(message, rounds.Contribution | rounds.Reduced):
+        if isinstance(message, Numbers):
             await self.joining.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
             await self.joining.take(peer, message, bytes(frame.payload))

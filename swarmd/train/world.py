@@ -28,7 +28,8 @@ OffLoop = Callable[..., Awaitable[T]]
 class World:
     """The network, who this peer is, what it sees of the swarm, how work leaves the event loop.
 
-    ``links`` gives this peer's measured bytes/s, up and down, ``share`` how much of its time it computes.
+    ``links`` gives this peer's measured bytes/s, up and down, ``share`` how much of its time it computes, ``near`` who
+    is at the same site, as was measured.
     """
 
     rpc: Rpc
@@ -40,6 +41,7 @@ class World:
     links: Callable[[], tuple[float | None, float | None]]
     can_be_dialled: Callable[[], bool]
     share: Callable[[], float] = lambda: 1.0
+    near: Callable[[], frozenset[PeerId]] = frozenset
 
 
 @dataclass(slots=True)

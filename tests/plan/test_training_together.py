@@ -17,7 +17,7 @@ from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ballot import Acceptor, bound_to
 from swarmd.plan.contributions import Weighed, outliers
 from swarmd.plan.ledger import Ledger
-from swarmd.plan.partition import Member
+from swarmd.plan.partition import Member, Sizes
 from swarmd.plan.progress import Action, Progress, decide, forecast, leader_order
 from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.plan.samples import permuted, row_of, shard_of
@@ -184,28 +184,28 @@ def test_deadlines_follow_what_was_seen() -> None:
 
 def test_clients_reduce_nothing_and_slow_links_little() -> None:
     members = [Member(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=r) for i, r in enumerate((1e6, 5e6, 1e7, 1e7))]
-    plan = partition.divide(members, 40_000_000).action
+    plan = partition.divide(members, Sizes(40_000_000)).action
     assert plan.shares[0] <= 0.01
     assert plan.shares[1] < plan.shares[2]
     assert sum(plan.shares) == pytest.approx(1)
-    assert plan.expected_s < partition.equal_parts(members, 40_000_000).expected_s / 1.4
+    assert plan.expected_s < partition.equal_parts(members, Sizes(40_000_000)).expected_s / 1.4
     client = [Member(A, can_reduce=False), Member(B)]
-    assert partition.divide(client, 1_000).action.shares == (0.0, 1.0)
+    assert partition.divide(client, Sizes(1_000)).action.shares == (0.0, 1.0)
     with pytest.raises(ValueError, match="can reduce"):
-        partition.divide([Member(A, can_reduce=False)], 1_000)
+        partition.divide([Member(A, can_reduce=False)], Sizes(1_000))
 
 
 def test_equal_links_mean_equal_parts() -> None:
     members = [Member(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(5)]
-    assert partition.divide(members, 1_000_000).action.shares == pytest.approx((0.2,) * 5)
+    assert partition.divide(members, Sizes(1_000_000)).action.shares == pytest.approx((0.2,) * 5)
 
 
 @given(st.lists(st.floats(1e5, 1e9), min_size=1, max_size=8), st.integers(1, 5_000))
 def test_no_plan_is_worse_than_equal_parts_and_ranges_cover_all(rates: list[float], n: int) -> None:
     members = [Member(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=2 * r) for i, r in enumerate(rates)]
-    plan = partition.divide(members, 4 * n).action
+    plan = partition.divide(members, Sizes(4 * n)).action
     # shares below one per cent are given to the others, which may cost a little
-    assert plan.expected_s <= partition.equal_parts(members, 4 * n).expected_s * 1.1 + 1e-9
+    assert plan.expected_s <= partition.equal_parts(members, Sizes(4 * n)).expected_s * 1.1 + 1e-9
     ranges = partition.cut(plan.shares, n)
     assert len(ranges) == len(members)
     assert [x for a, z in ranges for x in range(a, z)] == list(range(n))

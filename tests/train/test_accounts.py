@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from swarmd.protocol.backing import TOLERANCE, Share, add_up
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart
-from swarmd.train.accounts import account_for, given_to
+from swarmd.train.accounts import Flow, account_for, given_to
 from swarmd.train.codecs import Codec
 from swarmd.train.directions import BLOCK, Directions
 from swarmd.train.state import Vector
 from swarmd.train.sums import average_of
+from swarmd.values import PeerId
 
 N = 3 * BLOCK + 17
+ME = PeerId("m0")
 FIRST = (2.2500707471157027, 0.4287063937848092, 0.13234870856218706, 0.9779205482032111)
 
 
@@ -46,7 +48,9 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     average: Vector = np.empty(n, dtype)
     average_of(vectors, average, 4 * len(vectors))
     of = group(min(len(vectors), n), n, dtype)
-    account = account_for(of, b"d" * 32, average, vectors[0], [], Codec(dtype))
+    half = n // 2
+    flow = Flow({ME: [(half, vectors[0][half:])]}, {PeerId("m1"): [(0, vectors[0][:half])]}, {}, {})
+    account = account_for(of, b"d" * 32, average, (ME, vectors[0]), flow, Codec(dtype))
     assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
     given = given_to(of, b"d" * 32, vectors[0])
     assert account.given is not None
@@ -74,7 +78,7 @@ def test_an_average_that_is_off_does_not_add_up(at: int, other: int, by: float, 
         average[other] -= lie
     of = group(3, N, "float32")
     digest = bytes([seed]) * 32
-    account = account_for(of, digest, average, None, [], Codec("float32"))
+    account = account_for(of, digest, average, None, Flow({}, {}, {}, {}), Codec("float32"))
     assert not add_up(shares_of(vectors, of, digest), account.average)
 
 

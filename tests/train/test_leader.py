@@ -13,7 +13,8 @@ from swarmd.plan.ledger import Ledger
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import Batch, Recipe, RunOrder, start_run
 from swarmd.protocol.rounds import Beat, JoinRound, Prepare, Promised, Received
-from swarmd.train.leader import Leader, Timing, TooEarly
+from swarmd.train.leader import Leader, TooEarly
+from swarmd.train.outcome import Timing
 from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.values import PeerId
 

@@ -149,6 +149,7 @@ class TrainingWorld:
         self.world = SimWorld(seed)
         self.rng = random.Random(seed)
         self.members: dict[PeerId, Member] = {}
+        self.sites: dict[PeerId, str] = {}
         self.anchors = [Identity(self.rng.randbytes(32)) for _ in range(n_anchors)]
         self._nursery = nursery
         self._records: dict[PeerId, tuple[float, RunRecord]] = {}
@@ -192,6 +193,7 @@ class TrainingWorld:
             rng=random.Random(self.rng.random()),
             links=lambda: (bytes_per_s, bytes_per_s),
             can_be_dialled=lambda: True,
+            near=lambda: frozenset(p for p, site in self.sites.items() if site == self.sites.get(peer, "") != ""),
         )
         member.trainer = Trainer(world, self.run, role, source, folder, partial(self._getter, peer))
         self.members[peer] = member

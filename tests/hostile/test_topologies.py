@@ -1,0 +1,99 @@
+"""A member that lies where others' numbers pass through it: no update is wrong, and nobody else loses its standing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from trio.testing import MockClock
+
+from swarmd.net.rpc import Channel
+from swarmd.protocol.fields import Message
+from swarmd.protocol.rounds import Beat, Reduced, Subtotal
+from swarmd.train.state import Vector
+from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, says
+from tests.train.world import Member, training
+
+N = 6
+WAYS = pytest.mark.parametrize("topology", ["grid", "ring"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "lie", [lambda v: v * -3, lambda v: v * np.nan, lambda v: v * 1.01], ids=["else", "nan", "a bit"]
+)
+async def test_member_that_adds_up_wrongly(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, topology: str, lie: Callable[[Vector], Vector]
+) -> None:
+    async with training(seed=51, n=N, topology=topology) as world:
+        await world.until(3)
+        liar, *honest = world.trainers()
+        lying = Lying(monkeypatch, liar, lie)
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
+        assert lying.n, "it had nothing to add up"
+        check(world, honest, liar)
+        assert any(liar.peer in m.trainer.members.shunned() for m in honest)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", [Subtotal, Reduced])
+async def test_member_that_passes_on_something_else(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, topology: str, kind: type
+) -> None:
+    """It tells its leader the truth of what it should have sent."""
+    async with training(seed=52, n=N, topology=topology) as world:
+        await world.until(3)
+        liar, *honest = world.trainers()
+        n_lies = lie_on_the_way(monkeypatch, liar, kind)
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
+        assert n_lies, "nothing went by way of it"
+        check(world, honest, liar)
+
+
+def lie_on_the_way(monkeypatch: pytest.MonkeyPatch, liar: Member, kind: type) -> list[Message]:
+    """Have a member send other numbers than it has; returns what it lied about, as it goes."""
+    send, open_channel = Channel.send, liar.rpc.channel
+    mine, lies = set[Channel](), list[Message]()
+
+    async def lying(channel: Channel, message: Message, payload: Any = b"") -> None:
+        if isinstance(message, kind) and channel in mine:
+            payload = (np.frombuffer(payload, "f4") * -2).tobytes()
+            lies.append(message)
+        await send(channel, message, payload)
+
+    async def open_mine(*arguments: Any) -> Channel:
+        channel = await open_channel(*arguments)
+        mine.add(channel)
+        return channel
+
+    liar.rpc.channel = open_mine  # type: ignore[method-assign]
+    monkeypatch.setattr(Channel, "send", lying)
+    return lies
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: replace(b, subtotals=()),
+        lambda b: replace(b, passed=()),
+        lambda b: replace(b, gave=()),
+        lambda b: replace(b, received=()),
+        lambda b: replace(b, subtotals=tuple(replace(r, squares=None, fault="not finite") for r in b.subtotals)),
+        lambda b: replace(b, passed=tuple(replace(g, sums=tuple(-x for x in g.sums)) for g in b.passed)),
+        lambda b: replace(b, gave=tuple(replace(g, squares=0.0) for g in b.gave)),
+        lambda b: replace(b, reductions=tuple(replace(r, digest=b"x" * 16) for r in b.reductions)),
+    ],
+)
+async def test_member_that_tells_lies_of_what_passes_through_it(
+    virtual_time: MockClock, topology: str, change: Callable[[Beat], Beat]
+) -> None:
+    async with training(seed=53, n=N, topology=topology) as world:
+        await world.until(3)
+        liar, *honest = world.trainers()
+        says(liar, change)
+        assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
+        check(world, honest, liar)
