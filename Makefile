@@ -81,7 +81,7 @@ prove: setup
 	$(BIN)/python -m tests.hostile.mutations --cases 1000000
 	$(BIN)/python -m tests.prove --seeds $(SEEDS)
 	$(BIN)/python -m tests.prove_training --seeds $(SEEDS) --partitions 1000
-	for mode in delayed diloco streamed thinned; do $(BIN)/python -m tests.prove_training --mode $$mode --seeds 8 || exit 1; done
+	for mode in delayed diloco streamed thinned grid ring; do $(BIN)/python -m tests.prove_training --mode $$mode --seeds 8 || exit 1; done
 
 bench: setup
 	$(BIN)/python benchmarks/serving.py

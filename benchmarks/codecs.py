@@ -27,7 +27,8 @@ from swarmd.home import bundled_folder
 from swarmd.protocol.commit import Commit
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, Recipe, start_run
-from swarmd.train.codecs import codec_of, reduce
+from swarmd.train.codecs import codec_of
+from swarmd.train.coded_sums import reduce
 from swarmd.train.feedback import Feedback
 from swarmd.train.inner import Inner
 from swarmd.train.state import Layout, RunState, Vector

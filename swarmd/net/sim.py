@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
@@ -34,27 +34,29 @@ class Link:
 
 @dataclass
 class Line:
-    """A peer's uplink or downlink, which all of its streams share: packets pass one after the other."""
+    """A peer's uplink or downlink, which all of its streams share: packets of each in turn pass one after the other."""
 
     bytes_per_s: float
     free_at: float = 0.0
     n_bytes: int = 0
+    _turn: trio.StrictFIFOLock = field(default_factory=trio.StrictFIFOLock)
 
     async def carry(self, n_bytes: int) -> float:
         """Wait for a place in the queue before it, packet by packet; returns when the last will be through."""
         for at in range(0, n_bytes, PACKET_BYTES):
-            while (ready_at := self.free_at - QUEUE_S) > trio.current_time():
-                await trio.sleep_until(ready_at)
-            taken = min(PACKET_BYTES, n_bytes - at)
-            self.free_at = max(self.free_at, trio.current_time()) + taken / self.bytes_per_s
-            self.n_bytes += taken
+            async with self._turn:
+                await trio.sleep_until(self.free_at - QUEUE_S)
+                taken = min(PACKET_BYTES, n_bytes - at)
+                self.free_at = max(self.free_at, trio.current_time()) + taken / self.bytes_per_s
+                self.n_bytes += taken
         return self.free_at
 
 
 class SimWorld:
     """Every simulated peer, the links between them, and the shared rendezvous.
 
-    ``up`` and ``down``: lines of peers that have such; elsewhere each stream has its link for itself.
+    ``up`` and ``down``: lines of peers that have such; elsewhere each stream has its link for itself. Peers of one of
+    ``sites`` may share a line, and what passes between them takes none.
     """
 
     def __init__(self, seed: int = 0, link: Link | None = None) -> None:
@@ -63,6 +65,7 @@ class SimWorld:
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
         self.up: dict[PeerId, Line] = {}
         self.down: dict[PeerId, Line] = {}
+        self.sites: dict[PeerId, str] = {}
         self.networks: dict[PeerId, SimNetwork] = {}
         self.values: dict[str, bytes] = {}
         self.providers: dict[str, dict[PeerId, tuple[str, ...]]] = {}
@@ -99,6 +102,12 @@ class SimWorld:
     def link_between(self, source: PeerId, target: PeerId) -> Link:
         return self.links.get((source, target), self.link)
 
+    def lines_between(self, source: PeerId, target: PeerId) -> list[Line]:
+        """What all that passes between two peers has to share."""
+        if source in self.sites and self.sites[source] == self.sites.get(target):
+            return []
+        return [line for line in (self.up.get(source), self.down.get(target)) if line is not None]
+
 
 class SimStream:
     """One end of a stream; ``other`` is its far end."""
@@ -125,9 +134,8 @@ class SimStream:
         link = self._world.link_between(self.local, self.peer)
         starts = max(trio.current_time(), self._line_free_at)
         self._line_free_at = starts + len(data) / link.bytes_per_s
-        for line in (self._world.up.get(self.local), self._world.down.get(self.peer)):
-            if line is not None:
-                self._line_free_at = max(self._line_free_at, await line.carry(len(data)))
+        for line in self._world.lines_between(self.local, self.peer):
+            self._line_free_at = max(self._line_free_at, await line.carry(len(data)))
         other._inbox.append((self._line_free_at + link.latency_s, data))
         other._inbox_bytes += len(data)
         other.wake()

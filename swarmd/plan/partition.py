@@ -9,6 +9,7 @@ be. Who cannot be dialled reduces nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ UNKNOWN_BYTES_PER_S = 12.5e6  # 100 Mbit/s, where no link is measured
 UNKNOWN_REDUCE_BYTES_PER_S = 1e9  # summing is never the limit before it is measured
 LEAST_SHARE = 0.01  # of the vector: less is not worth a connection
 TOLERANCE = 1e-6  # of the linear program's solution
+CHUNK_BYTES = 512 * 1024  # of a part that is added up while the next one travels
 Shares = npt.NDArray[np.float64]
 
 
@@ -42,13 +44,15 @@ class Member:
 class Sizes:
     """Bytes of what travels: ``contribution`` is a whole one; the others as many times as large.
 
-    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise.
+    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise. What is added
+    up goes on in chunks of ``chunk`` bytes.
     """
 
     contribution: int
     result: float = 1.0
     subtotal: float = 1.0
     forwarded: bool = False
+    chunk: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,14 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Shares of the vector in the order of the members, and what the slowest peer is expected to take."""
+    """Shares of the vector in the order of the members, and what the slowest peer is expected to take.
+
+    ``moved_bytes``: what all send over their lines together.
+    """
 
     shares: tuple[float, ...]
     expected_s: float
+    moved_bytes: float
 
 
 def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> Decision[Plan]:
@@ -75,11 +83,11 @@ def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) ->
     loads = _loads(members, sizes, ways or talk_to_all(members))
     equal = _equal(members)
     shares = _solve(loads, len(members), set(able))
-    if loads.slowest_s(equal) <= loads.slowest_s(shares) * (1 + TOLERANCE):
+    if loads.takes_s(equal, sizes) <= loads.takes_s(shares, sizes) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
     shares = np.where(shares < _least_share(len(able)), 0.0, shares)
     shares = shares / shares.sum()
-    plan = Plan(tuple(float(s) for s in shares), loads.slowest_s(shares))
+    plan = loads.plan(shares, sizes)
     n = sum(s > 0 for s in plan.shares)
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
 
@@ -101,15 +109,7 @@ def talk_to_all(members: Sequence[Member]) -> Ways:
 
 def equal_parts(members: Sequence[Member], sizes: Sizes) -> Plan:
     """What the program is compared with: the same share for all who can reduce."""
-    shares = _equal(members)
-    return Plan(tuple(float(s) for s in shares), _loads(members, sizes, talk_to_all(members)).slowest_s(shares))
-
-
-def moved_bytes(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> float:
-    """What all send in a round together, within sites as well, where all who can reduce have equal parts."""
-    ways = ways or talk_to_all(members)
-    loads = _loads(members, sizes, Ways(ways.parents))
-    return float(sum((row @ _equal(members)) for row in loads.up))
+    return _loads(members, sizes, talk_to_all(members)).plan(_equal(members), sizes)
 
 
 def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
@@ -129,41 +129,63 @@ def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tu
 class _Loads:
     """Seconds that each link's direction, and each processor, takes for the whole vector, by who reduces it.
 
-    ``seconds``: [links, members]; ``owners``: whose link or processor each is; ``up``: bytes that each member sends.
+    ``gathering``, ``spreading``: [links, members], what goes up the trees and what comes down; ``owners``: whose link
+    or processor each is; ``up``: bytes that each member sends over its line.
     """
 
-    seconds: Shares
+    gathering: Shares
+    spreading: Shares
     owners: Sequence[frozenset[int]]
     up: Shares
 
+    @property
+    def seconds(self) -> Shares:
+        return self.gathering + self.spreading
+
+    def plan(self, shares: Shares, sizes: Sizes) -> Plan:
+        """What such shares come to."""
+        return Plan(tuple(float(s) for s in shares), self.takes_s(shares, sizes), float((self.up @ shares).sum()))
+
     def slowest_s(self, shares: Shares) -> float:
+        """Of the slowest link, if it never waits."""
         return float((self.seconds @ shares).max(initial=0.0))
+
+    def takes_s(self, shares: Shares, sizes: Sizes) -> float:
+        """The same, with the first chunk of the largest part before whose sum nothing comes down, and the last."""
+        gathering, spreading = (float((s @ shares).max(initial=0.0)) for s in (self.gathering, self.spreading))
+        n_chunks = math.ceil(sizes.contribution * float(shares.max()) / sizes.chunk) or 1
+        return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
 
 
 def _loads(members: Sequence[Member], sizes: Sizes, ways: Ways) -> _Loads:
     n = len(members)
     sites = ways.sites or range(n)
-    up, down, reduced = (np.zeros((n, n)) for _ in range(3))
+    moved = {direction: (np.zeros((n, n)), np.zeros((n, n))) for direction in (True, False)}  # sent, received
+    reduced = np.zeros((n, n))
     for root, parents in ways.parents.items():
         for child, parent, is_up, size in _sendings(members, sizes, root, parents):
             source, target = (child, parent) if is_up else (parent, child)
             if sites[source] != sites[target]:
-                up[source, root] += size
-                down[target, root] += size
+                moved[is_up][0][source, root] += size
+                moved[is_up][1][target, root] += size
             if is_up:
                 reduced[parent, root] += size
-    rows, owners = [], []
-    for site in sorted(set(sites)):
-        here = [i for i in range(n) if sites[i] == site]
-        ups = max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here)
-        downs = max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here)
-        rows += [up[here].sum(0) / ups, down[here].sum(0) / downs]
-        owners += [frozenset(here)] * 2
-    for i, member in enumerate(members):
-        rows.append(reduced[i] / (member.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S))
-        owners.append(frozenset([i]))
+    groups = [[i for i in range(n) if sites[i] == site] for site in sorted(set(sites))]
+    ups = [max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
+    downs = [max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
+    processors = [reduced[i] / (m.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S) for i, m in enumerate(members)]
+    seconds = {
+        is_up: [
+            *(sent[here].sum(0) / rate for here, rate in zip(groups, ups, strict=True)),
+            *(received[here].sum(0) / rate for here, rate in zip(groups, downs, strict=True)),
+            *(processors if is_up else np.zeros((n, n))),
+        ]
+        for is_up, (sent, received) in moved.items()
+    }
+    owners = [*map(frozenset, groups), *map(frozenset, groups), *(frozenset([i]) for i in range(n))]
     scale = sizes.contribution
-    return _Loads(np.array(rows) * scale, owners, up * scale)
+    sent = moved[True][0] + moved[False][0]
+    return _Loads(np.array(seconds[True]) * scale, np.array(seconds[False]) * scale, owners, sent * scale)
 
 
 def _sendings(

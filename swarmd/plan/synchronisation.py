@@ -100,18 +100,17 @@ def predict(swarm: Swarm, setting: Setting) -> Prediction:
     asked = max(1, target // setting.fragments)
     compute_s = asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
     sizes, (members, ways) = _sizes(swarm, setting), _ways(swarm, setting.topology)
-    moving_s = partition.divide(members, sizes, ways).action.expected_s
+    plan = partition.divide(members, sizes, ways).action
     trips = ROUND_TRIPS + _depth(ways) - 1
-    round_s = moving_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
+    round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)
     else:
         update_s = compute_s + round_s
     n_samples = compute_s * rate
-    moved = partition.moved_bytes(members, sizes, ways)
     excess = max(1.0, round_s * rate / asked) if update_s == compute_s else 1.0
     utilisation, speed = compute_s / update_s, n_samples / update_s
-    return Prediction(setting, update_s, n_samples, excess, utilisation, speed, moved / n_samples)
+    return Prediction(setting, update_s, n_samples, excess, utilisation, speed, plan.moved_bytes / n_samples)
 
 
 def choose(predictions: Sequence[Prediction]) -> Decision[Prediction]:

@@ -8,7 +8,7 @@ get the same bits, and nobody sends more than it would to the roots themselves; 
 - ``rows``: of each row, one collects for a root in another: rows are the machines of a site, so that its numbers leave
   it once (two levels, as hierarchical all-reduce and Gaia), or a grid, so that nobody talks to more than a row and a
   column (Moshpit SGD 2021, 2103.03239, whose grids send everything once in each dimension);
-- ``ring``: each talks to two.
+- ``ring``: each talks to two, row by row.
 
 Pure. Trees follow from the group alone, so all members know the same.
 """
@@ -77,7 +77,7 @@ def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: 
     """The parent of each member in one root's tree, by place; only those who may collect have somebody below."""
     n = len(rows)
     if kind == "ring":
-        circle = [p for p in range(n) if collects[p] or p == root]
+        circle = sorted((p for p in range(n) if collects[p] or p == root), key=lambda p: rows[p])
         after = {p: circle[(i + 1) % len(circle)] for i, p in enumerate(circle)}
         return tuple(p if p == root else after.get(p, root) for p in range(n))
     if kind == "rows":
@@ -183,7 +183,7 @@ def choose(asked: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]
     n_shared = sum(size > 1 for size in Counter(sites).values())
     one_row = [0] * n
     if asked == "ring":
-        return Decision(("ring", one_row), "the recipe asks for a ring")
+        return Decision(("ring", list(sites)), "the recipe asks for a ring: site by site")
     if asked == "grid":
         return Decision(("rows", grid(n)), "the recipe asks for a grid")
     if asked == "sites" or (asked == "auto" and n_shared > 1):

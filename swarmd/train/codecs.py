@@ -11,7 +11,7 @@ Pure. The same input gives the same bytes, and reading is elementwise: the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,6 @@ from swarmd.errors import RemoteProtocolError
 from swarmd.plan.partition import Sizes
 from swarmd.protocol.recipe import Parts, Recipe
 from swarmd.train.state import Vector
-from swarmd.train.sums import average_of
 
 BLOCK = 4_096  # elements that are coded together
 SCALED = 256  # elements that share a scale in int8: an outlier coarsens no more than those
@@ -294,48 +293,6 @@ def codec_of_parts(parts: Parts, dtype: str) -> Codec:
         case "significance":
             return Significance(dtype)
     return Codec(dtype)
-
-
-# --- averages ------------------------------------------------------------------------------------------------------
-
-
-def reduce(codec: Codec, given: Sequence[tuple[Vector, Buffer]], n_samples: int, out: Vector) -> Buffer:
-    """Average what contributors gave, in their order, into ``out``; returns the form in which that travels.
-
-    ``given``: what each one's numbers stand for, and how they came.
-    """
-    average_of([values for values, _ in given], out, n_samples)
-    if codec.forwards:
-        return b"".join(payload for _, payload in given)
-    coded = codec.code(out)
-    out[:] = coded.values
-    return coded.payload(0, len(out))
-
-
-def add_up(codec: Codec, given: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
-    """Add up what contributors gave, in their order, into ``out``; returns the form in which that travels on."""
-    average_of([values for values, _ in given], out, 1)
-    if codec.forwards:
-        return b"".join(payload for _, payload in given)
-    return bytes(out.view(np.uint8).data)
-
-
-def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int) -> Vector:
-    """The sum in what ``add_up`` returned. Raises RemoteProtocolError."""
-    if not codec.forwards:
-        return Codec(str(codec.dtype)).read(payload, n_elements)[0]
-    total: Vector = np.empty(n_elements, codec.dtype)
-    average_of(codec.read(payload, n_elements, n_contributors), total, 1)
-    return total
-
-
-def read_reduced(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int, n_samples: int) -> Vector:
-    """The average in what ``reduce`` returned. Raises RemoteProtocolError."""
-    if not codec.forwards:
-        return codec.read(payload, n_elements)[0]
-    average: Vector = np.empty(n_elements, codec.dtype)
-    average_of(codec.read(payload, n_elements, n_contributors), average, n_samples)
-    return average
 
 
 # --- pieces --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.plan import disputes, verdicts
 from swarmd.plan.contributions import N_HISTORY, outliers
 from swarmd.plan.ledger import Ledger
+from swarmd.plan.partition import CHUNK_BYTES
 from swarmd.plan.topology import edges_of
 from swarmd.plan.verdicts import MemberSeen
 from swarmd.protocol import commit as commits
@@ -28,7 +29,6 @@ from swarmd.train.assents import Backing
 from swarmd.train.codecs import codec_of
 from swarmd.train.groups import counted_of
 from swarmd.train.outcome import Outcome, RoundTimes, Timing
-from swarmd.train.parts import CHUNK_BYTES
 from swarmd.train.proposer import Proposer, RoundFailed
 from swarmd.train.world import News
 from swarmd.values import PeerId

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from swarmd.errors import OutOfStep
-from swarmd.train.codecs import Buffer, Codec, Coded, add_up, reduce
+from swarmd.plan.partition import CHUNK_BYTES
+from swarmd.train.codecs import Buffer, Codec, Coded
+from swarmd.train.coded_sums import add_up, reduce
 from swarmd.train.state import Vector
 from swarmd.train.sums import squares_of
 from swarmd.values import PeerId
 
-CHUNK_BYTES = 512 * 1024  # of a part that is reduced while the next one travels
 MOST_ELEMENTS = 1 << 20  # of a chunk, however little it takes: 4 MiB to sum
 MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
 

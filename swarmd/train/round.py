@@ -22,7 +22,8 @@ from swarmd.protocol.backing import Share
 from swarmd.protocol.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train import beats
 from swarmd.train.accounts import Account, Given, account_for, flow_of, given_to
-from swarmd.train.codecs import Buffer, Codec, Coded, read_reduced, read_subtotal
+from swarmd.train.codecs import Buffer, Codec, Coded
+from swarmd.train.coded_sums import read_reduced, read_subtotal
 from swarmd.train.duties import Key, duties_of
 from swarmd.train.groups import counted_of
 from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
@@ -93,10 +94,6 @@ class Round:
         self._notify()
 
     @property
-    def receives(self) -> bool:
-        return any(m.peer == self._me and m.receives for m in self.group.members)
-
-    @property
     def share_here(self) -> float:
         """How much of the average this peer has, or has made, as a share of the whole."""
         n = sum(upto - start for start, upto in self._got.items())
@@ -132,14 +129,15 @@ class Round:
             return
         sources = self._duties.sources.get(message.part, ())
         source = next((s for s in sources if s.peer == peer and s.is_subtotal), None)
-        part = self._parts.get(message.part)
-        if part is None or source is None:
+        if source is None:
             raise OutOfStep(f"a subtotal of {peer} from element {message.start} on, not added up here")
+        part = self._parts[message.part]
         if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             return
         fresh = await self._read(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
-        is_of_now = message.version == self.group.version
-        if is_of_now and part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
+        if message.version != self.group.version:
+            return
+        if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             part.take(peer, message.start, fresh, payload, is_subtotal=True)
             self._notify(done=part.is_done_with(peer, is_subtotal=True))
 
@@ -173,8 +171,8 @@ class Round:
 
     def _lacks_results(self, message: Reduced, key: Key) -> bool:
         """Are these of the present version, and not here yet?"""
-        is_of_now = message.version == self.group.version and self.average is not None and not self.result
-        return is_of_now and message.start + message.n_elements > self._got.get(key[0], key[0])
+        is_wanted = self.average is not None and not self.result and message.version == self.group.version
+        return is_wanted and message.start + message.n_elements > self._got.get(key[0], key[0])
 
     async def _until(self, version: int) -> None:
         """Wait for the word of a version; it comes by another channel."""
@@ -190,7 +188,8 @@ class Round:
 
     def _use(self, group: Group) -> None:
         self.group = group
-        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if self.receives else None
+        is_given = any(m.peer == self._me and m.receives for m in group.members)
+        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if is_given else None
         self.result = b""
         self.account: Account | None = None
         self._duties = duties_of(group, self._me)

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.slow
 N_SAMPLES = 128  # an update: so many that all peers hear of it before one has computed them alone
 TOPK = '[parts]\ncodec = "topk"\n'
 EXACT = {"sgd": "float32", "adamw": "float64"}  # precision by optimizer
+WAYS = {"sgd": "grid", "adamw": "ring"}  # by which numbers come together
 LORA = 'train = "lora"\nlora = {rank = 4, alpha = 8, targets = ["q_proj", "v_proj"]}'
 
 
@@ -58,8 +59,8 @@ def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[s
     with local_swarm(tmp_path) as swarm:
         volunteers = trainers(swarm, 4)
         for name, precision in runs.items():
-            options = {"optimizer": name, "precision": precision, "steps": steps, "target": N_SAMPLES}
-            start_together(swarm, volunteers, name, **options)
+            options = {"optimizer": name, "precision": precision, "steps": steps, "more": MODES[WAYS[name]]}
+            start_together(swarm, volunteers, name, target=N_SAMPLES, **options)
         for name in runs:
             wait_update(swarm, volunteers, 3, name)
         with ExitStack() as slow:

@@ -66,9 +66,11 @@ TINY = {
     "layer_types": ["full_attention"] * 2,
     "dtype": "float32",
 }
-# how peers are synchronised: keys of a recipe, for ``more``
+# how peers are synchronised, and by which way numbers come together: keys of a recipe, for ``more``
 MODES = {
     "step": "",
+    "grid": 'topology = "grid"',
+    "ring": 'topology = "ring"',
     "delayed": 'synchronisation = "delayed"',
     "diloco": 'synchronisation = "diloco"\ndiloco = {batch = 4}',
     "streamed": 'synchronisation = "diloco"\ndiloco = {batch = 4, fragments = 3}',

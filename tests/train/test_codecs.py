@@ -9,7 +9,8 @@ import pytest
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.recipe import Parts, Recipe
-from swarmd.train.codecs import BLOCK, Codec, codec_of, read_reduced, reduce
+from swarmd.train.codecs import BLOCK, Codec, codec_of
+from swarmd.train.coded_sums import read_reduced, reduce
 from swarmd.train.directions import Directions
 from swarmd.train.state import Vector
 
