@@ -71,6 +71,8 @@ def show_run(row: dict[str, Any]) -> None:
         f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
         f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
+    if row["state_bytes"]:
+        print(f"  who joins now fetches {size(row['state_bytes'])}: parameters, and the moments that all share")
     if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
         error = predicted / measured - 1
         wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"

@@ -38,7 +38,9 @@ ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT, until it has worked and others are known
 SETTLED_RENDEZVOUS_S = 600.0  # from then on: it is for peers that know nobody, and keeps addresses for half an hour
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
-PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s: long enough to measure, short enough not to be felt
+PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s; the first only opens the windows on the way
+MOST_PROBE_BYTES = 4 << 20  # of a third one, where the link is fast
+PROBE_S = 0.5  # that it may take: long enough to measure, short enough not to be felt
 NEAR_S = 0.003  # of a round trip within one building; between homes of one town it takes 5 ms and more
 ANSWER_S = 5.0  # for a peer that is there to say so
 MOST_ASKED = 64  # at once, whether they are there
@@ -297,15 +299,24 @@ class Directory:
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:
-            trip = await self.ping(peer)
-            begun = trio.current_time()
-            await self._rpc.call(peer, lambda i: Ping(id=i), bytes(PROBE_BYTES), 30.0, "bulk")
-            self.links.up_bytes_per_s = PROBE_BYTES / max(trio.current_time() - begun - trip, 1e-6)
-            begun = trio.current_time()
-            await self._rpc.call(peer, lambda i: Ping(id=i, want_bytes=PROBE_BYTES), b"", 30.0, "bulk")
-            self.links.down_bytes_per_s = PROBE_BYTES / max(trio.current_time() - begun - trip, 1e-6)
+            trip_s = await self.ping(peer)
+            self.links.up_bytes_per_s = await self._measure(peer, trip_s, True)
+            self.links.down_bytes_per_s = await self._measure(peer, trip_s, False)
         except PeerError as error:
             logger.debug("no bandwidth measured with %s: %s", peer, error)
+
+    async def _measure(self, peer: PeerId, trip_s: float, is_up: bool) -> float:
+        """Bytes/s to or from a peer, once the windows on the way have opened. Raises PeerError."""
+        await self._rate(peer, trip_s, PROBE_BYTES, is_up)
+        rate = await self._rate(peer, trip_s, PROBE_BYTES, is_up)
+        n_bytes = min(MOST_PROBE_BYTES, int(PROBE_S * rate))
+        return await self._rate(peer, trip_s, n_bytes, is_up) if n_bytes > 2 * PROBE_BYTES else rate
+
+    async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
+        begun = trio.current_time()
+        sent = bytes(n_bytes if is_up else 0)
+        await self._rpc.call(peer, lambda i: Ping(id=i, want_bytes=n_bytes - len(sent)), sent, 30.0, "bulk")
+        return n_bytes / max(trio.current_time() - begun - trip_s, 1e-6)
 
     def _others(self) -> set[PeerId]:
         return set(self.view().peers) - {self._network.peer_id}

@@ -39,12 +39,7 @@ class Reports:
 def has_moved(before: Beat, after: Beat) -> bool:
     """Has anything more come to a member between two of its beats?"""
     is_new = (after.result and not before.result) or (after.share and not before.share)
-    return _n_here(after) > _n_here(before) or bool(is_new or (after.assent and not before.assent))
-
-
-def _n_here(beat: Beat) -> int:
-    received = sum(r.n_elements for r in (*beat.received, *beat.subtotals))
-    return received + sum(r.n_elements for r in beat.reductions)
+    return after.n_elements > before.n_elements or bool(is_new or (after.assent and not before.assent))
 
 
 def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:

@@ -231,8 +231,8 @@ class Gave(msgspec.Struct, frozen=True, array_like=True):
 class Reduction(msgspec.Struct, frozen=True, array_like=True):
     """What a member has of the parts of one reducer: elements of results, or what is wrong with them.
 
-    Once it has the whole average: the first bytes of the results' SHA-256, and what they come to along the directions
-    (``total``), within ``rounding``.
+    Once it has the whole average: the first bytes of the results' SHA-256. What they come to along the directions
+    (``total``), within ``rounding``, a leader only tells itself.
     """
 
     reducer: Place
@@ -246,9 +246,10 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
 class Beat(Message, tag="beat", frozen=True):
     """Member to leader, twice a second: I am at it. ``result``: the hash of the average, once it is all there.
 
-    ``received`` and ``gave``: of members' own numbers, those that it keeps included; ``subtotals`` and ``passed``: of
-    what comes from, and goes to, others by way of this member. With the result comes the member's signed share; and
-    once the leader has shown it everybody's, its assent (``Check``).
+    ``n_elements`` are here of all that is waited for; the lists are of what is whole or faulty. ``received`` and
+    ``gave``: of members' own numbers, those that it keeps included; ``subtotals`` and ``passed``: of what comes from,
+    and goes to, others by way of this member. With the result comes the member's signed share; and once the leader has
+    shown it everybody's, its assent (``Check``).
     """
 
     run: Name = ""
@@ -262,6 +263,7 @@ class Beat(Message, tag="beat", frozen=True):
     result: Digest = b""
     share: Share | None = None
     assent: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    n_elements: Element = 0
 
 
 class Check(Message, tag="check", frozen=True):

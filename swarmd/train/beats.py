@@ -1,9 +1,14 @@
-"""What a member of a round tells its leader: how much is here of each member's numbers and each reducer's results."""
+"""What a member of a round tells its leader: of whom all is here that it gives, and whose results.
+
+With many members these lists are long, and all go to one: they hold what is whole or faulty, and nothing twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from swarmd.protocol.backing import Share, Sums
 from swarmd.protocol.rounds import Beat, Gave, Group, Received, Reduction
@@ -37,6 +42,7 @@ def beat_of(group: Group, duties: Duties, said: Said, result: bytes, share: Shar
         for peer, squares in said.squares.items()
         if squares < MOST_SQUARES
     ]
+    came = [said.parts[key].of(s.peer, s.is_subtotal).upto - key[0] for key, of in duties.sources.items() for s in of]
     return Beat(
         run=group.run,
         round=group.round,
@@ -45,17 +51,23 @@ def beat_of(group: Group, duties: Duties, said: Said, result: bytes, share: Shar
         subtotals=_received(duties, said, places, True, account.subtotals if account is not None else {}),
         gave=tuple(gave),
         passed=tuple(Gave(places[peer], given.squares, given.sums) for peer, given in passed.items()),
-        reductions=tuple(_reduction(group, said, place) for place in sorted({p.reducer for p in group.parts})),
+        reductions=tuple(_reductions(group, said)),
         result=result,
         share=share,
         assent=assent,
+        n_elements=sum(came) + sum(said.results.values()),
     )
+
+
+def for_others(beat: Beat) -> Beat:
+    """Without what only a leader needs, of itself."""
+    return replace(beat, reductions=tuple(replace(r, total=(), rounding=0.0) for r in beat.reductions))
 
 
 def _received(
     duties: Duties, said: Said, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
 ) -> tuple[Received, ...]:
-    """What is here of each member that gives something: its own numbers, or subtotals."""
+    """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
     wanted: dict[PeerId, list[Key]] = {}
     for key, sources in duties.sources.items():
         for source in sources:
@@ -68,14 +80,20 @@ def _received(
         squares = sum(c.squares for _, c in came)
         if not squares < MOST_SQUARES:
             found.append(Received(places[peer], here, None, UNSOUND))
-        else:
-            is_whole = here == sum(end - start for start, end in keys)
-            found.append(Received(places[peer], here, squares if is_whole else None, sums=sums.get(peer, ())))
+        elif here == sum(end - start for start, end in keys):
+            found.append(Received(places[peer], here, squares, sums=sums.get(peer, ())))
     return tuple(found)
 
 
-def _reduction(group: Group, said: Said, place: int) -> Reduction:
-    """What is here of one reducer's results."""
-    here = sum(said.results.get(p.start, 0) for p in group.parts if p.reducer == place)
-    sums = said.account.reductions[place] if said.account is not None else (b"", (), 0.0)
-    return Reduction(place, here, said.faults.get(place, ""), *sums)
+def _reductions(group: Group, said: Said) -> Iterator[Reduction]:
+    """Whose results are all here, or faulty."""
+    sizes: dict[int, int] = {}
+    here: dict[int, int] = {}
+    for part in group.parts:
+        sizes[part.reducer] = sizes.get(part.reducer, 0) + part.end - part.start
+        here[part.reducer] = here.get(part.reducer, 0) + said.results.get(part.start, 0)
+    for place in sorted(sizes):
+        fault = said.faults.get(place, "")
+        if fault or here[place] == sizes[place]:
+            sums = said.account.reductions[place] if said.account is not None else (b"", (), 0.0)
+            yield Reduction(place, here[place], fault, *sums)

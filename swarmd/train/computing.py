@@ -13,7 +13,7 @@ from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ledger import MOST_TARGETS, Ledger
 from swarmd.protocol.commit import Commit
 from swarmd.train.feedback import Feedback
-from swarmd.train.inner import Inner
+from swarmd.train.inner import Inner, Memory
 from swarmd.train.source import Computed, InnerStep, Source
 from swarmd.train.state import RunState
 from swarmd.train.work import Work
@@ -39,18 +39,18 @@ class Computing:
         self._world = world
         self._ledger = ledger
         self._news = news
-        self._inner: Inner | None = None
+        self.inner: Inner | None = None
         self._feedback: Feedback | None = None
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
         self._is_computing = False
         self._is_allowed = False
         self._announced_rate = 0.0
 
-    async def run(self, source: Source, state: RunState, feedback: Feedback) -> None:
-        """Compute while it is allowed, until cancelled."""
+    async def run(self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None) -> None:
+        """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.inner)."""
         self._feedback = feedback
         if self._recipe.steps_inside:
-            self._inner = Inner(state, source.inner_vectors())
+            self.inner = Inner(state, source.inner_vectors(), memory)
         while True:
             while not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
@@ -60,8 +60,8 @@ class Computing:
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
-                if self._inner is not None:
-                    self._inner.spoil()
+                if self.inner is not None:
+                    self.inner.spoil()
                 self._is_computing = False
                 await trio.sleep(RETRY_S)
             finally:
@@ -70,11 +70,11 @@ class Computing:
 
     async def _micro_batch(self, source: Source, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
-        inner, begun = self._inner, trio.current_time()
+        inner, begun = self.inner, trio.current_time()
         if inner is not None:
-            await self._world.off_loop(inner.follow, self.work)
+            await self._world.off_loop(inner.follow, self.work, self._counted)
         head, since = state.head, self.work.since
-        first = self.work.next_draw(self._ledger.next_draw.get(self._me, 0))
+        first = self.work.next_draw(self._counted)
         step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
         done = await source.compute(first, self._n_at_once(), not since.n, step)
         if not math.isfinite(done.loss):
@@ -93,12 +93,17 @@ class Computing:
             await trio.sleep(rest_s)
 
     def _add(self, first: int, done: Computed) -> None:
-        if self._inner is None:
+        if self.inner is None:
             self.work.add(first, done.n, done.loss, done.gathered)
             return
-        self.work.add(first, done.n, done.loss, done.gathered, self._inner.is_anew)
-        self._inner.is_anew = False
-        self._inner.steps += 1
+        self.work.add(first, done.n, done.loss, done.gathered, self.inner.is_anew)
+        self.inner.is_anew = False
+        self.inner.steps += 1
+
+    @property
+    def _counted(self) -> int:
+        """How many of this peer's draws the ledger has counted."""
+        return self._ledger.next_draw.get(self._me, 0)
 
     def _n_at_once(self) -> int:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
@@ -141,11 +146,11 @@ class Computing:
     async def offer(self) -> None:
         """Give what is there to a round; where that overlaps with computing, go on for the next one."""
         await self.hold()
-        if self._inner is None:
+        if self.inner is None:
             await self._world.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again
-            await self._world.off_loop(self._inner.follow, self.work)
-            await self._world.off_loop(self.work.offer, self._inner.contribution)
+            await self._world.off_loop(self.inner.follow, self.work, self._counted)
+            await self._world.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
             try:
                 self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered)
@@ -164,6 +169,8 @@ class Computing:
             is_counted = self.work.settle(commit)
         if self._feedback is not None:
             self._feedback.settle(offered, is_counted)
+        if self.inner is not None:
+            self.inner.settle(offered.end, is_counted)
 
 
 def n_at_once(most: int, samples_per_s: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from swarmd.protocol.commit import Ballot
 from swarmd.protocol.manifest import model_id
 from swarmd.protocol.recipe import Run, read_run_untrusted
 from swarmd.protocol.untrusted import decode
+from swarmd.train.inner import Memory
 from swarmd.train.state import DTYPES, Snapshot, Vector
 from swarmd.values import RunId
 from swarmd.weights.folder import make_folder, write_file
 
 logger = logging.getLogger(__name__)
 
+_MOMENT = re.compile(r"(\d{1,18}) (\d{1,18}) (\w+)")
 _LENGTH = struct.Struct(">I")
 
 
@@ -183,6 +186,32 @@ class RunFolder:
             raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected the number of a draw")
         ((upto, residual),) = found.items()
         return int(upto), residual
+
+    def keep_inner(self, memory: Memory) -> None:
+        """Write a peer's own optimizer after the draws that were counted last. Raises ConfigError."""
+        names = sorted(memory.moments)
+        vectors = [memory.moments[name] for name in names]
+        entries = [
+            (f"{memory.upto} {memory.steps} {name}", DTYPES[str(v.dtype)], v.shape)
+            for name, v in zip(names, vectors, strict=True)
+        ]
+        header, _ = shards.make_header(entries)
+        write_file(self.folder / "inner.safetensors", header, *(v.view(np.uint8).data for v in vectors))
+
+    def inner(self, dtype: str, n_elements: int) -> Memory | None:
+        """What ``keep_inner`` wrote, if anything. Raises ConfigError."""
+        path = self.folder / "inner.safetensors"
+        if not path.is_file():
+            return None
+        said, moments = set[tuple[int, int]](), dict[str, Vector]()
+        for name, vector in _read_all(path, dtype, n_elements).items():
+            if (match := _MOMENT.fullmatch(name)) is None:
+                raise ConfigError(f"{path} holds {name!r}; expected the numbers of a draw and a step, and a moment")
+            said.add((int(match[1]), int(match[2])))
+            moments[match[3]] = vector
+        if len(said) != 1:
+            raise ConfigError(f"{path} holds the moments of {len(said)} optimizers")
+        return Memory(*said.pop(), moments)
 
     def saved(self) -> list[Saved]:
         """The checkpoints here, the newest first."""

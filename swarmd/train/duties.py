@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmd.plan.topology import trees_of
 from swarmd.protocol.rounds import Group, GroupPart
-from swarmd.train.parts import From
+from swarmd.train.parts import From, Part
 from swarmd.values import PeerId
 
 Key = tuple[int, int]
@@ -62,3 +62,8 @@ def duties_of(group: Group, me: PeerId) -> Duties:
         for child in tree.receivers.get(here, ()):
             tells.setdefault(peer(child), []).append(part)
     return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
+
+
+def all_came(duties: Duties, parts: Mapping[Key, Part]) -> bool:
+    """Is all here that this member adds up?"""
+    return all(parts[key].is_done_with(s.peer, s.is_subtotal) for key, of in duties.sources.items() for s in of)

@@ -23,6 +23,7 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import MAX_NEAR, Beat, Check, Group, JoinRound, Pulse
 from swarmd.train import assents
 from swarmd.train.averages import Averages
+from swarmd.train.beats import for_others
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.codecs import codec_of
 from swarmd.train.groups import check_group
@@ -439,7 +440,7 @@ class Joining:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
                 self._averages.put(live.group.parent, message.result, live.average)
-            await self._tell(leader, message)
+            await self._tell(leader, message if leader == self._me else for_others(message))
 
         await live.run(beat)
 

@@ -76,7 +76,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         predicted_samples_per_s=trainer.pace.predicted,
         device=device,
         worker=worker,
-        failure=failure or trainer.trouble or trainer.computing.trouble,
+        failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
     )
 
 

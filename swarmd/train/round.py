@@ -8,37 +8,34 @@ given to others) sums are made anew from what is there. The leader is elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import trio
 
-from swarmd.errors import OutOfStep, PeerError
-from swarmd.net.rpc import Channel, Rpc
+from swarmd.errors import OutOfStep
+from swarmd.net.rpc import Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.backing import Share
 from swarmd.protocol.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train import beats
 from swarmd.train.accounts import Account, Given, account_for, flow_of, given_to
-from swarmd.train.codecs import Buffer, Codec, Coded
+from swarmd.train.codecs import Codec, Coded
 from swarmd.train.coded_sums import read_reduced, read_subtotal
-from swarmd.train.duties import Key, duties_of
+from swarmd.train.duties import Key, all_came, duties_of
 from swarmd.train.groups import counted_of
 from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
+from swarmd.train.sending import BEAT_INTERVAL_S, Ready, Sending
 from swarmd.train.state import Vector
-from swarmd.train.sums import squares_of
+from swarmd.train.sums import squares_in, squares_of
 from swarmd.train.world import News, OffLoop
 from swarmd.values import PeerId
 
-BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
 
 
 Numbers = Contribution | Subtotal | Reduced
-Ready = tuple[Subtotal | Reduced, Buffer]
-"""What can be sent on."""
 
 
 class Round:
@@ -64,11 +61,11 @@ class Round:
         self._digest = digest
         self._off_loop = off_loop
         self._parts: dict[Key, Part] = {}
-        self._news = News()
+        self._news = News()  # anything
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
-        self._sending: set[tuple[str, PeerId]] = set()
+        self._sending = Sending(rpc, self._tasks, given, self._chunk, self._ready)
         self._use(group)
 
     # --- what the trainer calls --------------------------------------------------------------------------------
@@ -76,7 +73,7 @@ class Round:
     async def run(self, beat: Callable[[Beat], Awaitable[None]]) -> None:
         """Take part until cancelled; ``beat`` brings signs of life to the leader."""
         async with self._tasks.open(), trio.open_nursery() as nursery:
-            self._start_senders()
+            self._sending.follow(self.group, self._duties)
             nursery.start_soon(self._reduce)
             nursery.start_soon(self._gather)
             while True:
@@ -90,15 +87,18 @@ class Round:
         if group.round != self.group.round or group.version <= self.group.version:
             return
         self._use(group)
-        self._start_senders()
+        self._sending.follow(group, self._duties)
         self._notify()
 
     @property
     def share_here(self) -> float:
         """How much of the average this peer has, or has made, as a share of the whole."""
-        n = sum(upto - start for start, upto in self._got.items())
-        own = (self._parts[key] for key in self._duties.averages)
-        return (n + sum(p.reduced_to - p.start for p in own)) / self.group.n_elements
+        return sum(self._results_here().values()) / self.group.n_elements
+
+    def _results_here(self) -> dict[int, int]:
+        """How many elements of each part's average are here, by its first one."""
+        own = {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
+        return own | {start: upto - start for start, upto in self._got.items()}
 
     async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
         """Numbers that a member sends, whichever. Raises RemoteProtocolError."""
@@ -120,7 +120,7 @@ class Round:
         fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
         if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
             part.take(peer, message.start, fresh, payload)
-            self._notify(done=part.is_done_with(peer))
+            self._notify(done=not part.of(peer).is_sound or all_came(self._duties, self._parts))
 
     async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
         """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
@@ -139,7 +139,7 @@ class Round:
             return
         if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             part.take(peer, message.start, fresh, payload, is_subtotal=True)
-            self._notify(done=part.is_done_with(peer, is_subtotal=True))
+            self._notify(done=not part.of(peer, True).is_sound or all_came(self._duties, self._parts))
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
@@ -165,8 +165,9 @@ class Round:
         assert self.average is not None
         self.average[message.start : end] = values
         self._got[part.start] = end
-        if part.start in self._relayed:
-            self._relayed[part.start].append(Result(message.start, message.n_elements, bytes(payload)))
+        if key in self._relayed:
+            self._relayed[key].append(Result(message.start, message.n_elements, bytes(payload)))
+            self._sending.news.notify()
         self._notify()
 
     def _lacks_results(self, message: Reduced, key: Key) -> bool:
@@ -194,12 +195,8 @@ class Round:
         self.account: Account | None = None
         self._duties = duties_of(group, self._me)
         self._got: dict[int, int] = {}
-        self._relayed: dict[int, list[Result]] = {
-            p.start: []
-            for parts in self._duties.tells.values()
-            for p in parts
-            if (p.start, p.end) in self._duties.bringers
-        }
+        told = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
+        self._relayed: dict[Key, list[Result]] = {key: [] for key in told & self._duties.bringers.keys()}
         self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
         self._faults: dict[int, str] = {}  # of results, by the place of their reducer
         self._share: Share | None = None
@@ -219,97 +216,6 @@ class Round:
                 await self._news.wait()
         return self._parts.get(key)
 
-    # --- sending -----------------------------------------------------------------------------------------------
-
-    def _start_senders(self) -> None:
-        duties = self._duties
-        for peer in duties.gives if self._vector is not None else ():
-            self._start_sender("parts", peer, self._contribute)
-        for peer in duties.passes:
-            self._start_sender("subtotals", peer, partial(self._send_on, self._subtotals_for))
-        for peer in duties.tells:
-            self._start_sender("results", peer, partial(self._send_on, self._results_for))
-
-    def _start_sender(self, what: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
-        if self._tasks.is_open and peer != self._me and (what, peer) not in self._sending:
-            self._sending.add((what, peer))
-            self._tasks.start_soon(send, peer)
-
-    async def _contribute(self, peer: PeerId) -> None:
-        """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
-        channel: Channel | None = None
-        done = set[Key]()
-        while True:
-            if channel is not None and not channel.is_open:  # what it carried may not have arrived
-                channel, done = None, set()
-            todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
-            if not todo:
-                await self._news.wait()
-                continue
-            try:
-                channel = channel or await self._open(peer)
-                await self._give(channel, todo[0])
-                done.add(todo[0])
-            except PeerError:  # a connection may come back; the leader sees it if not
-                await trio.sleep(BEAT_INTERVAL_S)
-
-    async def _give(self, channel: Channel, key: Key) -> None:
-        """Send this peer's numbers for one part."""
-        assert self._given is not None
-        run, number, (start, end) = self.group.run, self.group.round, key
-        for at in range(start, end, self._chunk):
-            n = min(self._chunk, end - at)
-            message = Contribution(run=run, round=number, part=key, start=at, n_elements=n)
-            await channel.send(message, self._given.payload(at, at + n))
-
-    async def _send_on(self, ready_for: Callable[[PeerId], Iterable[Ready]], peer: PeerId) -> None:
-        """Send each sum or average on as soon as it is made, for whatever version is the present one."""
-        channel: Channel | None = None
-        version, sent = -1, set[int]()
-        while True:
-            if channel is not None and not channel.is_open:
-                channel, sent = None, set()
-            if version != self.group.version:
-                version, sent = self.group.version, set()
-            ready = next((r for r in ready_for(peer) if r[0].start not in sent), None)
-            if ready is None:
-                await self._news.wait()
-                continue
-            try:
-                if channel is None:
-                    channel = await self._open(peer)
-                    continue  # the group may have changed meanwhile
-                message, payload = ready
-                await channel.send(message, payload)
-                sent.add(message.start)
-            except PeerError:
-                await trio.sleep(BEAT_INTERVAL_S)
-
-    def _subtotals_for(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
-        """What goes up to a parent, as far as it is there."""
-        group = self.group
-        for key in self._duties.passes.get(peer, ()):
-            for made in self._parts[key].results:
-                yield Subtotal(group.run, group.round, group.version, key, made.start, made.n), made.payload
-
-    def _results_for(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
-        """What goes down to a child, as far as it is there."""
-        group = self.group
-        for part in self._duties.tells.get(peer, ()):
-            is_own = (part.start, part.end) in self._duties.averages
-            for made in self._parts[part.start, part.end].results if is_own else self._relayed[part.start]:
-                yield Reduced(group.run, group.round, group.version, made.start, made.n), made.payload
-
-    async def _open(self, peer: PeerId) -> Channel:
-        """A channel for numbers, whose end will be noticed. Raises PeerError."""
-        channel = await self._rpc.channel(peer, "averaging")
-        self._tasks.start_soon(self._notice_end, channel)
-        return channel
-
-    async def _notice_end(self, channel: Channel) -> None:
-        await channel.ended.wait()
-        self._notify()
-
     # --- adding up and gathering ---------------------------------------------------------------------------------
 
     async def _reduce(self) -> None:
@@ -324,6 +230,7 @@ class Round:
                     result = await self._off_loop(part.reduce, sources, n_samples, *chunk, part.total)
                     if version == self.group.version:
                         part.results.append(result)
+                        self._sending.news.notify()
                         self._notify()
             if version == self.group.version:
                 await news.wait()
@@ -372,9 +279,7 @@ class Round:
             return
         squares: dict[PeerId, float] = {}
         for peer, keys in self._duties.gives.items():
-            squares[peer] = 0.0
-            for start, end in keys:
-                squares[peer] += await self._off_loop(squares_of, self._vector[start:end])
+            squares[peer] = await self._off_loop(squares_in, self._vector, keys)
         if version == self.group.version:
             self._squares = squares
 
@@ -382,14 +287,20 @@ class Round:
     def _counts(self) -> bool:
         return any(m.peer == self._me for m in counted_of(self.group))
 
+    def _ready(self) -> Ready:
+        """What can be sent on so far."""
+        made = {key: self._parts[key].results for key in self._duties.sources}
+        own = {key: made[key] for key in self._duties.averages}
+        return Ready(made, {**self._relayed, **own})
+
     # --- small things ------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
         """What the leader is told."""
-        here = {start: upto - start for start, upto in self._got.items()}
-        here |= {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
         parts = {key: self._parts[key] for key in self._duties.sources}
-        said = beats.Said(here, parts, self._squares if self._counts else {}, self._faults, self.account)
+        said = beats.Said(
+            self._results_here(), parts, self._squares if self._counts else {}, self._faults, self.account
+        )
         return beats.beat_of(self.group, self._duties, said, self.result, self._share, self._assent)
 
     def _notify(self, done: bool = False) -> None:

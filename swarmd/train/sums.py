@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from swarmd.train.state import Vector
@@ -12,6 +14,11 @@ BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
 def squares_of(values: Vector) -> float:
     """The sum of squares."""
     return float(np.dot(values, values))
+
+
+def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
+    """The sum of squares of some ranges [start, end)."""
+    return sum(squares_of(values[start:end]) for start, end in ranges)
 
 
 def average_of(sources: list[Vector], out: Vector, n_samples: int) -> None:

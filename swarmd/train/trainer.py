@@ -31,9 +31,9 @@ from swarmd.train.catching_up import CatchingUp
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.computing import Computing
 from swarmd.train.disk import RunFolder, read_vectors
-from swarmd.train.feedback import Feedback
 from swarmd.train.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.members import Members
+from swarmd.train.memories import Memories
 from swarmd.train.recovery import Get, Givers
 from swarmd.train.round import Numbers
 from swarmd.train.source import Source
@@ -84,8 +84,7 @@ class Trainer:
         self._givers = Givers()
         self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
-        self._feedback: Feedback | None = None
-        self._feedback_kept = 0  # until which draw it is on this disk
+        self.memories = Memories(world, run.recipe, folder)
         self._tasks = Tasks()
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ class Trainer:
             await self._take_part(task_status)
         finally:
             with trio.CancelScope(shield=True):
-                await self._keep_feedback()
+                await self.memories.keep(self.computing.inner)
 
     async def _take_part(self, task_status: TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery, self._tasks.open():
@@ -105,8 +104,8 @@ class Trainer:
             task_status.started()
             if self._source is not None:
                 state = await self._load(self._source)
-                feedback = await self._recall_feedback(state)
-                nursery.start_soon(self.computing.run, self._source, state, feedback)
+                recalled = await self.memories.recall(state)
+                nursery.start_soon(self.computing.run, self._source, state, *recalled)
             nursery.start_soon(self._keep_house)
             self._world.announce()
             while True:
@@ -158,32 +157,6 @@ class Trainer:
             logger.warning("%s is damaged: trying the one before", saved.path)
             state.replace(first)
             await self._world.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
-
-    async def _recall_feedback(self, state: RunState) -> Feedback:
-        """What this peer's contributions have left out, as far as this disk has it."""
-        feedback = self._feedback = Feedback(self.run_spec.recipe, state)
-        if self._folder is not None and feedback.codec.leaves_out:
-            try:
-                layout = state.layout
-                kept = await self._world.off_loop(self._folder.feedback, layout.dtype, layout.n_elements)
-            except ConfigError as error:
-                logger.warning("error feedback begins anew: %s", error)
-                kept = None
-            if kept is not None:
-                feedback.remember(*kept)
-                self._feedback_kept = feedback.upto
-        return feedback
-
-    async def _keep_feedback(self) -> None:
-        """Write that to the disk, unless it is there."""
-        feedback = self._feedback
-        while self._folder is not None and feedback is not None and self._feedback_kept != feedback.upto:
-            self._feedback_kept = feedback.upto
-            try:
-                await self._world.off_loop(self._folder.keep_feedback, feedback.upto, feedback.residual)
-            except ConfigError as error:
-                self.trouble = str(error)
-                logger.warning("error feedback is not kept: %s", error)
 
     async def _step(self) -> None:
         """Look, decide, act, once."""
@@ -256,7 +229,7 @@ class Trainer:
     def _settle(self, commit: Commit | None) -> None:
         self.joining.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
-        self._tasks.start_soon(self._keep_feedback)
+        self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
         """The state may be that of another update now: say so, and keep it now and then."""

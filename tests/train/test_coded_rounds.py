@@ -44,7 +44,7 @@ def anew(world: TrainingWorld, after: int = 0) -> set[str]:
 
 
 def residual(member: Member) -> np.ndarray[Any, Any]:
-    feedback = member.trainer._feedback
+    feedback = member.trainer.memories.feedback
     assert feedback is not None
     return feedback.residual
 
@@ -108,7 +108,7 @@ async def test_what_was_left_out_outlives_a_restart(virtual_time: MockClock, cod
         await world.until(world.epoch + 4)
         again = world.add(identity=member.identity, folder=folder)
         began = world.epoch
-        while again.trainer._feedback is None:
+        while again.trainer.memories.feedback is None:
             await trio.sleep(0.1)
         assert np.array_equal(residual(again), before)
         while not again.trainer.work.n_counted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.errors import ConfigError
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Diloco, Optimizer
+from swarmd.train.disk import RunFolder
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
@@ -89,8 +93,53 @@ async def test_run_goes_on_without(virtual_time: MockClock, victim: str, fragmen
         assert {late.peer, away.peer} <= anew
 
 
-async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock) -> None:
-    async with training(seed=4, n=3, **recipe(4)) as world:
+async def test_who_starts_again_goes_on_with_its_optimizer(virtual_time: MockClock, tmp_path: Path) -> None:
+    """From its disk, where the whole vector is averaged: nobody begins anew, and the ledger is replayed."""
+    async with training(seed=5, n=3, **recipe(1)) as world:
+        folder = RunFolder(tmp_path)
+        member = world.add(folder=folder)
+        await world.until(4)
+        world.crash(member)
+        await trio.sleep(0.1)
+        kept = folder.inner("float32", world.n_elements)
+        assert kept is not None
+        assert kept.upto == world.ledger.next_draw[member.peer]
+        assert kept.steps == kept.upto // 4
+        assert all(vector.any() for vector in kept.moments.values())
+        began = world.epoch
+        again = world.add(identity=member.identity, folder=folder)
+        while not again.trainer.work.n_counted:
+            await world.until(world.epoch + 1)
+        await world.until(world.epoch + 2)
+        check(world)
+        assert not [c for s in world.ledger.sealed[began:] for c, _, is_anew in counted_of(s.commit) if is_anew]
+
+
+async def test_moments_that_cannot_be_are_left_out(virtual_time: MockClock, tmp_path: Path) -> None:
+    async with training(seed=6, n=3, **recipe(1)) as world:
+        folder = RunFolder(tmp_path)
+        member = world.add(folder=folder)
+        await world.until(3)
+        world.crash(member)
+        await trio.sleep(0.1)
+        kept = folder.inner("float32", world.n_elements)
+        assert kept is not None
+        folder.keep_inner(replace(kept, upto=kept.upto + 4))  # more than was ever counted
+        began = world.epoch
+        again = world.add(identity=member.identity, folder=folder)
+        while not again.trainer.work.n_counted:
+            await world.until(world.epoch + 1)
+        check(world)
+        anew = {c.peer for s in world.ledger.sealed[began:] for c, _, is_anew in counted_of(s.commit) if is_anew}
+        assert anew == {member.peer}
+        (tmp_path / "inner.safetensors").write_bytes(b"damaged")
+        with pytest.raises(ConfigError):
+            folder.inner("float32", world.n_elements)
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock, fragments: int) -> None:
+    async with training(seed=4, n=3, **recipe(fragments)) as world:
         world.world.link = SLOW
         await world.until(4)
         member = world.trainers()[0]
@@ -99,3 +148,6 @@ async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock) -
         await world.until(world.epoch + 6)
         check(world)
         assert all(member.peer in peers for peers in world.contributors(2))
+        sealed = world.ledger.sealed[1:]
+        anew = {c.peer for s in sealed for c, _, is_anew in counted_of(s.commit) if is_anew}
+        assert anew == (set() if fragments == 1 else {member.peer}), "it has its moments of the last update"

@@ -124,7 +124,7 @@ async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) 
         async def take_and_be_silent(peer: PeerId, group: Group) -> None:
             await take_group(peer, group)
             if joining.round is not None:
-                joining.round._contribute = send_nothing  # type: ignore[method-assign]
+                joining.round._sending._contribute = send_nothing  # type: ignore[method-assign]
 
         joining.take_group = take_and_be_silent  # type: ignore[method-assign]
         assert max(await world.pace(4)) < 60

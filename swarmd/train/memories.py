@@ -1,0 +1,65 @@
+"""What a peer's next contribution builds on, on its disk: error feedback, and the optimizer of its own steps.
+
+Each says until which draw it reaches; it is gone on from only if the ledger has counted this peer until there.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from swarmd.errors import ConfigError
+from swarmd.protocol.recipe import Recipe
+from swarmd.train.disk import RunFolder
+from swarmd.train.feedback import Feedback
+from swarmd.train.inner import Inner, Memory
+from swarmd.train.state import RunState
+from swarmd.train.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class Memories:
+    """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
+
+    def __init__(self, world: World, recipe: Recipe, folder: RunFolder | None) -> None:
+        self.trouble = ""
+        self.feedback: Feedback | None = None
+        self._off_loop = world.off_loop
+        self._recipe = recipe
+        self._folder = folder
+        self._feedback_kept = self._inner_kept = 0  # until which draw they are on this disk
+
+    async def recall(self, state: RunState) -> tuple[Feedback, Memory | None]:
+        """What this disk has of both; what is damaged begins anew."""
+        feedback = self.feedback = Feedback(self._recipe, state)
+        asked, memory = (state.layout.dtype, state.layout.n_elements), None
+        if self._folder is None:
+            return feedback, None
+        try:
+            if feedback.codec.leaves_out and (kept := await self._off_loop(self._folder.feedback, *asked)) is not None:
+                feedback.remember(*kept)
+                self._feedback_kept = feedback.upto
+            if self._recipe.steps_inside:
+                memory = await self._off_loop(self._folder.inner, *asked)
+        except ConfigError as error:
+            logger.warning("what the next contribution builds on begins anew: %s", error)
+        if memory is None or memory.moments.keys() != set(self._recipe.optimizer.moments):
+            return feedback, None
+        self._inner_kept = memory.upto
+        return feedback, memory
+
+    async def keep(self, inner: Inner | None) -> None:
+        """Write both to the disk, unless they are there."""
+        feedback, folder = self.feedback, self._folder
+        if folder is None:
+            return
+        try:
+            while feedback is not None and self._feedback_kept != feedback.upto:
+                self._feedback_kept = feedback.upto
+                await self._off_loop(folder.keep_feedback, feedback.upto, feedback.residual)
+            while inner is not None and inner.memory is not None and self._inner_kept != inner.memory.upto:
+                self._inner_kept = inner.memory.upto
+                await self._off_loop(folder.keep_inner, inner.memory)
+        except ConfigError as error:
+            self.trouble = str(error)
+            logger.warning("what the next contribution builds on is not kept: %s", error)
