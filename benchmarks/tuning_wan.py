@@ -36,7 +36,7 @@ from tests.real.harness import local_swarm
 
 HIDDEN, ROWS, TOKENS, AT_ONCE = 256, 64, 128, 4
 FAST = 1e9
-CODECS = ("raw", "float16", "int8")
+CODECS = ("raw", "float16", "int8", "int4")
 
 
 def make_checkpoint(folder: Path) -> None:

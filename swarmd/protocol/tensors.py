@@ -1,7 +1,8 @@
 """How an op's payload is laid out: hidden states, positions, padding mask. Pure byte arithmetic, no torch.
 
-Hidden states travel as they are ("raw"), in half precision, or as int8 with one float32 scale for each block of 64
-values of a token. docs/protocol.md, "Codecs", gives the error bounds; tests/compute/test_wire.py holds them.
+Hidden states travel as they are ("raw"), in half precision, as int8 with one float32 scale for each block of 64 values
+of a token, or as int4, two to a byte, with one float16 scale for each 32. docs/protocol.md, "Codecs", gives the error
+bounds; tests/wire/test_tensors.py holds them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODECS = ("raw", "float16", "bfloat16", "int8")
+CODECS = ("raw", "float16", "bfloat16", "int8", "int4")
 INT8_BLOCK = 64  # values that share a scale: 6 % more bytes, and outliers spoil 64 values only
+INT4_BLOCK = 32  # the same of 4 bits, which outliers spoil more: an eighth more bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ def token_bytes(hidden: int, dtype: str, codec: str) -> int:
     """Bytes of one token's hidden states on the wire."""
     if codec == "int8":
         return hidden + 4 * -(-hidden // INT8_BLOCK)
+    if codec == "int4":
+        return (INT4_BLOCK // 2 + 2) * -(-hidden // INT4_BLOCK)
     return hidden * ITEM_BYTES[dtype if codec == "raw" else codec]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
-from swarmd.protocol.tensors import INT8_BLOCK, layout_untrusted
+from swarmd.protocol.tensors import INT4_BLOCK, INT8_BLOCK, layout_untrusted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,8 +67,10 @@ def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tenso
 def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
     if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":
         return None
+    if codec == "int4":
+        return _encode_int4(hidden)
     if codec == "int8":
-        blocks = _blocks(hidden.float())
+        blocks = _blocks(hidden.float(), INT8_BLOCK)
         scales = blocks.abs().amax(-1, keepdim=True) / 127
         levels = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
         return [levels.flatten(2)[..., : hidden.shape[2]], scales] if torch.isfinite(scales).all() else None
@@ -82,16 +84,36 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         n_values = meta.b * meta.t * meta.d
         levels = data[:n_values].view(torch.int8).view(shape)
         scales = data[n_values:].clone().view(torch.float32).view(meta.b, meta.t, -1, 1)
-        decoded = (_blocks(levels.float()) * scales).flatten(2)[..., : meta.d]
+        decoded = (_blocks(levels.float(), INT8_BLOCK) * scales).flatten(2)[..., : meta.d]
+    elif meta.codec == "int4":
+        decoded = _decode_int4(data, meta)
     else:
         decoded = data.view(DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]).view(shape)
     return decoded.to(DTYPES[meta.dtype])
 
 
-def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """[b, t, d] as [b, t, blocks, 64], padded with zeros at the end."""
+def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
+    """Two values of -7 to 7 in a byte, the first in its low half, each 8 more than it is; then the scales."""
+    blocks = _blocks(hidden.float(), INT4_BLOCK)
+    scales = (blocks.abs().amax(-1, keepdim=True) / 7).to(torch.float16)
+    levels = torch.where(scales > 0, blocks / scales.float(), 0.0).round().clamp(-7, 7)
+    pairs = (levels + 8).to(torch.uint8).view(*levels.shape[:-1], -1, 2)
+    return [pairs[..., 0] | pairs[..., 1] << 4, scales] if torch.isfinite(scales).all() else None
+
+
+def _decode_int4(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    n_blocks = meta.b * meta.t * -(-meta.d // INT4_BLOCK)
+    n_pairs = n_blocks * INT4_BLOCK // 2
+    pairs = data[:n_pairs]
+    levels = torch.stack([pairs & 15, pairs >> 4], -1).view(n_blocks, INT4_BLOCK).float() - 8
+    scales = data[n_pairs:].clone().view(torch.float16).float().view(n_blocks, 1)
+    return (levels * scales).view(meta.b, meta.t, -1)[..., : meta.d]
+
+
+def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
     b, t, d = values.shape
-    return torch.nn.functional.pad(values, (0, -d % INT8_BLOCK)).view(b, t, -1, INT8_BLOCK)
+    return torch.nn.functional.pad(values, (0, -d % size)).view(b, t, -1, size)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:

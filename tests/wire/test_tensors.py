@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.messages import TensorMeta
-from swarmd.protocol.tensors import CODECS, INT8_BLOCK, token_bytes
+from swarmd.protocol.tensors import CODECS, INT4_BLOCK, INT8_BLOCK, token_bytes
 from swarmd.wire.tensors import pack, unpack_untrusted
 
 RELATIVE = {"float16": 2**-11, "bfloat16": 2**-8}
@@ -46,10 +46,11 @@ def test_codecs_keep_within_their_bounds(b: int, t: int, d: int, scale: float, s
         meta, got = there_and_back(hidden, codec)
         assert meta.codec == codec
         assert ((got - hidden).abs() <= bound * hidden.abs() + SMALLEST_FLOAT16).all()
-    _, got = there_and_back(hidden, "int8")
-    pad = torch.nn.functional.pad(hidden, (0, -d % INT8_BLOCK)).view(b, t, -1, INT8_BLOCK)
-    bound = (pad.abs().amax(-1, keepdim=True) / 254).expand(pad.shape).flatten(2)[..., :d]
-    assert ((got - hidden).abs() <= bound * 1.001).all()
+    for codec, block, steps in (("int8", INT8_BLOCK, 254), ("int4", INT4_BLOCK, 14)):
+        _, got = there_and_back(hidden, codec)
+        pad = torch.nn.functional.pad(hidden, (0, -d % block)).view(b, t, -1, block)
+        bound = (pad.abs().amax(-1, keepdim=True) / steps).expand(pad.shape).flatten(2)[..., :d]
+        assert ((got - hidden).abs() <= bound * 1.001 + SMALLEST_FLOAT16 * 7).all()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -57,7 +58,7 @@ def test_coding_again_what_was_decoded_gives_the_same_bytes(codec: str) -> None:
     hidden = torch.randn(2, 3, 100)
     positions = torch.zeros(2, 3, dtype=torch.int32)
     assert pack(hidden, positions, None, codec) == pack(hidden.clone(), positions, None, codec)
-    if codec != "int8":
+    if codec not in ("int8", "int4"):
         _, once = there_and_back(hidden, codec)
         assert torch.equal(there_and_back(once, codec)[1], once)
 
@@ -73,7 +74,11 @@ def test_sizes_and_unknown_codecs_are_checked() -> None:
     assert token_bytes(4_096, "float32", "raw") == 16_384
     assert token_bytes(4_096, "float32", "float16") == 8_192
     assert token_bytes(4_096, "float32", "int8") == 4_096 + 256
+    assert token_bytes(4_096, "float32", "int4") == 2_048 + 256
+    assert token_bytes(33, "float32", "int4") == 36
     with pytest.raises(RemoteProtocolError, match="codec among"):
         unpack_untrusted(TensorMeta(1, 1, 4, codec="zip"), memoryview(b"x" * 20))
     with pytest.raises(RemoteProtocolError, match="needs 12 B"):
         unpack_untrusted(TensorMeta(1, 1, 4, codec="int8"), memoryview(b"x" * 20))
+    with pytest.raises(RemoteProtocolError, match="needs 22 B"):
+        unpack_untrusted(TensorMeta(1, 1, 4, codec="int4"), memoryview(b"x" * 20))
