@@ -1,7 +1,7 @@
 """Forward and backward through two servers, against one local process and against what these parts allow.
 
     python benchmarks/tuning.py [--rounds 5] [--rows 8] [--tokens 128] [--hidden 512]
-    python benchmarks/tuning.py --curves     # what half precision, int8 and int4 on the wire do to the loss of a LoRA
+    python benchmarks/tuning.py --curves     # what codecs on the wire do to the loss of a LoRA
     python benchmarks/tuning.py --beside     # what a decoding stream and another user's fine-tuning feel of each other
 
 The checkpoint is serving.py's (Llama, hidden 512, 8 layers, vocabulary 32,000, float32), each server holds half of the
@@ -32,6 +32,8 @@ import swarmd
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.serving import make_checkpoint
 from tests.real.harness import local_swarm
+
+CODECS = ("raw", "float16", "int8", "int4", "aqsgd")
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -90,7 +92,7 @@ def curves(n_steps: int = 60) -> None:
         swarm.serving((0, 3), (3, 6))
         with swarmd.connect(home=swarm.volunteers[0].home.folder) as client:
             local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
-            models = {"local": local, **{c: client.model("demo", codec=c) for c in ("raw", "float16", "int8", "int4")}}
+            models = {"local": local, **{c: client.model("demo", codec=c) for c in CODECS}}
             for name, model in models.items():
                 tuner = Tuner(with_peft(model, recipe), recipe, data, Path(folder) / name)
                 tuner.run(n_steps, lambda _: None)

@@ -228,8 +228,8 @@ class Swarm:
         """Return a transformers model by its name in the catalog (or its hash).
 
         ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
-        chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8, int4; see
-        docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
+        chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8, int4; in
+        fine-tuning also aqsgd: docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs

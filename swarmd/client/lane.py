@@ -18,50 +18,27 @@ import torch
 import trio
 from safetensors import SafetensorError
 
-from swarmd.client.links import Swarm, Terms
+from swarmd.client.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
+from swarmd.client.links import CHANGES, CHANGES_CODEC, Swarm, Terms
 from swarmd.client.ops import codec_for
 from swarmd.client.own import OwnParameters, give
-from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError, SwarmError
+from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
 from swarmd.plan.routing import Hop
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, Backward, CloseLane, Forward, Gradients, OpenLane, Ping, Refusal
-from swarmd.values import PeerId
+from swarmd.protocol.messages import AnyMessage, Ping, Refusal
+from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, Row
+from swarmd.values import Decision, PeerId
+from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_values_untrusted
 
 OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
 QUIET_S = 2.0  # without a word: then ask whether everybody is there
 PING_TIMEOUT_S = 3.0  # to a server that computes; it answers from another process
-BLAMED_S = 20.0  # left out: as long as a server that was killed takes to be back
 SILENT_S = 20.0  # twenty signs of life that did not come
 FRAME_S = 3.0  # for the rest of a frame that was begun
 GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
 RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
-FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
-
-
-class LaneFailed(SwarmError):
-    """A micro-batch did not get through.
-
-    ``blame``: whom to leave out, and for how long; ``has_declined``: it said no itself, and nothing is held against it;
-    ``is_over``: the whole lane; ``is_final``: others will say no too.
-    """
-
-    def __init__(
-        self,
-        reason: str,
-        *blame: PeerId,
-        for_s: float = BLAMED_S,
-        has_declined: bool = False,
-        is_over: bool = True,
-        is_final: bool = False,
-    ) -> None:
-        super().__init__(reason)
-        self.blame = blame
-        self.for_s = for_s
-        self.has_declined = has_declined
-        self.is_over = is_over
-        self.is_final = is_final
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +58,12 @@ class _Pending:
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
     own: OwnParameters | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
     pieces: dict[int, list[bytes]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     values: torch.Tensor | None = None
     failure: LaneFailed | None = None
     done: trio.Event = field(default_factory=trio.Event)
-
-
-def _failed(hop: Hop, error: PeerError) -> LaneFailed:
-    """What a hop's error means for its lane; a refusal says how long to wait, and whether others would refuse too."""
-    if not isinstance(error, Refused):
-        return LaneFailed(f"{hop}: {error}", hop.peer)
-    for_s, is_final = error.retry_after_s or BLAMED_S, error.code in FINAL
-    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=for_s, has_declined=True, is_final=is_final)
 
 
 class Lane:
@@ -105,7 +75,11 @@ class Lane:
         self.failure: LaneFailed | None = None
         self.is_leaving = False
         self.why: tuple[str, ...] = ()
-        self.codec = codec_for(swarm, terms, [hop.peer for hop in hops])
+        self._changes = (Changes(), Changes()) if terms.codec == CHANGES else None  # of what comes, and of what goes
+        if self._changes is not None:
+            self.codec = Decision(CHANGES_CODEC, "asked for: rows that were sent before travel as changes")
+        else:
+            self.codec = codec_for(swarm, terms, [hop.peer for hop in hops])
         self.layer_arity = 0
         self.live: set[int] = set()  # micro-batches whose backward may come
         self._swarm = swarm
@@ -151,7 +125,7 @@ class Lane:
         except trio.TooSlowError:
             failures.append(LaneFailed(f"{hop} could not be reached", hop.peer))
         except PeerError as error:
-            failures.append(_failed(hop, error))
+            failures.append(failure_of(hop, error))
         else:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
@@ -168,7 +142,8 @@ class Lane:
             successor=after,
             successor_addresses=self._swarm.addresses_of(after) if after else (),
             codec=self.codec.action,
-            needs=("codec",) if self.codec.action != "raw" else (),
+            needs=("changes", "codec") if self._changes else ("codec",) if self.codec.action != "raw" else (),
+            changes=self._changes is not None,
         )
 
     async def close(self) -> None:
@@ -206,9 +181,10 @@ class Lane:
             keep=batch.keep,
             tuned=batch.own.version,
             settled=min(self.live, default=seq) - 1,
+            rows=rows_of(batch.hidden) if self._changes is not None and batch.keep else (),
         )
-        places = batch.positions, batch.mask
-        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action)
+        places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
+        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
         pending = _Pending(batch.hidden)
         try:
             await self._exchange((Forward, seq), pending, first, frames)
@@ -252,7 +228,7 @@ class Lane:
                     await channel.send_raw(frame)  # the channel, and all lanes that use it
                 self._heard_at = trio.current_time()  # somebody reads
         except PeerError as error:
-            self.fail(_failed(hop, error))
+            self.fail(failure_of(hop, error))
 
     @asynccontextmanager
     async def _while_open(self) -> AsyncIterator[trio.Nursery]:
@@ -296,7 +272,7 @@ class Lane:
             await give(self._swarm.rpc, self._terms.model, hop, own)
             self._put[hop.span.start] = own.version
         except PeerError as error:
-            failures.append(_failed(hop, error))
+            failures.append(failure_of(hop, error))
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
@@ -330,10 +306,17 @@ class Lane:
         if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
             raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
         values = unpack_values_untrusted(message.tensor, frame.payload)
+        if isinstance(message, Forward) and number == 0:
+            pending.rows = message.rows
         pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
         if number + 1 < n_parts:
             return
         whole = torch.cat(pending.parts, 1)
+        if self._changes is not None and pending.rows:
+            try:
+                whole = self._changes[0].take(pending.rows, whole)
+            except Refused as error:
+                raise RemoteProtocolError(str(error)) from None
         if whole.shape != pending.like.shape or whole.dtype != pending.like.dtype:
             raise RemoteProtocolError(f"expected {tuple(pending.like.shape)}, got {tuple(whole.shape)} {whole.dtype}")
         if not torch.isfinite(whole).all():
@@ -355,7 +338,7 @@ class Lane:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             await channel.send_raw(frame.raw)
         except PeerError as error:
-            self.fail(_failed(hop, error))
+            self.fail(failure_of(hop, error))
 
     def _on_gradients(self, message: Gradients, frame: Frame) -> None:
         pending = self._pending.get((Backward, message.seq))
@@ -406,8 +389,9 @@ class Lane:
             blame = self._giver(hop, is_backward)
         elif code is Code.NOT_HELD:
             is_over = False
-            if not is_backward:  # it lacks parameters, not a micro-batch
+            if not is_backward:  # it lacks parameters, or what changes are changes of
                 self._put.clear()
+                self._changes = None
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING

@@ -52,6 +52,10 @@ class Swarm(Protocol):
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None: ...
 
 
+CHANGES = "aqsgd"  # for fine-tuning: rows that were sent before travel as changes (wire.changes)
+CHANGES_CODEC = "int4"  # how those travel
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know."""
@@ -69,8 +73,8 @@ class Terms:
     own: OwnParameters | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in ("auto", *CODECS):
-            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, not {self.codec!r}")
+        if self.codec not in ("auto", *CODECS, CHANGES):
+            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, {CHANGES}, not {self.codec!r}")
 
 
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
@@ -83,13 +87,14 @@ def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
 def needs_of(terms: Terms, codec: str) -> frozenset[str]:
     """What servers must understand for a session of these terms that travels in ``codec``."""
     needs = {"exact": terms.grade == "exact", "codec": codec not in ("auto", "raw"), "adapter": bool(terms.adapter)}
-    needs["tuned"] = terms.own is not None
+    needs |= {"tuned": terms.own is not None, "changes": codec == CHANGES}
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 
 
 def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
     """Does a server announce all that a session of these terms uses?"""
-    return understanding_of(view.peers.get(PeerId(span.peer))).knows(terms.codec, needs_of(terms, terms.codec))
+    codec = CHANGES_CODEC if terms.codec == CHANGES else terms.codec
+    return understanding_of(view.peers.get(PeerId(span.peer))).knows(codec, needs_of(terms, terms.codec))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from swarmd.client.links import Swarm, Terms
+from swarmd.client.links import CHANGES, Swarm, Terms
 from swarmd.errors import RemoteProtocolError
 from swarmd.net.interfaces import is_loopback
 from swarmd.plan.batching import tokens_of_op
@@ -28,6 +28,7 @@ def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
     """Choose a session's codec by the trips of its chain, and the slower direction of each peer. Raises ConfigError.
 
     A peer that announces nothing but loopback is on this machine: however long a busy machine takes, no link is slow.
+    Changes against what was sent before are fine-tuning's: a session has none, and chooses by its links.
     """
     view, me = swarm.view(), swarm.rpc.network.peer_id
     known = swarm.trips(view.serving(terms.model))
@@ -38,7 +39,8 @@ def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
     records = [view.peers.get(peer) for peer in peers]
     rates = [rate for r in records if r for rate in (r.up_bytes_per_s, r.down_bytes_per_s) if rate is not None]
     known_to_all = frozenset(CODECS).intersection(*(understanding_of(r).codecs for r in records))
-    return choose_codec(terms.codec, terms.grade, terms.dtype, trips, rates, known_to_all)
+    asked = "auto" if terms.codec == CHANGES else terms.codec
+    return choose_codec(asked, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
 def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:

@@ -20,7 +20,7 @@ from torch import nn
 from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
-from swarmd.protocol.messages import PutTuned
+from swarmd.protocol.tuning import PutTuned
 from swarmd.values import ModelId, Span
 from swarmd.wire.micro_batches import pieces
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.lane import Lane, LaneFailed, MicroBatch
+from swarmd.client.lane import Lane, MicroBatch
+from swarmd.client.lane_failure import LaneFailed
 from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits, understands
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded

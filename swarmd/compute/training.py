@@ -17,15 +17,17 @@ import safetensors.torch
 import torch
 
 from swarmd.compute.engine import PASS_ERRORS
+from swarmd.compute.kept_batch import KeptBatch
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import Tuned, TunedStore
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.training import Held, Key, Work, choose_work, make_room
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
+from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
+from swarmd.wire.changes import Changes
 from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
@@ -40,32 +42,12 @@ Steps = Generator[list[bytes], None, None]
 
 
 @dataclass(slots=True)
-class _Batch:
-    """A micro-batch whose backward is to come: the hop's input, and the graph of each block while there is room."""
-
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor | None
-    tuned: Tuned
-    graphs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    graph_bytes: int = 0
-    is_whole: bool = False  # the graphs of all blocks are here
-    order: int = 0
-
-    @property
-    def n_bytes(self) -> int:
-        return self.hidden.numel() * self.hidden.element_size() + self.graph_bytes
-
-    def drop_graphs(self) -> None:
-        self.graphs, self.graph_bytes, self.is_whole = [], 0, False
-
-
-@dataclass(slots=True)
 class _Lane:
     hop: Span
     client: bytes
     codec: str
-    batches: dict[int, _Batch] = field(default_factory=dict)
+    changes: tuple[Changes, Changes] | None = None  # of what comes, and of what goes
+    batches: dict[int, KeptBatch] = field(default_factory=dict)
     parts: dict[tuple[type, int], list[Forward | Backward]] = field(default_factory=dict)
     payloads: dict[tuple[type, int], list[memoryview]] = field(default_factory=dict)
 
@@ -113,7 +95,8 @@ class Training:
             return self._take_tuned(message, frame.payload)
         if isinstance(message, OpenLane):
             self._drop((message.session, message.start))
-            lane = _Lane(Span(message.start, message.end), message.client, message.codec)
+            changes = (Changes(), Changes()) if message.changes else None
+            lane = _Lane(Span(message.start, message.end), message.client, message.codec, changes)
             self._lanes[message.session, message.start] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseLane):
@@ -266,7 +249,7 @@ class Training:
 
     def _read_batch(
         self, lane: _Lane, message: Forward, parts: list[Forward | Backward], payloads: list[memoryview]
-    ) -> _Batch:
+    ) -> KeptBatch:
         """Check a micro-batch. Raises Refused."""
         hiddens, positions, masks = [], [], []
         try:
@@ -279,6 +262,8 @@ class Training:
         except RemoteProtocolError as error:
             raise Refused(Code.MALFORMED, str(error)) from None
         hidden, position = torch.cat(hiddens, 1), torch.cat(positions, 1)
+        if lane.changes is not None and message.rows:
+            hidden = lane.changes[0].take(message.rows, hidden)
         if not torch.isfinite(hidden).all():
             raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
         if position.min() < 0 or position.max() > MAX_POSITION:
@@ -294,10 +279,10 @@ class Training:
             if len(given) < len(masks):
                 raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
             mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
-        return _Batch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
+        return KeptBatch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
 
     def _read_gradient(
-        self, message: Backward, parts: list[Forward | Backward], payloads: list[memoryview], batch: _Batch
+        self, message: Backward, parts: list[Forward | Backward], payloads: list[memoryview], batch: KeptBatch
     ) -> torch.Tensor:
         values = []
         try:
@@ -323,7 +308,7 @@ class Training:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {got}")
 
     def _run_block(
-        self, batch: _Batch, block: int, hidden: torch.Tensor, with_graph: bool
+        self, batch: KeptBatch, block: int, hidden: torch.Tensor, with_graph: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block: what entered, as a leaf, and what left it."""
         hop = Span(block, block + 1)
@@ -336,7 +321,7 @@ class Training:
             return entering, self._span.forward_with_grad(entering, batch.positions, batch.mask, hop, lora, cache)
 
     @contextmanager
-    def _watched(self, batch: _Batch) -> Iterator[None]:
+    def _watched(self, batch: KeptBatch) -> Iterator[None]:
         """Count what a block's graph keeps, and have its backward show signs of life."""
         seen = set(self._parameters)
         n_bytes = 0
@@ -368,9 +353,10 @@ class Training:
         ]
 
     def _has_room_for(self, n_bytes: int) -> bool:
-        return sum(h.n_bytes for h in self._held()) + n_bytes <= self._limit_bytes
+        changes = sum(c.n_bytes for lane in self._lanes.values() for c in lane.changes or ())
+        return sum(h.n_bytes for h in self._held()) + changes + n_bytes <= self._limit_bytes
 
-    def _keep(self, key: Key, seq: int, lane: _Lane, batch: _Batch) -> bool:
+    def _keep(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
         kept = [b for held in self._lanes.values() for b in held.batches.values() if b.graph_bytes]
         for other in sorted(kept, key=lambda b: -b.order):  # graphs before inputs, those needed last before others
@@ -402,11 +388,13 @@ class Training:
 
     # --- what goes out ---------------------------------------------------------------------------------------
 
-    def _forward_frames(self, message: Forward, lane: _Lane, batch: _Batch, hidden: torch.Tensor) -> Iterator[bytes]:
+    def _forward_frames(self, message: Forward, lane: _Lane, batch: KeptBatch, hidden: torch.Tensor) -> Iterator[bytes]:
         is_last = lane.hop.end == self._span.n_layers
         mask = None if batch.mask is None else batch.mask[:, batch.tuned.n_prefix :].to(torch.uint8)
         positions = batch.positions.to(torch.int32)
-        yield from forward_frames(message, lane.hop.end, hidden, None if is_last else (positions, mask), lane.codec)
+        changes = None if lane.changes is None else lane.changes[1]
+        places = None if is_last else (positions, mask)
+        yield from forward_frames(message, lane.hop.end, hidden, places, lane.codec, changes)
 
 
 def _gradient_frames(

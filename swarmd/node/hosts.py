@@ -17,19 +17,16 @@ from swarmd.node.leaving import Hold
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import (
     AnyMessage,
-    Backward,
     CachePart,
-    Forward,
     HandOver,
     Op,
-    OpenLane,
     OpenSession,
     Progress,
-    PutTuned,
     Refusal,
     Replay,
     Reroute,
 )
+from swarmd.protocol.tuning import Backward, Forward, OpenLane, PutTuned
 from swarmd.values import PeerId
 
 PAUSED_BY_DRAIN = "drained by its owner: swarmd resume serves again"

@@ -25,20 +25,8 @@ from swarmd.node.worker_link import Answer, Handlers, WorkerLink, WorkerLost
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import require_peer_ids
-from swarmd.protocol.messages import (
-    AnyMessage,
-    Backward,
-    CloseLane,
-    Forward,
-    Gradients,
-    Opened,
-    OpenLane,
-    Progress,
-    PutTuned,
-    Refusal,
-    TunedHeld,
-    framed,
-)
+from swarmd.protocol.messages import AnyMessage, Opened, Progress, Refusal, framed
+from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.status import TuningStatus
 from swarmd.values import PeerId, Span
 

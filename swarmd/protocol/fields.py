@@ -25,3 +25,19 @@ HopTimes = Annotated[tuple[tuple[Block, Count, Count], ...], msgspec.Meta(max_le
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
     """What every header has in common: a tag."""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
+
+    Mask and positions, where there are any, follow them. The codec may differ from op to op: an encoder falls back to
+    "raw" for values that its session's codec cannot hold.
+    """
+
+    b: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    t: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    d: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    dtype: Name = "float32"
+    has_mask: bool = False
+    codec: Name = "raw"
+    has_positions: bool = True

@@ -11,7 +11,7 @@ from typing import Annotated, get_args
 import msgspec
 
 from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.protocol import frames, rounds
+from swarmd.protocol import frames, rounds, tuning
 from swarmd.protocol.fields import (
     Addresses,
     Blob,
@@ -23,14 +23,16 @@ from swarmd.protocol.fields import (
     Message,
     Name,
     Needs,
-    Part,
     Rows,
     SessionKey,
+    TensorMeta,
     Text,
 )
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
-KNOWN_NEEDS = frozenset({"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned"})
+KNOWN_NEEDS = frozenset(
+    {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes"}
+)
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -148,22 +150,6 @@ class Opened(Message, tag="opened", frozen=True):
     why: Text = ""
     numerics: Name = ""
     layer_arity: Count = 0
-
-
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
-
-    Mask and positions, where there are any, follow them. The codec may differ from op to op: an encoder falls back to
-    "raw" for values that its session's codec cannot hold.
-    """
-
-    b: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    t: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
-    d: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
-    dtype: Name = "float32"
-    has_mask: bool = False
-    codec: Name = "raw"
-    has_positions: bool = True
 
 
 class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -314,92 +300,6 @@ class CloseSession(Message, tag="close", frozen=True):
     start: Block = 0
 
 
-class OpenLane(Message, tag="open_lane", frozen=True):
-    """Take micro-batches of one client through blocks [start, end): forward and backward, without caches.
-
-    ``client`` is set by the daemon for its worker, as in ``OpenSession``. Answered by ``Opened``.
-    """
-
-    id: Count = 0
-    session: SessionKey = b"\0" * 16
-    model: Name = ""
-    start: Block = 0
-    end: Block = 0
-    dtype: Name = "float32"
-    predecessor: Name = ""
-    successor: Name = ""
-    successor_addresses: Addresses = ()
-    client: Blob = b""
-    codec: Name = "raw"
-    needs: Needs = ()
-
-
-class CloseLane(Message, tag="close_lane", frozen=True):
-    session: SessionKey = b"\0" * 16
-    start: Block = 0
-
-
-class Forward(Message, tag="forward", frozen=True):
-    """Hidden states of micro-batch ``seq`` in front of block ``start``, for the hop that starts there (or the client).
-
-    ``part`` (number, how many) cuts long ones along t. With ``keep`` a backward will follow; of those up to ``settled``
-    nothing is needed any more. ``tuned`` is the version of the client's own parameters that take part. Payload: as an
-    op's; what returns to the client has no positions.
-    """
-
-    session: SessionKey = b"\0" * 16
-    start: Block = 0
-    seq: Count = 0
-    part: Part = (0, 1)
-    tensor: TensorMeta = TensorMeta(1, 1, 1)
-    keep: bool = False
-    tuned: Digest = b""
-    settled: Count = 0
-
-
-class Backward(Message, tag="backward", frozen=True):
-    """The gradient by the hidden states in front of block ``start``, for the hop that ends there (or the client).
-
-    The gradient is what the payload holds divided by ``scale``, which keeps small ones within half precision.
-    """
-
-    session: SessionKey = b"\0" * 16
-    start: Block = 0
-    seq: Count = 0
-    part: Part = (0, 1)
-    tensor: TensorMeta = TensorMeta(1, 1, 1)
-    scale: Annotated[float, msgspec.Meta(gt=0, le=1e38)] = 1.0
-
-
-class Gradients(Message, tag="gradients", frozen=True):
-    """A hop gives the client the gradient of its own parameters for one micro-batch: a piece of safetensors."""
-
-    session: SessionKey = b"\0" * 16
-    start: Block = 0
-    seq: Count = 0
-    part: Part = (0, 1)
-
-
-class PutTuned(Message, tag="put_tuned", frozen=True):
-    """A client gives its own parameters for blocks [start, end) of a model, known by ``version``.
-
-    The payload is a piece of a safetensors file. Servers only cache them, apart for each client. ``id`` comes with the
-    last piece and is answered by ``TunedHeld``.
-    """
-
-    id: Count = 0
-    version: Digest = b""
-    start: Block = 0
-    end: Block = 0
-    part: Part = (0, 1)
-    client: Blob = b""
-    model: Name = ""
-
-
-class TunedHeld(Message, tag="tuned_held", frozen=True):
-    re: Count = 0
-
-
 Known = (
     Hello
     | Refusal
@@ -427,13 +327,13 @@ Known = (
     | CachePart
     | Inherited
     | CloseSession
-    | OpenLane
-    | CloseLane
-    | Forward
-    | Backward
-    | Gradients
-    | PutTuned
-    | TunedHeld
+    | tuning.OpenLane
+    | tuning.CloseLane
+    | tuning.Forward
+    | tuning.Backward
+    | tuning.Gradients
+    | tuning.PutTuned
+    | tuning.TunedHeld
     | rounds.WantRun
     | rounds.RunIs
     | rounds.WantCommits

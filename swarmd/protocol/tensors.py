@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.messages import TensorMeta
+from swarmd.protocol.fields import TensorMeta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODECS = ("raw", "float16", "bfloat16", "int8", "int4")

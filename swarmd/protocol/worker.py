@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol import messages
+from swarmd.protocol import messages, tuning
 from swarmd.protocol.fields import Block, Count, Message, Name, SessionKey, Text
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -181,13 +181,13 @@ WorkerMessage = (
     | messages.HandedOver
     | messages.CachePart
     | messages.Inherited
-    | messages.OpenLane
-    | messages.CloseLane
-    | messages.Forward
-    | messages.Backward
-    | messages.Gradients
-    | messages.PutTuned
-    | messages.TunedHeld
+    | tuning.OpenLane
+    | tuning.CloseLane
+    | tuning.Forward
+    | tuning.Backward
+    | tuning.Gradients
+    | tuning.PutTuned
+    | tuning.TunedHeld
 )
 
 _decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)

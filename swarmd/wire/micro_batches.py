@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from swarmd.protocol import messages
-from swarmd.protocol.messages import Backward, Forward
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.tensors import max_tokens_per_frame
-from swarmd.wire.tensors import pack, pack_gradient
+from swarmd.protocol.tuning import Backward, Forward, Row
+from swarmd.wire.changes import Changes
+from swarmd.wire.tensors import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
 
 PART_BYTES = 1 << 20  # one frame: others come between two of them
 
@@ -20,16 +22,37 @@ def forward_frames(
     hidden: torch.Tensor,
     places: tuple[torch.Tensor, torch.Tensor | None] | None,
     codec: str,
+    changes: Changes | None = None,
 ) -> Iterator[bytes]:
-    """Frame hidden states [b, t, d] for block ``start``; ``places`` are positions and mask, None for the client."""
+    """Frame hidden states [b, t, d] for block ``start``; ``places`` are positions and mask, None for the client.
+
+    With ``changes`` rows that the message names travel as such.
+    """
+    rows: tuple[Row, ...] = ()
+    came, base = [], None
+    if changes is not None and message.rows:
+        rows, base = changes.before(message.rows, hidden)
+        hidden = hidden.detach().cpu() - base
     for part, n_parts, window in _windows(hidden):
         positions = None if places is None else places[0][:, window]
         mask = None if places is None or places[1] is None else places[1][:, window]
         meta, payload = pack(hidden[:, window], positions, mask, codec)
+        if base is not None:
+            came.append(read_values(meta, memoryview(payload)))
         header = Forward(
-            message.session, start, message.seq, (part, n_parts), meta, message.keep, message.tuned, message.settled
+            message.session,
+            start,
+            message.seq,
+            (part, n_parts),
+            meta,
+            message.keep,
+            message.tuned,
+            message.settled,
+            () if part else rows,
         )
         yield messages.framed(header, payload)
+    if changes is not None and base is not None:
+        changes.note(rows, base + torch.cat(came, 1))
 
 
 def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:
@@ -45,6 +68,11 @@ def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
     n = max(1, -(-len(raw) // PART_BYTES))
     for number in range(n):
         yield number, n, raw[number * PART_BYTES : (number + 1) * PART_BYTES]
+
+
+def read_values(meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+    """The hidden states in a payload, whatever follows them. Raises RemoteProtocolError."""
+    return unpack_untrusted(meta, payload)[0] if meta.has_positions else unpack_values_untrusted(meta, payload)
 
 
 def _windows(values: torch.Tensor) -> Iterator[tuple[int, int, slice]]:

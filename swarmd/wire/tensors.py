@@ -7,7 +7,7 @@ import math
 import torch
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.messages import TensorMeta
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.tensors import INT4_BLOCK, INT8_BLOCK, layout_untrusted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -23,8 +23,9 @@ from swarmd.net.standing import Standing
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import Backward, Forward, Gradients, Opened, PutTuned, Refusal, TunedHeld
+from swarmd.protocol.messages import Opened, Refusal
 from swarmd.protocol.records import Catalog, SpanRecord
+from swarmd.protocol.tuning import Backward, Forward, Gradients, PutTuned, TunedHeld
 from swarmd.values import ModelId, PeerId
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
@@ -342,6 +343,6 @@ async def test_a_refusal_from_nowhere_does_not_end_the_client(virtual_time: Mock
 
 
 def test_errors_are_of_the_tree() -> None:
-    from swarmd.client.lane import LaneFailed
+    from swarmd.client.lane_failure import LaneFailed
 
     assert issubclass(LaneFailed, SwarmError)

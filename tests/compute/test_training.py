@@ -12,18 +12,10 @@ from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training
 from swarmd.errors import Code
 from swarmd.protocol import messages, worker
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import (
-    AnyMessage,
-    Backward,
-    Forward,
-    Gradients,
-    OpenLane,
-    PutTuned,
-    Refusal,
-    TensorMeta,
-    TunedHeld,
-)
+from swarmd.protocol.messages import AnyMessage, Refusal
+from swarmd.protocol.tuning import Backward, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.values import Span
 from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted

@@ -16,22 +16,11 @@ from swarmd.node.served import Served
 from swarmd.node.worker_link import Answer
 from swarmd.protocol import messages
 from swarmd.protocol import worker as worker_messages
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Message, TensorMeta
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import (
-    AnyMessage,
-    Backward,
-    CloseLane,
-    Forward,
-    Gradients,
-    Opened,
-    OpenLane,
-    PutTuned,
-    Refusal,
-    TensorMeta,
-    TunedHeld,
-)
+from swarmd.protocol.messages import AnyMessage, Opened, Refusal
+from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.values import ModelId, PeerId, Span
 
 KEY = b"l" * 16

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.net.standing import Standing
-from swarmd.protocol import frames, messages, rounds, worker
+from swarmd.protocol import frames, messages, rounds, tuning, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.messages import Hello, Inherited, ManifestIs, Progress, Suspect, Unknown, WantManifest
 from tests.hostile.test_peers import KEY, scene
@@ -32,7 +32,7 @@ class Newer(Message, tag="want_horoscope", frozen=True):
         (lambda i: WantManifest(id=i, model="f" * 64), Code.NOT_HERE),
         (lambda i: Newer(id=i), Code.UNSUPPORTED),
         (lambda i: worker.LoadAdapter(id=i, adapter="a" * 64), Code.UNSUPPORTED),
-        (lambda i: messages.PutTuned(id=i, version=b"v", start=0, end=4, model="f" * 64), Code.NOT_SERVING),
+        (lambda i: tuning.PutTuned(id=i, version=b"v", start=0, end=4, model="f" * 64), Code.NOT_SERVING),
     ],
     ids=["a run", "a round of a run", "a model", "a later version", "a worker's", "parameters"],
 )

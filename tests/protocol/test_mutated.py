@@ -21,10 +21,10 @@ from swarmd.home import bundled_folder
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
 from swarmd.protocol import commit as commits
 from swarmd.protocol import frames, manifest, messages, recipe, records, worker
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Message, TensorMeta
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.identity import certify, verify_certificate_untrusted
-from swarmd.protocol.messages import Edit, Op, TensorMeta, Unknown
+from swarmd.protocol.messages import Edit, Op, Unknown
 from swarmd.protocol.records import Catalog, RunRecord, SpanRecord
 from swarmd.protocol.tensors import layout_untrusted
 from swarmd.values import ModelId

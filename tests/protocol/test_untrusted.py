@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from swarmd.errors import ConfigError, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
 from swarmd.protocol import frames, invite, messages, records
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.identity import Identity, certify, public_key_of_untrusted, verify_certificate_untrusted
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Op, OpenSession, TensorMeta
+from swarmd.protocol.messages import Op, OpenSession
 from swarmd.protocol.tensors import layout_untrusted
 
 FOUNDER, MEMBER = Identity(b"\1" * 32), Identity(b"\2" * 32)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.messages import TensorMeta
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.tensors import CODECS, INT4_BLOCK, INT8_BLOCK, token_bytes
 from swarmd.wire.tensors import pack, unpack_untrusted
 
