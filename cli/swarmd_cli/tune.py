@@ -37,9 +37,7 @@ def tune(
     max_length: Annotated[int, typer.Option("--max-length", help="Most tokens of a row.")] = 256,
     seed: Annotated[int, typer.Option("--seed", help="Of the parameters and the order of rows.")] = 0,
     every: Annotated[int, typer.Option("--every", min=1, help="Steps between checkpoints.")] = 10,
-    codec: Annotated[
-        str, typer.Option("--codec", help="How tensors travel: auto, raw, float16, int8, int4, aqsgd.")
-    ] = "auto",
+    codec: Annotated[str, typer.Option("--codec", help="auto, raw, float16, int8, int4 or aqsgd.")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     as_json: Json = False,
 ) -> None:
