@@ -1,10 +1,12 @@
 """Bytes a sample, and the most of them in any second, of each mode of synchronisation: three peers train one model.
 
-    python benchmarks/synchronisation.py [--inner-steps 100] [--fragments 10]
+    python benchmarks/synchronisation.py [--inner-steps 100] [--fragments 10] [--share 0.25] [--only NAME ...]
 
 Real daemons on loopback, whose bytes the kernel counts (headers and gossip included; this program asks over Unix
-sockets): nothing else may use loopback meanwhile. In ``step`` and ``delayed`` an update takes as many samples as one
-inner step of every peer; a fragment is averaged once in as many inner steps as the whole vector is without fragments.
+sockets): nothing else may use loopback meanwhile. Peers compute for a ``share`` of the time only, so that averaging
+one fragment ends well before the next one is due, as it does where links count. In ``step`` and ``delayed`` an update
+takes as many samples as one inner step of every peer; a fragment is averaged once in as many inner steps as the whole
+vector is without fragments.
 """
 
 from __future__ import annotations
@@ -63,6 +65,15 @@ class Loopback:
         return int(line.split()[1])
 
 
+def add(swarm: LocalSwarm, share: float) -> Volunteer:
+    """A volunteer that computes for a share of the time."""
+    volunteer = swarm.prepare("--no-serve")
+    (volunteer.home.folder / "config.toml").write_text(f"[policy]\ncompute_share = {share}\n")
+    volunteer.start()
+    swarm.wait(volunteer.home.socket.exists, "its control socket", volunteer)
+    return volunteer
+
+
 def counted(volunteers: list[Volunteer], name: str) -> int:
     return sum(run_of(v, name)["samples_counted"] for v in volunteers)
 
@@ -81,7 +92,8 @@ def measure(
     n = counted(volunteers, name) - before
     command(volunteers[0], "train", "stop", name, "--all")
     print(
-        f"{name:10} {n:6} samples  {moved.n_bytes / 1e6:8.2f} MB  {moved.n_bytes / n:10.0f} bytes a sample"
+        f"{name:10} {n:6} samples, {n / updates:7.1f} an update  {moved.n_bytes / 1e6:8.2f} MB"
+        f"  {moved.n_bytes / updates / 1e6:6.2f} MB an update  {moved.n_bytes / n:10.0f} bytes a sample"
         f"  {moved.most / 1e6:7.2f} MB in the fullest second",
         flush=True,
     )
@@ -92,6 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inner-steps", type=int, default=100)
     parser.add_argument("--fragments", type=int, default=10)
+    parser.add_argument("--share", type=float, default=0.25)
+    parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     once = N_PEERS * INNER_BATCH
     turn = once * options.inner_steps
@@ -104,11 +118,14 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         model = tiny_model(Path(folder) / "model", **SIZE)
-        volunteers = [swarm.add("--no-serve") for _ in range(N_PEERS)]
+        volunteers = [add(swarm, options.share) for _ in range(N_PEERS)]
         found = {}
         for name, (more, target, updates) in modes.items():
+            if options.only and name not in options.only:
+                continue
             found[name] = measure(swarm, volunteers, name, model, more, target, updates)
-            print(f"  {found['step'] / found[name]:.1f} x fewer bytes a sample than step", flush=True)
+            if "step" in found:
+                print(f"  {found['step'] / found[name]:.1f} x fewer bytes a sample than step", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ N_CALM = 8  # updates without a blow: how long one takes
 WINDOW = 10  # updates of which the mean losses are compared
 MOST_BEHIND = 2.0  # updates, behind both of the undisturbed ones: a peer that is away gives nothing to an update
 N_COMPARED = 120  # updates
+FLAT = 0.1  # of the first window's loss: below, the data is learned by heart, and a lag in updates is noise
 OPTIMIZER = 'kind = "adamw"\nlearning_rate = 0.00015\nweight_decay = 0.1'
 MOST_ERROR = 1e-4  # relative L2 of a state of float32 against its replay (docs/training.md)
 
@@ -180,9 +181,17 @@ def lag(losses: list[float], reference: list[float]) -> np.ndarray:
     return centres - np.interp(-means, -falling, centres)
 
 
+def still_falling(losses: list[float]) -> int:
+    """How many updates of a curve say something: whole windows, until one is below a part of the first."""
+    means = np.reshape(losses[: len(losses) // WINDOW * WINDOW], (-1, WINDOW)).mean(1)
+    low = np.nonzero(means < FLAT * means[0])[0]
+    return int(low[0] if len(low) else len(means)) * WINDOW
+
+
 def compare(hit: list[float], calm: list[list[float]]) -> tuple[str, bool]:
     """What the blows did to the loss curve, and whether that is within the bound."""
-    n = min(len(curve) for curve in [hit, *calm]) // WINDOW * WINDOW
+    n = min(still_falling(curve) for curve in [hit, *calm])
+    hit, calm = hit[:n], [curve[:n] for curve in calm]
     rows = zip(*(np.reshape(curve[:n], (-1, WINDOW)).mean(1) for curve in [*calm, hit]), strict=True)
     shown = " ".join("/".join(f"{loss:.3f}" for loss in row) for row in rows)
     noise = float(np.abs(lag(calm[1], calm[0])).max())
