@@ -1,13 +1,17 @@
 """What four homes that train together reach of what they compute alone, on links as homes have them.
 
-    python -m benchmarks.home_training delayed [--target 240]   # 10 M parameters, 100 Mbit/s: step and delayed
-    python -m benchmarks.home_training home [--target 160]      # 25 M, 20 Mbit/s: as swarmd train plan recommends
+    python -m benchmarks.home_training delayed [--target 100]   # 10 M parameters, 100 Mbit/s: step and delayed
+    python -m benchmarks.home_training home [--target 100]      # 25 M, 20 Mbit/s: as swarmd train plan recommends
     python -m benchmarks.home_training hivemind --python PYTHON # the same links and model with hivemind.Optimizer
 
 Four real daemons, each in a namespace with a link of its own (benchmarks.links: 50 ms, up as fast as down); the first
 is the run's anchor as well. Two cores stand for four machines: each rests after every micro-batch, by its owner's
 ``compute_share``, so that they seldom want more than there is. What all daemons and the links' own process need of the
-cores is taken from what trains, which four machines would not feel: the figures err on the low side.
+cores is taken from what trains, which four machines would not feel: the figures err on the low side, and worse where
+others use this machine. ``--pace`` leaves that out: a micro-batch and its rest take so many seconds, however busy the
+cores are, as on cards of one speed (the daemons' ``duty.rest_s`` is replaced as they start); no CPU is measured then.
+It is to be more than a second, so that every micro-batch has one sample: with two, one that was slow would have
+``n_at_once`` halve those after it, and the speed with them, for good.
 
 *Alone* is measured under the same load: all four at once, each in a run of its own (delayed, as that waits for nothing)
 that nobody else joins, with a fourth of the samples in an update. Rates are samples that commits count, from one
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import tempfile
@@ -39,9 +44,10 @@ from tests.real.training import command, run_of, start_run, start_together, tiny
 
 N_PEERS = 4
 WARM_UP = 2  # updates that are not counted: connections open, links and speeds become known
-UPDATES_ALONE = 3  # that are measured
+UPDATES_ALONE = 2  # that are measured
 LOOK_S = 0.1
 SHOWN = re.compile("(step|delayed), (none|float16|int8)")
+PACED = "from swarmd.plan import duty\nduty.rest_s = lambda seconds, share: max(0.0, {pace_s} - seconds)\n"
 INNER_BATCH = 8  # what swarmd train plan assumes where a recipe says nothing
 INNER_STEPS = 100  # the same
 
@@ -69,21 +75,22 @@ class Size:
 
 
 SIZES = {"delayed": Size(256, 720, 12, 4, 100.0), "home": Size(512, 1312, 8, 8, 20.0)}
-TARGETS = {"delayed": 240, "home": 160}
+TARGETS = {"delayed": 100, "home": 100}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A commit: when it was seen, its number, how many samples the run has counted by then."""
+    """A commit: when it was seen, its number; what the run had counted, and all machines sent, by then."""
 
     at_s: float
     update: int
     samples: int
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What runs came to between two commits; bytes are of all machines."""
+    """What runs came to between two commits. ``busy`` are the cores, by whomever; bytes are of all machines."""
 
     rates: tuple[float, ...]
     updates_s: float
@@ -99,13 +106,15 @@ class Measured:
 class Homes:
     """The machines, the daemons in them, and what they train."""
 
-    def __init__(self, laid: Links, swarm: LocalSwarm, size: Size, share: float, updates: int) -> None:
-        self.links, self.swarm, self.updates = laid, swarm, updates
+    def __init__(self, laid: Links, swarm: LocalSwarm, size: Size, options: argparse.Namespace) -> None:
+        self.links, self.swarm, self.updates = laid, swarm, options.updates
         self.model = tiny_model(swarm.folder / "model", **size.settings())
         self.volunteers = []
         for machine in laid.machines:
-            volunteer = swarm.prepare("--no-serve", listen=f"/ip4/{machine.address}/tcp/4117", SWARMD_UPNP="false")
-            (volunteer.home.folder / "config.toml").write_text(f"[policy]\ncompute_share = {share}\n")
+            environment = {"SWARMD_UPNP": "false", **paced(swarm.folder, options.pace)}
+            listen = f"/ip4/{machine.address}/tcp/4117"
+            volunteer = swarm.prepare("--no-serve", listen=listen, **environment)
+            (volunteer.home.folder / "config.toml").write_text(f"[policy]\ncompute_share = {options.share}\n")
             volunteer.inside = machine.inside
             volunteer.start()
             swarm.wait(volunteer.home.socket.exists, "its control socket", volunteer)
@@ -137,14 +146,34 @@ class Homes:
     def measure(self, runs: Sequence[tuple[Volunteer, str]], n_updates: int) -> Measured:
         """Watch runs for so many updates, after some that are not counted."""
         until(runs, WARM_UP - 1)
-        before = self.links.counted()
         psutil.cpu_percent()
-        seen = watch(runs, n_updates)
+        seen = self.watch(runs, n_updates)
         busy = psutil.cpu_percent() / 100
-        n_bytes = _moved(before, self.links.counted())
         rates = tuple((s[-1].samples - s[0].samples) / (s[-1].at_s - s[0].at_s) for s in seen)
-        took_s = max(s[-1].at_s - s[0].at_s for s in seen)
-        return Measured(rates, took_s, min(s[-1].update - s[0].update for s in seen), n_bytes, busy)
+        first, last = seen[0][0], seen[0][-1]
+        return Measured(rates, last.at_s - first.at_s, last.update - first.update, last.n_bytes - first.n_bytes, busy)
+
+    def watch(self, runs: Sequence[tuple[Volunteer, str]], n_updates: int) -> list[list[Seen]]:
+        """The commits of each run from its next one on, until each had ``n_updates`` more."""
+        first = [int(run_of(volunteer, name)["update"]) for volunteer, name in runs]
+        seen: list[list[Seen]] = [[] for _ in runs]
+        while any(not s or s[-1].update - s[0].update < n_updates for s in seen):
+            for i, (volunteer, name) in enumerate(runs):
+                row, last = run_of(volunteer, name), seen[i][-1].update if seen[i] else first[i]
+                if row["update"] > last:
+                    n_bytes = sent_by(self.links.counted())
+                    seen[i].append(Seen(time.monotonic(), row["update"], row["samples"], n_bytes))
+            time.sleep(LOOK_S)
+        return seen
+
+
+def paced(folder: Path, pace_s: float) -> dict[str, str]:
+    """A daemon's environment in which a micro-batch and its rest take so long; 0: they take what they take."""
+    if not pace_s:
+        return {}
+    (folder / "pace").mkdir(exist_ok=True)
+    (folder / "pace" / "sitecustomize.py").write_text(PACED.format(pace_s=pace_s))
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "pace"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def until(runs: Sequence[tuple[Volunteer, str]], update: int) -> None:
@@ -152,21 +181,8 @@ def until(runs: Sequence[tuple[Volunteer, str]], update: int) -> None:
         time.sleep(LOOK_S)
 
 
-def watch(runs: Sequence[tuple[Volunteer, str]], n_updates: int) -> list[list[Seen]]:
-    """The commits of each run from its next one on, until each had ``n_updates`` more."""
-    first = [int(run_of(volunteer, name)["update"]) for volunteer, name in runs]
-    seen: list[list[Seen]] = [[] for _ in runs]
-    while any(not s or s[-1].update - s[0].update < n_updates for s in seen):
-        for i, (volunteer, name) in enumerate(runs):
-            row, last = run_of(volunteer, name), seen[i][-1].update if seen[i] else first[i]
-            if row["update"] > last:
-                seen[i].append(Seen(time.monotonic(), row["update"], row["samples"]))
-        time.sleep(LOOK_S)
-    return seen
-
-
-def _moved(before: Sequence[Counted], after: Sequence[Counted]) -> int:
-    return sum(a.sent - b.sent for a, b in zip(after, before, strict=True))
+def sent_by(counted: Sequence[Counted]) -> int:
+    return sum(one.sent for one in counted)
 
 
 @contextmanager
@@ -176,7 +192,7 @@ def homes(size: Size, options: argparse.Namespace) -> Iterator[Homes]:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         laid = stack.enter_context(links.laid([Line(size.mbit, size.mbit)] * N_PEERS, options.rtt_ms))
         swarm = stack.enter_context(local_swarm(Path(folder)))
-        yield Homes(laid, swarm, size, options.share, options.updates)
+        yield Homes(laid, swarm, size, options)
 
 
 # --- what is said ------------------------------------------------------------------------------------------------
@@ -241,6 +257,15 @@ def ask_plan(there: Homes, name: str) -> dict[str, Any]:
     return dict(json.loads(command(there.volunteers[0], "train", "plan", name, "--json")))
 
 
+def plan_of_step(there: Homes, target: int) -> dict[str, Any]:
+    """What the planner says in a run that has begun with step."""
+    there.start("step", "", target)
+    until([(there.volunteers[0], "step")], 1)
+    plan = ask_plan(there, "step")
+    there.stop("step")
+    return plan
+
+
 def recipe_of(recommended: str, target: int) -> tuple[str, int]:
     """Keys of a recipe for what the planner calls a setting, and how many samples an update then has."""
     parts = recommended.split(", ")
@@ -258,7 +283,7 @@ def part_delayed(options: argparse.Namespace) -> None:
     with homes(SIZES["delayed"], options) as there:
         alone = there.alone(options.target)
         say_alone(alone)
-        for name in ("step", "delayed"):
+        for name in options.modes:
             there.start(name, f'synchronisation = "{name}"', options.target)
             measured = there.together(name)
             say(f"{run_of(there.volunteers[0], name)['parameters']} parameters, {options.target} samples an update")
@@ -274,14 +299,15 @@ def part_home(options: argparse.Namespace) -> None:
     with homes(SIZES["home"], options) as there:
         alone = there.alone(options.target)
         say_alone(alone)
-        there.start("step", "", options.target)
-        until([(there.volunteers[0], "step")], 1)
-        say(f"{run_of(there.volunteers[0], 'step')['parameters']} parameters, {options.target} samples an update")
-        plan = ask_plan(there, "step")
-        there.stop("step")
-        say_plan(plan)
-        more, target = recipe_of(options.setting or plan["recommended"], options.target)
+        setting = options.setting
+        if not setting:
+            plan = plan_of_step(there, options.target)
+            say_plan(plan)
+            setting = plan["recommended"]
+        more, target = recipe_of(setting, options.target)
         there.start("recommended", more, target)
+        n_parameters = run_of(there.volunteers[0], "recommended")["parameters"]
+        say(f"{n_parameters} parameters, {setting}, {target} samples an update")
         say_together(there, "recommended", there.together("recommended"), alone)
         there.stop("recommended")
 
@@ -291,30 +317,37 @@ def part_hivemind(options: argparse.Namespace) -> None:
     size = SIZES[options.like]
     with links.laid([Line(size.mbit, size.mbit)] * N_PEERS, options.rtt_ms) as laid:
         told = {"hidden": size.hidden, "inner": size.inner, "layers": size.layers, "heads": size.heads}
-        told |= {"share": options.share, "micro": options.micro, "state_every": options.state_every}
-        told |= {"matchmaking_s": options.matchmaking_s}
+        for key in ("share", "pace", "micro", "state_every", "matchmaking_s"):
+            told[key] = getattr(options, key)
         insides = [machine.inside for machine in laid.machines]
         addresses = [machine.address for machine in laid.machines]
         peers = Peers((options.python, options.path), insides, addresses, told)
         seconds = options.seconds
-        alone = peers.run(options.target // N_PEERS, "none", seconds / 2, is_alone=True)
-        rates = [rate_alone(events) for events in alone]
-        say(f"hivemind alone, all at once: {' '.join(f'{r:.3f}' for r in rates)} samples/s, {sum(rates):.3f} in sum")
+        alone = options.alone
+        if not alone:
+            rates = [rate_alone(e) for e in peers.run(options.target // N_PEERS, "none", seconds / 2, is_alone=True)]
+            alone = sum(rates)
+            each = " ".join(f"{rate:.3f}" for rate in rates)
+            say(f"hivemind alone, all at once: {each} samples/s, {alone:.3f} in sum")
         for codec in options.codecs:
-            before = laid.counted()
+            before = sent_by(laid.counted())
             events = peers.run(options.target, codec, seconds, is_alone=False)
-            n_bytes = _moved(before, laid.counted())
-            rate, told_of = rate_of(events, WARM_UP, 2)
-            say(f"hivemind, {codec}: {rate:.3f} samples/s, {rate / sum(rates):.3f} of the sum alone; {told_of}")
+            n_bytes = sent_by(laid.counted()) - before
+            rate, told_of = rate_of(events, 1, 2)
+            say(f"hivemind, {codec}: {rate:.3f} samples/s, {rate / alone:.3f} of the sum alone; {told_of}")
             say(f"  {n_bytes / 1e6:.0f} MB sent in all")
+            for event in sorted((e for each in events for e in each if "epoch" in e), key=lambda e: e["at"]):
+                say(f"  {event}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("delayed", "home", "hivemind"))
     parser.add_argument("--target", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=5, help="that are measured")
-    parser.add_argument("--share", type=float, default=0.2, help="of the time that each computes")
+    parser.add_argument("--updates", type=int, default=4, help="that are measured")
+    parser.add_argument("--share", type=float, default=0.1, help="of the time that each computes")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds of a micro-batch and its rest; 0: by --share")
+    parser.add_argument("--modes", nargs="+", choices=("step", "delayed"), default=["step", "delayed"])
     parser.add_argument("--rtt-ms", type=float, default=50.0)
     parser.add_argument("--setting", default="", help="instead of what the planner recommends, as it names it")
     parser.add_argument("--folder", default="", help="where homes and logs are kept; left out: nowhere")
@@ -322,6 +355,7 @@ def main() -> None:
     parser.add_argument("--path", default="", help="the PYTHONPATH of that")
     parser.add_argument("--like", choices=tuple(SIZES), default="home", help="whose model and links hivemind gets")
     parser.add_argument("--codecs", nargs="+", choices=tuple(CODECS), default=["float16", "uniform8"])
+    parser.add_argument("--alone", type=float, default=0.0, help="hivemind's sum alone; left out: it is measured")
     parser.add_argument("--micro", type=int, default=1, help="samples at a time, for hivemind")
     parser.add_argument("--state-every", type=int, default=1, help="hivemind's average_state_every")
     parser.add_argument("--matchmaking-s", type=float, default=10.0, help="its guide: 10-15 s over the internet")

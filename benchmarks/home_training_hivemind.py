@@ -256,7 +256,8 @@ def peer(told: dict[str, Any]) -> None:
         took_s = time.perf_counter() - begun
         optimizer.step()
         _say(computed=True, n=told["micro"], step_s=time.perf_counter() - begun - took_s)
-        time.sleep(took_s * (1 / told["share"] - 1))
+        pace_s = told["pace"] or took_s / told["share"]
+        time.sleep(max(0.0, pace_s - took_s))
 
 
 if __name__ == "__main__":

@@ -200,7 +200,8 @@ def bytes_on_the_wire(packet: bytes) -> int:
     if not kind or not segment:
         return n_bytes
     header = start + (packet[VNET.size + start + 12] >> 4) * 4
-    return n_bytes + header * (-((header - n_bytes) // segment) - 1)
+    n_segments = -((header - n_bytes) // segment)
+    return n_bytes + header * (int(n_segments) - 1)
 
 
 @dataclass
@@ -327,7 +328,8 @@ def pings(links: Links, n: int = 40) -> list[float]:
 
 def streams(links: Links, ways: Sequence[tuple[int, int]], seconds: float) -> list[float]:
     """Bytes/s of TCP streams that run at the same time, each from one machine to another, but for their beginnings."""
-    receivers, senders = [], []
+    receivers: list[subprocess.Popen[str]] = []
+    senders: list[subprocess.Popen[str]] = []
     try:
         for i, (_, to) in enumerate(ways):
             command = [*links.machines[to].inside, sys.executable, "-c", RECEIVE, str(PORT + i), str(FIRST_S)]
@@ -338,7 +340,7 @@ def streams(links: Links, ways: Sequence[tuple[int, int]], seconds: float) -> li
         for i, (sender, to) in enumerate(ways):
             address, port = links.machines[to].address, str(PORT + i)
             command = [*links.machines[sender].inside, sys.executable, "-c", SEND, address, port, str(seconds)]
-            senders.append(subprocess.Popen(command))
+            senders.append(subprocess.Popen(command, text=True))
         return [float(receiver.communicate(timeout=seconds + 60)[0]) for receiver in receivers]
     finally:
         for process in [*receivers, *senders]:
