@@ -76,6 +76,7 @@ class Lane:
         self.is_leaving = False
         self.why: tuple[str, ...] = ()
         self._changes = (Changes(), Changes()) if terms.codec == CHANGES else None  # of what comes, and of what goes
+        self._sends_changes = self._changes is not None
         if self._changes is not None:
             self.codec = Decision(CHANGES_CODEC, "asked for: rows that were sent before travel as changes")
         else:
@@ -181,7 +182,7 @@ class Lane:
             keep=batch.keep,
             tuned=batch.own.version,
             settled=min(self.live, default=seq) - 1,
-            rows=rows_of(batch.hidden) if self._changes is not None and batch.keep else (),
+            rows=rows_of(batch.hidden) if self._sends_changes and batch.keep else (),
         )
         places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
         frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
@@ -391,7 +392,7 @@ class Lane:
             is_over = False
             if not is_backward:  # it lacks parameters, or what changes are changes of
                 self._put.clear()
-                self._changes = None
+                self._sends_changes = False
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING

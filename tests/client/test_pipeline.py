@@ -27,6 +27,7 @@ from swarmd.protocol.messages import Opened, Refusal
 from swarmd.protocol.records import Catalog, SpanRecord
 from swarmd.protocol.tuning import Backward, Forward, Gradients, PutTuned, TunedHeld
 from swarmd.values import ModelId, PeerId
+from swarmd.wire.changes import Changes
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
@@ -189,9 +190,9 @@ class Channel:
 
 
 @asynccontextmanager
-async def pipeline(world: World) -> Any:
+async def pipeline(world: World, codec: str = "auto") -> Any:
     async with trio.open_nursery() as world.nursery:
-        yield Pipeline(world, world.listeners, Terms(MODEL, 2, 1, 1))  # type: ignore[arg-type]
+        yield Pipeline(world, world.listeners, Terms(MODEL, 2, 1, 1, codec=codec))  # type: ignore[arg-type]
         world.nursery.cancel_scope.cancel()
 
 
@@ -295,6 +296,32 @@ async def test_a_forward_that_was_forgotten_is_done_again(virtual_time: MockCloc
         assert lanes.statistics.forwards == 4
         assert len(lanes.statistics.retries) == 1
         assert lanes.lanes[0].is_open, "the lane goes on"
+
+
+async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_of(virtual_time: MockClock) -> None:
+    """Its own answers, which are on their way as changes meanwhile, are still read as such."""
+    times, ends = list[list[int]](), (Changes(), Changes())
+
+    def remembers(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
+        if not isinstance(message, Forward):
+            return doubling(world, peer, message, payload)
+        times.append([row.times for row in message.rows])
+        if len(times) == 3:
+            return [messages.framed(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
+        hidden = unpack_untrusted(message.tensor, payload)[0]
+        hidden = ends[0].take(message.rows, hidden) if message.rows else hidden
+        return list(forward_frames(message, 2, 2 * hidden, None, "raw", ends[1]))
+
+    world = World({"a": remembers})
+    async with pipeline(world, "aqsgd") as lanes:
+        given = batches(2)
+        for _ in range(3):
+            tickets = await lanes.forward(given)
+            await lanes.backward(tickets, [torch.zeros_like(batch.hidden) for batch in given])
+            for batch, ticket in zip(given, tickets, strict=True):
+                assert (ticket.out - 2 * batch.hidden).abs().max() <= 0.3 * batch.hidden.abs().max()
+    assert times[:4] == [[0], [0], [1], [1]]
+    assert times[4:] == [[]] * 3, "whole, from the refusal on"
 
 
 async def test_gradients_of_own_parameters_are_those_of_the_last_try(virtual_time: MockClock) -> None:
