@@ -7,6 +7,7 @@ that is over, finds nobody: no gradient is counted twice.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,8 @@ from swarmd.values import Decision, PeerId
 from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_values_untrusted
+
+logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
 QUIET_S = 2.0  # without a word: then ask whether everybody is there
@@ -182,7 +185,7 @@ class Lane:
             keep=batch.keep,
             tuned=batch.own.version,
             settled=min(self.live, default=seq) - 1,
-            rows=rows_of(batch.hidden) if self._sends_changes and batch.keep else (),
+            rows=rows_of(batch.hidden, batch.mask) if self._sends_changes and batch.keep else (),
         )
         places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
         frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
@@ -392,6 +395,8 @@ class Lane:
             is_over = False
             if not is_backward:  # it lacks parameters, or what changes are changes of
                 self._put.clear()
+                if self._sends_changes:
+                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, text)
                 self._sends_changes = False
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)

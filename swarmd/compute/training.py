@@ -27,7 +27,7 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
-from swarmd.wire.changes import Changes
+from swarmd.wire.changes import MOST_BYTES, Changes
 from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
@@ -95,7 +95,7 @@ class Training:
             return self._take_tuned(message, frame.payload)
         if isinstance(message, OpenLane):
             self._drop((message.session, message.start))
-            changes = (Changes(), Changes()) if message.changes else None
+            changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
             lane = _Lane(Span(message.start, message.end), message.client, message.codec, changes)
             self._lanes[message.session, message.start] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
@@ -262,8 +262,6 @@ class Training:
         except RemoteProtocolError as error:
             raise Refused(Code.MALFORMED, str(error)) from None
         hidden, position = torch.cat(hiddens, 1), torch.cat(positions, 1)
-        if lane.changes is not None and message.rows:
-            hidden = lane.changes[0].take(message.rows, hidden)
         if not torch.isfinite(hidden).all():
             raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
         if position.min() < 0 or position.max() > MAX_POSITION:
@@ -279,6 +277,10 @@ class Training:
             if len(given) < len(masks):
                 raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
             mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
+        if message.rows:
+            hidden = (lane.changes[0] if lane.changes is not None else Changes()).take(message.rows, hidden)
+            if not torch.isfinite(hidden).all():
+                raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
         return KeptBatch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
 
     def _read_gradient(
@@ -355,6 +357,11 @@ class Training:
     def _has_room_for(self, n_bytes: int) -> bool:
         changes = sum(c.n_bytes for lane in self._lanes.values() for c in lane.changes or ())
         return sum(h.n_bytes for h in self._held()) + changes + n_bytes <= self._limit_bytes
+
+    def _may_remember(self) -> bool:
+        """Is there room for what one lane more may remember of rows? Half of the memory is for that."""
+        n = 1 + sum(lane.changes is not None for lane in self._lanes.values())
+        return n * 2 * MOST_BYTES <= self._limit_bytes // 2
 
     def _keep(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""

@@ -32,10 +32,10 @@ MOST_IN_ONE_ROW = 32  # members that all talk to all: above, a grid saves more c
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Whose numbers a member adds up: a member's own (``contributors`` is itself), or those of all below one."""
+    """Whose numbers a member adds up: a member's own, or those of all ``n_contributors`` at and below one."""
 
     place: int
-    contributors: tuple[int, ...]
+    n_contributors: int
     is_subtotal: bool
 
 
@@ -139,16 +139,16 @@ def _tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives
     order = [root]
     for place in order:
         order += children.get(place, [])
-    below: dict[int, tuple[int, ...]] = {}  # contributors at a member and under it, as they are summed
+    below: dict[int, int] = {}  # contributors at a member and under it
     wants = dict[int, bool]()
     sources, receivers = dict[int, tuple[Source, ...]](), dict[int, tuple[int, ...]]()
     for place in reversed(order):
         found = []
         for child in sorted([*children.get(place, []), place]):
-            who = (place,) * counted[place] if child == place else below[child]
-            if who:
-                found.append(Source(child, who, child != place and who != (child,)))
-        below[place] = tuple(who for source in found for who in source.contributors)
+            n = int(counted[place]) if child == place else below[child]
+            if n:
+                found.append(Source(child, n, child != place and n != counted[child]))
+        below[place] = sum(source.n_contributors for source in found)
         receivers[place] = tuple(child for child in children.get(place, ()) if wants[child])
         wants[place] = receives[place] or bool(receivers[place])
         if found:

@@ -53,7 +53,7 @@ def duties_of(group: Group, me: PeerId) -> Duties:
             bringers[key] = parent
         if part.reducer == here or tree.passes_on(here):
             sources[key] = tuple(
-                From(peer(s.place), s.is_subtotal, len(s.contributors)) for s in tree.sources.get(here, ())
+                From(peer(s.place), s.is_subtotal, s.n_contributors) for s in tree.sources.get(here, ())
             )
             if part.reducer != here:
                 passes.setdefault(parent, []).append(key)

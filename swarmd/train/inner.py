@@ -60,7 +60,8 @@ class Inner:
         )
         if self._is_spoiled:
             work.drop_since()
-            known = self.memory if self.memory is not None and self.memory.upto == counted else None
+            is_next = self.memory is not None and self.memory.upto == work.next_draw(counted)  # nothing is offered
+            known = self.memory if is_next else None
             for name, vector in self._vectors.items():
                 vector[:] = known.moments[name] if known is not None and name != LOCAL else 0
             self._vectors[LOCAL][:] = self._state.parameters

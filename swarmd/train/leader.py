@@ -87,6 +87,7 @@ class Leader:
         self._arrived: set[PeerId] = set()
         self._left_out: dict[PeerId, str] = {}
         self._pairs: set[disputes.Pair] = set()  # that were in dispute in any version
+        self._late_pairs: set[disputes.Pair] = set()  # between whom something did not come, in any version
         self._doubted: set[PeerId] = set()  # add up nothing more in this round
         self._by_way = ""
         self._backing: Backing | None = None
@@ -284,7 +285,8 @@ class Leader:
         """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
         assert self._group is not None
         found = disputes.stuck(self._group, self._seen, is_incomplete, self._me)
-        verdict = disputes.settle(found.pairs, None)
+        self._late_pairs |= found.pairs.keys()
+        verdict = disputes.settle(self._late_pairs, None)
         late = {p: why for p, (why, _) in verdict.faulty.items() if p != self._me or is_incomplete}
         lost = found.faults | late
         lacking = self._backing.lacking() if self._backing is not None and not found.pairs else []

@@ -43,8 +43,9 @@ class Memories:
                 memory = await self._off_loop(self._folder.inner, *asked)
         except ConfigError as error:
             logger.warning("what the next contribution builds on begins anew: %s", error)
-        if memory is None or memory.moments.keys() != set(self._recipe.optimizer.moments):
-            return feedback, None
+        is_of_recipe = memory is not None and memory.moments.keys() == set(self._recipe.optimizer.moments)
+        if memory is None or not is_of_recipe or (feedback.codec.leaves_out and feedback.upto != memory.upto):
+            return feedback, None  # both or neither: a commit says once whether a peer began anew
         self._inner_kept = memory.upto
         return feedback, memory
 
@@ -54,12 +55,13 @@ class Memories:
         if folder is None:
             return
         try:
-            while feedback is not None and self._feedback_kept != feedback.upto:
-                self._feedback_kept = feedback.upto
-                await self._off_loop(folder.keep_feedback, feedback.upto, feedback.residual)
-            while inner is not None and inner.memory is not None and self._inner_kept != inner.memory.upto:
-                self._inner_kept = inner.memory.upto
-                await self._off_loop(folder.keep_inner, inner.memory)
+            while feedback is not None and self._feedback_kept != (upto := feedback.upto):
+                await self._off_loop(folder.keep_feedback, upto, feedback.residual)
+                self._feedback_kept = upto
+            while inner is not None and (known := inner.memory) is not None and self._inner_kept != known.upto:
+                if known.moments:
+                    await self._off_loop(folder.keep_inner, known)
+                self._inner_kept = known.upto
         except ConfigError as error:
             self.trouble = str(error)
             logger.warning("what the next contribution builds on is not kept: %s", error)

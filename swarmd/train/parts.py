@@ -37,6 +37,15 @@ class From:
     n_contributors: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Numbers of one source, and how they came where that is forwarded; ``n_contributors``: of a subtotal."""
+
+    values: Vector
+    payload: Buffer
+    n_contributors: int | None
+
+
 @dataclass(slots=True)
 class Incoming:
     """What has come of one member: its numbers up to an element, the sum of their squares, and how they came."""
@@ -124,29 +133,36 @@ class Part:
         is_here = at < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (at, end) if is_here else None
 
-    def reduce(self, sources: Sequence[From], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
-        """Add up some elements, in the order of ``sources``, into ``total``. Call it in a thread.
+    def inputs(self, sources: Sequence[From], start: int, end: int) -> list[Input]:
+        """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
+        place = slice(start - self.start, end - self.start)
+        found = []
+        for source in sources:
+            came = self.of(source.peer, source.is_subtotal)
+            payload: Buffer = b""
+            if self.codec.forwards:
+                is_own = self.own is not None and source.peer == self.own[0]
+                payload = self.own[1].payload(start, end) if self.own is not None and is_own else came.payloads[start]
+            found.append(Input(came.values[place], payload, source.n_contributors if source.is_subtotal else None))
+        return found
+
+    def reduce(self, inputs: Sequence[Input], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
+        """Add up some elements into ``total``. Call it in a thread.
 
         ``n_samples``: of which it is to be the average; None: a subtotal.
         """
         place = slice(start - self.start, end - self.start)
-        given = [pair for source in sources for pair in self._given(source, start, end)]
+        given = [pair for one in inputs for pair in self._vectors(one)]
         if n_samples is None:
             return Result(start, end - start, add_up(self.codec, given, total[place]))
         return Result(start, end - start, reduce(self.codec, given, n_samples, total[place]))
 
-    def _given(self, source: From, start: int, end: int) -> list[tuple[Vector, Buffer]]:
-        """What a source's numbers stand for, one pair for each contributor where those are forwarded."""
-        came = self.of(source.peer, source.is_subtotal)
-        if not self.codec.forwards:
-            return [(came.values[start - self.start : end - self.start], b"")]
-        if self.own is not None and source.peer == self.own[0]:
-            return [(came.values[start - self.start : end - self.start], self.own[1].payload(start, end))]
-        payload = came.payloads[start]
-        if not source.is_subtotal:
-            return [(came.values[start - self.start : end - self.start], payload)]
-        vectors = self.codec.read(payload, end - start, source.n_contributors)
-        return [(vector, payload if i == 0 else b"") for i, vector in enumerate(vectors)]
+    def _vectors(self, one: Input) -> list[tuple[Vector, Buffer]]:
+        """One pair for each contributor where those are forwarded."""
+        if not self.codec.forwards or one.n_contributors is None:
+            return [(one.values, one.payload)]
+        vectors = self.codec.read(one.payload, len(one.values), one.n_contributors)
+        return [(vector, one.payload if i == 0 else b"") for i, vector in enumerate(vectors)]
 
 
 def chunk_of(codec: Codec) -> int:

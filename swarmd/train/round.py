@@ -149,10 +149,11 @@ class Round:
         if not self._lacks_results(message, key):
             return
         end = message.start + message.n_elements
-        if part is None or self._duties.bringers.get(key) != peer or end > part.end:
+        if part is None or self._duties.bringers.get(key) != peer:
             raise OutOfStep(f"results from element {message.start} on, which {peer} does not bring")
-        if message.start > (upto := self._got.get(part.start, part.start)):
-            raise OutOfStep(f"results of {peer} from element {message.start}, expected {upto}")
+        upto = self._got.get(part.start, part.start)
+        if message.start != upto or message.n_elements != min(self._chunk, part.end - upto):
+            raise OutOfStep(f"{message.n_elements} results of {peer} from {message.start}, expected them from {upto}")
         counted = counted_of(self.group)
         n = len(counted), sum(m.n for m in counted)
         values = await self._read(read_reduced, self._codec, payload, message.n_elements, *n)
@@ -227,7 +228,8 @@ class Round:
                 part = self._parts[key]
                 n_samples = total if key in duties.averages else None
                 while version == self.group.version and (chunk := part.next_chunk(sources)):
-                    result = await self._off_loop(part.reduce, sources, n_samples, *chunk, part.total)
+                    inputs = part.inputs(sources, *chunk)
+                    result = await self._off_loop(part.reduce, inputs, n_samples, *chunk, part.total)
                     if version == self.group.version:
                         part.results.append(result)
                         self._sending.news.notify()

@@ -35,12 +35,13 @@ class Changes:
         if len(rows) != len(change) or any(row.times != self._times(row.id, change) for row in rows if row.times):
             raise Refused(Code.NOT_HELD, "a change of rows that are not remembered here: send them whole")
         values = self._base(rows, change) + change
-        if torch.isfinite(values).all():
-            self.note(rows, values)
+        self.note(rows, values)
         return values
 
     def note(self, rows: tuple[Row, ...], values: torch.Tensor) -> None:
-        """The receiver has come to these values [b, t, d]."""
+        """The receiver has come to these values [b, t, d]; what is not finite is nothing to go on from."""
+        if not torch.isfinite(values).all():
+            return
         for row, value in zip(rows, values, strict=True):
             before = self._kept.get(row.id)
             grows = value.numel() * value.element_size() - (_bytes(before[1]) if before is not None else 0)
@@ -60,10 +61,17 @@ class Changes:
         return torch.stack([self._kept[row.id][1] if row.times else nothing for row in rows])
 
 
-def rows_of(hidden: torch.Tensor) -> tuple[Row, ...]:
-    """A name for each row of what enters the first block: by its second half, which no soft prompt changes."""
-    half = hidden[:, hidden.shape[1] // 2 :].detach().contiguous().view(torch.uint8)
-    return tuple(Row(hashlib.blake2b(row.numpy().tobytes(), digest_size=ID_BYTES).digest()) for row in half)
+def rows_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[Row, ...]:
+    """A name for each row of what enters the first block: by its second half, which no soft prompt changes.
+
+    ``mask`` [b, t] says where there is something, if rows are padded.
+    """
+    found = []
+    for i, row in enumerate(hidden.detach().cpu()):
+        there = row if mask is None else row[mask[i].bool().cpu()]
+        half = there[len(there) // 2 :].contiguous().view(torch.uint8)
+        found.append(Row(hashlib.blake2b(half.numpy().tobytes(), digest_size=ID_BYTES).digest()))
+    return tuple(found)
 
 
 def _bytes(values: torch.Tensor) -> int:

@@ -29,7 +29,7 @@ def forward_frames(
     With ``changes`` rows that the message names travel as such.
     """
     rows: tuple[Row, ...] = ()
-    came, base = [], None
+    came, base, frames = [], None, []
     if changes is not None and message.rows:
         rows, base = changes.before(message.rows, hidden)
         hidden = hidden.detach().cpu() - base
@@ -37,8 +37,6 @@ def forward_frames(
         positions = None if places is None else places[0][:, window]
         mask = None if places is None or places[1] is None else places[1][:, window]
         meta, payload = pack(hidden[:, window], positions, mask, codec)
-        if base is not None:
-            came.append(read_values(meta, memoryview(payload)))
         header = Forward(
             message.session,
             start,
@@ -50,9 +48,15 @@ def forward_frames(
             message.settled,
             () if part else rows,
         )
-        yield messages.framed(header, payload)
+        frame = messages.framed(header, payload)
+        if base is None:
+            yield frame
+            continue
+        came.append(read_values(meta, memoryview(payload)))
+        frames.append(frame)
     if changes is not None and base is not None:
-        changes.note(rows, base + torch.cat(came, 1))
+        changes.note(rows, base + torch.cat(came, 1))  # before anything waits: the same row may be sent again meanwhile
+    yield from frames
 
 
 def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from msgspec.structs import replace
 from trio.testing import MockClock
 
+from swarmd.errors import RemoteProtocolError
 from swarmd.net.rpc import Channel
 from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import Beat, Reduced, Subtotal
+from swarmd.train.sending import Sending
 from swarmd.train.state import Vector
-from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, says
+from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, check_standing, says
 from tests.train.world import Member, training
 
 N = 6
@@ -97,3 +101,51 @@ async def test_member_that_tells_lies_of_what_passes_through_it(
         says(liar, change)
         assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         check(world, honest, liar)
+
+
+@WAYS
+async def test_member_that_sends_nothing_is_done_without(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """It is alive, and everybody waits for what it should give: those whom it stands beside are not left out for it."""
+    async with training(seed=54, n=N, topology=topology) as world:
+        await world.until(3)
+        liar, *honest = world.trainers()
+
+        async def nothing(sending: Sending, *_: Any) -> None:
+            if sending._me == liar.peer:
+                await trio.sleep_forever()
+            await contribute(sending, *_)
+
+        contribute = Sending._contribute
+        send_on = Sending._send_on
+
+        async def nothing_on(sending: Sending, *_: Any) -> None:
+            if sending._me == liar.peer:
+                await trio.sleep_forever()
+            await send_on(sending, *_)
+
+        monkeypatch.setattr(Sending, "_contribute", nothing)
+        monkeypatch.setattr(Sending, "_send_on", nothing_on)
+        assert max(await world.pace(4, honest)) < LONGEST_S
+        check_standing(honest, liar)
+        assert all({m.peer for m in honest} <= peers for peers in world.contributors(3))
+
+
+@WAYS
+async def test_results_that_are_sent_again_and_again_fill_no_memory(virtual_time: MockClock, topology: str) -> None:
+    async with training(seed=55, n=N, topology=topology) as world:
+        await world.until(3)
+        member = await world.in_a_round("member")
+        live = member.trainer.joining.round
+        assert live is not None
+        key, bringer = next(iter(live._duties.bringers.items()))
+        live._relayed.setdefault(key, [])
+        for n in (1, 2, 3):
+            again = Reduced(
+                run=world.run.id, round=live.group.round, version=live.group.version, start=key[0], n_elements=n
+            )
+            with contextlib.suppress(RemoteProtocolError):
+                await live.take(bringer, again, memoryview(b"\0" * 4 * n))
+        assert sum(result.n for result in live._relayed[key]) <= key[1] - key[0]
+        assert len(live._relayed[key]) <= 1

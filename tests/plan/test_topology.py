@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmd.plan import partition
 from swarmd.plan.partition import Member, Sizes
-from swarmd.plan.topology import MOST_IN_ONE_ROW, Kind, choose, edges_of, grid, sites_of, trees_of, ways_of
+from swarmd.plan.topology import MOST_IN_ONE_ROW, Kind, Tree, choose, edges_of, grid, sites_of, trees_of, ways_of
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart
 from swarmd.values import PeerId
 
@@ -23,6 +23,12 @@ def group(kind: Kind, rows: list[int], counted: list[bool], collects: list[bool]
     return Group(n_elements=n, members=members, parts=tuple(GroupPart(i, i, i + 1) for i in range(n)), topology=kind)
 
 
+def contributors(tree: Tree, place: int) -> list[int]:
+    """Whose numbers are in what a member adds up."""
+    sources = tree.sources.get(place, ())
+    return [who for s in sources for who in (contributors(tree, s.place) if s.is_subtotal else [s.place])]
+
+
 @given(st.data())
 def test_each_tree_adds_up_every_contributor_once_and_reaches_all(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 12))
@@ -31,8 +37,9 @@ def test_each_tree_adds_up_every_contributor_once_and_reaches_all(data: st.DataO
     counted, collects = data.draw(flags), data.draw(flags)
     of = group(data.draw(st.sampled_from(KINDS)), rows, counted, collects)
     for root, tree in trees_of(of).items():
-        below = [who for source in tree.sources.get(root, ()) for who in source.contributors]
+        below = contributors(tree, root)
         assert sorted(below) == [i for i in range(n) if counted[i]]
+        assert sum(source.n_contributors for source in tree.sources.get(root, ())) == len(below)
         reached, todo = set[int](), [root]
         while todo:
             place = todo.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from swarmd.errors import ConfigError
 from swarmd.net.sim import Link
 from swarmd.protocol.recipe import Batch, Diloco, Optimizer
 from swarmd.train.disk import RunFolder
+from swarmd.train.inner import Inner, Memory
+from swarmd.train.state import Vector
+from swarmd.train.work import Work
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
@@ -151,3 +155,34 @@ async def test_a_lost_worker_costs_its_own_steps_only(virtual_time: MockClock, f
         sealed = world.ledger.sealed[1:]
         anew = {c.peer for s in sealed for c, _, is_anew in counted_of(s.commit) if is_anew}
         assert anew == (set() if fragments == 1 else {member.peer}), "it has its moments of the last update"
+
+
+def test_steps_behind_an_offer_that_nobody_counts_are_no_whole() -> None:
+    """A round failed with this peer's offer, then what computes was lost: the offer's moments are gone, too."""
+    state = SimpleNamespace(
+        steps=3,
+        parameters=np.zeros(4, np.float32),
+        fragment=(0, 4),
+        run=SimpleNamespace(recipe=SimpleNamespace(fragments=1)),
+    )
+    vectors: dict[str, Vector] = {"local": np.zeros(4, np.float32), "momentum": np.zeros(4, np.float32)}
+    inner = Inner(state, vectors, Memory(8, 2, {"momentum": np.ones(4, np.float32)}))  # type: ignore[arg-type]
+    work = Work("me", overlaps=False)
+
+    def step() -> None:
+        inner.follow(work, 8)
+        vectors["local"] -= 1
+        inner.steps += 1
+        work.add(work.next_draw(8), 4, 1.0, vectors["local"], inner.is_anew)
+        inner.is_anew = False
+
+    step()
+    assert not work.since.anew, "it goes on from its memory"
+    step()
+    work.offer(inner.contribution)
+    assert (work.offered.first, work.offered.n, work.offered.anew) == (8, 8, False)
+    inner.spoil()
+    step()
+    assert work.since.anew
+    work.offer(inner.contribution)
+    assert not work.n, "what was offered and what came since do not belong together"

@@ -10,7 +10,11 @@ from trio.testing import MockClock
 
 from swarmd.plan.topology import edges_of
 from swarmd.protocol.recipe import Parts
+from swarmd.train.codecs import codec_of_parts
+from swarmd.train.parts import From, Part, chunk_of
 from swarmd.train.round import Round
+from swarmd.train.state import Vector
+from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, fingerprint, replay, training
 
 TOPOLOGIES = ["server", "sites", "grid", "ring"]
@@ -82,3 +86,21 @@ async def test_who_stands_between_others_dies(
         assert max(await world.pace(3)) < usual + 3.0
         check(world, world.trainers()[0])
         assert {victim.peer} & set().union(*world.contributors(2)) == set()
+
+
+def test_a_group_may_change_while_a_thread_adds_up() -> None:
+    """What is summed was taken before: the parts begin anew meanwhile."""
+    codec = codec_of_parts(Parts(codec="topk"), "float32")
+    values: Vector = np.random.default_rng(0).standard_normal(4_096).astype(np.float32)
+    coded, peer = codec.code(values), PeerId("b")
+    part = Part(0, 4_096, chunk_of(codec), codec, np.empty(4_096, np.float32))
+    payload = bytes(coded.payload(0, 4_096)) * 2
+    part.take(peer, 0, 2 * coded.values, payload, is_subtotal=True)
+    sources = (From(peer, True, 2),)
+    chunk = part.next_chunk(sources)
+    assert chunk is not None
+    inputs, total = part.inputs(sources, *chunk), part.total
+    part.begin_again()
+    assert part.next_chunk(sources) is None
+    assert part.reduce(inputs, None, *chunk, total).payload == payload
+    np.testing.assert_allclose(total, 2 * coded.values, rtol=1e-6)

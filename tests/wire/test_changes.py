@@ -19,7 +19,7 @@ from swarmd.wire.micro_batches import forward_frames, read_values
 def through(hidden: torch.Tensor, ends: tuple[Changes, Changes], codec: str = "int4") -> torch.Tensor:
     """Send rows from one end to the other; returns what that came to."""
     came, rows = [], ()
-    for raw in forward_frames(Forward(rows=rows_of(hidden)), 0, hidden, None, codec, ends[0]):
+    for raw in forward_frames(Forward(rows=rows_of(hidden, None)), 0, hidden, None, codec, ends[0]):
         (frame,) = FrameDecoder().feed_untrusted(raw)
         message = worker.decode(frame.header)
         assert isinstance(message, Forward)
@@ -78,3 +78,12 @@ def test_what_is_remembered_is_bounded_alike_at_both_ends(monkeypatch: pytest.Mo
     assert ends[0].n_bytes == ends[1].n_bytes == changes.MOST_BYTES
     assert error(got[:5], many[:5]) < 0.01
     assert error(got[5:], many[5:]) > 0.05
+
+
+def test_padding_has_no_part_in_a_rows_name() -> None:
+    short, other = torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+    padded = torch.cat([torch.cat([short, other]), torch.zeros(2, 9, 64)], 1)
+    mask = torch.zeros(2, 12, dtype=torch.uint8)
+    mask[:, :3] = 1
+    assert rows_of(padded, mask) == (*rows_of(short, None), *rows_of(other, None))
+    assert len({row.id for row in rows_of(padded, mask)}) == 2
