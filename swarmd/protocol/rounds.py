@@ -15,6 +15,7 @@ Element = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Range = tuple[Element, Element]
 Version = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)]
+MAX_PARTS = 1_024  # of a group: several for each member, after some were lost
 MAX_NEAR = 64  # members of one site that a member names
 
 
@@ -165,7 +166,7 @@ class Group(Message, tag="group", frozen=True):
     n_elements: Element = 0
     dtype: Name = "float32"
     members: Annotated[tuple[GroupMember, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
-    parts: Annotated[tuple[GroupPart, ...], msgspec.Meta(max_length=1_024)] = ()
+    parts: Annotated[tuple[GroupPart, ...], msgspec.Meta(max_length=MAX_PARTS)] = ()
     expected_s: Rate = 0.0
     topology: Literal["parts", "rows", "ring"] = "parts"
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from swarmd.errors import RemoteProtocolError
 from swarmd.plan import partition, topology
 from swarmd.protocol.recipe import Recipe, Run
-from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound
+from swarmd.protocol.rounds import MAX_PARTS, Group, GroupMember, GroupPart, JoinRound
 from swarmd.train.codecs import codec_of
 from swarmd.values import Decision, PeerId
 
@@ -103,12 +103,16 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
     if not able or not any(m.n and m.is_counted for m in members):
         return None
     parts: list[GroupPart] = []
-    for part in old.parts:
+    room = MAX_PARTS - len(old.parts)
+    for number, part in enumerate(old.parts):
         if part.reducer in able:
             parts.append(part)
             continue
-        pieces = partition.cut([1 / len(able)] * len(able), part.end - part.start, block)
-        parts += [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(able, pieces, strict=True) if a < z]
+        heirs = [able[(number + i) % len(able)] for i in range(min(len(able), 1 + room))]
+        pieces = partition.cut([1 / len(heirs)] * len(heirs), part.end - part.start, block)
+        given = [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(heirs, pieces, strict=True) if a < z]
+        room -= len(given) - 1
+        parts += given
     return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
 
 

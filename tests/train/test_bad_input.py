@@ -26,7 +26,8 @@ from swarmd.protocol.recipe import (
 )
 from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound, Prepare, Pulse
 from swarmd.train.data import pack, read_shard, rows_of_shards
-from swarmd.train.groups import check_group
+from swarmd.train.groups import check_group, without
+from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import TrainingWorld, check_ledger
 
@@ -116,6 +117,21 @@ def test_groups_that_do_not_fit_are_refused(wrong: Group) -> None:
         check_group(wrong, None, 100, RECIPE)
     with pytest.raises(RemoteProtocolError):
         check_group(group(members=MEMBERS[::-1]), group(), 100, RECIPE)
+
+
+def test_a_group_that_loses_many_stays_one_that_others_take() -> None:
+    members = tuple(GroupMember(f"m{i}", 0, 4, True) for i in range(64))
+    now = group(
+        n_elements=65_536, members=members, parts=tuple(GroupPart(i, 1_024 * i, 1_024 * i + 1_024) for i in range(64))
+    )
+    for i in range(40):
+        lost = PeerId(f"m{i}")
+        changed = without(now, {lost}, {f"m{k}" for k in range(i + 1)}, PeerId("m63"), 16)
+        assert changed is not None
+        check_group(changed, now, 65_536, RECIPE)
+        assert len(changed.parts) <= rounds.MAX_PARTS
+        now = changed
+    assert {p.reducer for p in now.parts} == set(range(40, 64))
 
 
 def test_data_is_packed_checked_and_damage_found(tmp_path: Path) -> None:
