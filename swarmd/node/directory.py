@@ -38,9 +38,10 @@ ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT, until it has worked and others are known
 SETTLED_RENDEZVOUS_S = 600.0  # from then on: it is for peers that know nobody, and keeps addresses for half an hour
 PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
-PROBE_BYTES = 1 << 20  # 80 ms at 100 Mbit/s; the first only opens the windows on the way
-MOST_PROBE_BYTES = 4 << 20  # of a third one, where the link is fast
-PROBE_S = 0.5  # that it may take: long enough to measure, short enough not to be felt
+PROBE_BYTES = 1 << 16  # of the first: half a second at 1 Mbit/s
+MOST_PROBE_BYTES = 4 << 20  # of the last: 0.3 s at 100 Mbit/s
+MUCH_FASTER = 1.25  # than the one before: windows still open
+PROBE_S = 0.5  # that the last may take: windows on the way have opened by then, and nobody feels it
 NEAR_S = 0.003  # of a round trip within one building; between homes of one town it takes 5 ms and more
 ANSWER_S = 5.0  # for a peer that is there to say so
 MOST_ASKED = 64  # at once, whether they are there
@@ -300,17 +301,20 @@ class Directory:
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:
             trip_s = await self.ping(peer)
-            self.links.up_bytes_per_s = await self._measure(peer, trip_s, True)
-            self.links.down_bytes_per_s = await self._measure(peer, trip_s, False)
+            up, down = await self._measure(peer, trip_s, True), await self._measure(peer, trip_s, False)
+            self.links.up_bytes_per_s, self.links.down_bytes_per_s = up, down
         except PeerError as error:
             logger.debug("no bandwidth measured with %s: %s", peer, error)
 
     async def _measure(self, peer: PeerId, trip_s: float, is_up: bool) -> float:
-        """Bytes/s to or from a peer, once the windows on the way have opened. Raises PeerError."""
-        await self._rate(peer, trip_s, PROBE_BYTES, is_up)
-        rate = await self._rate(peer, trip_s, PROBE_BYTES, is_up)
-        n_bytes = min(MOST_PROBE_BYTES, int(PROBE_S * rate))
-        return await self._rate(peer, trip_s, n_bytes, is_up) if n_bytes > 2 * PROBE_BYTES else rate
+        """Bytes/s to or from a peer, by more bytes each time, until windows no longer count. Raises PeerError."""
+        n_bytes, before = PROBE_BYTES, 0.0
+        while True:
+            rate = await self._rate(peer, trip_s, n_bytes, is_up)
+            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * before
+            if n_bytes == MOST_PROBE_BYTES or is_steady:
+                return max(rate, before)
+            n_bytes, before = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S))), rate
 
     async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
         begun = trio.current_time()
