@@ -7,9 +7,11 @@ from typing import Any
 
 from swarmd_cli.context import duration, number, rate, size, table
 
+TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
+
 
 def show_plan(body: dict[str, Any]) -> None:
-    """The next round, and what each synchronisation and codec would come to."""
+    """The next round, and what each synchronisation, codec and topology would come to."""
     rows = [
         [
             m["peer"][-8:],
@@ -36,19 +38,21 @@ def show_plan(body: dict[str, Any]) -> None:
     ]
     if settings:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
-        table("Synchronisation and codec, predicted", columns, settings)
+        table("Synchronisation, codec and topology, predicted", columns, settings)
         print(f"best: {body['recommended']}: {body['recommended_why']}")
     else:
         print(f"no other setting is predicted: {body['recommended_why']}")
 
 
 def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each synchronisation without a codec, with the best one, and with this run's; and what is recommended."""
+    """Of each synchronisation without a codec, with the best one, and this run's by each topology; the recommended."""
     best: dict[str, dict[str, Any]] = {}
-    for row in sorted(body["settings"], key=lambda row: (-row["samples_per_s"], row["excess"])):
+    topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
+    rows = [row for row in body["settings"] if row not in topologies]
+    for row in sorted(rows, key=lambda row: (-row["samples_per_s"], row["excess"])):
         best.setdefault(row["setting"].rpartition(", ")[0], row)
     named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
-    return [row for row in body["settings"] if row["setting"] in named or row in best.values()]
+    return [row for row in rows if row["setting"] in named or row in best.values()] + topologies
 
 
 def show_run(row: dict[str, Any]) -> None:

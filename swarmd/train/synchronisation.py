@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from swarmd.plan.partition import Member
@@ -13,6 +14,7 @@ from swarmd.train.codecs import BLOCK, codec_of_parts
 from swarmd.train.computing import n_at_once
 
 ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured
+TOPOLOGIES = ("parts", "server", "grid", "ring")  # beside the recipe's; who is near whom only a round's leader hears
 N_UPDATES = 10  # latest ones, for how fast a run goes
 _MANY = 16 * 16 * BLOCK  # elements: whole blocks of every codec
 
@@ -66,4 +68,5 @@ def predictions(
     way = next(w for w in found if w.codec == recipe.parts.codec)
     own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments, recipe.topology)
     fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
-    return predict(swarm, own), [predict(swarm, setting) for setting in settings(found, n_steps, fragments)]
+    others = [replace(own, topology=kind) for kind in TOPOLOGIES if kind != own.topology]
+    return predict(swarm, own), [predict(swarm, s) for s in [*settings(found, n_steps, fragments), *others]]
