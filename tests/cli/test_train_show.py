@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from swarmd_cli.train_show import _worth_showing
+
 
 def row(setting: str, rate: float) -> dict[str, Any]:
     return {
