@@ -143,7 +143,7 @@ class Swarm:
             peer.work.offer()
             self.measured.losses.append(loss / len(rows))
             return
-        peer.inner.follow(peer.work)
+        peer.inner.follow(peer.work, peer.first)
         self._exchange(peer.vectors, self.shared)
         at, total = peer.first, 0.0
         for _ in range(n_steps):

@@ -11,9 +11,9 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerTimeout, Refused, Unreachable
-from swarmd.net import rpc as rpc_module
 from swarmd.net.rpc import MAX_PENDING_CALLS, Channel, Rpc
 from swarmd.net.sim import SimWorld
+from swarmd.protocol import tuning
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Hello, Ping, Pong, WantManifest
 from swarmd.values import PeerId
@@ -134,7 +134,7 @@ async def test_a_handler_that_breaks_ends_its_channel_and_the_next_one_works(
 async def test_what_nobody_handles_is_refused_with_its_number(virtual_time: MockClock) -> None:
     async with pair() as (rpcs, _):
         with pytest.raises(Refused) as caught:
-            await rpcs[A].call(B, lambda i: rpc_module.tuning.OpenLane(id=i, model="f" * 64))
+            await rpcs[A].call(B, lambda i: tuning.OpenLane(id=i, model="f" * 64))
         assert caught.value.code is Code.NOT_HERE
 
 
