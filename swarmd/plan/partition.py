@@ -44,15 +44,13 @@ class Member:
 class Sizes:
     """Bytes of what travels: ``contribution`` is a whole one; the others as many times as large.
 
-    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise. What is added
-    up goes on in chunks of ``chunk`` bytes.
+    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise.
     """
 
     contribution: int
     result: float = 1.0
     subtotal: float = 1.0
     forwarded: bool = False
-    chunk: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class _Loads:
     def takes_s(self, shares: Shares, sizes: Sizes) -> float:
         """The same, with the first chunk of the largest part before whose sum nothing comes down, and the last."""
         gathering, spreading = (float((s @ shares).max(initial=0.0)) for s in (self.gathering, self.spreading))
-        n_chunks = math.ceil(sizes.contribution * float(shares.max()) / sizes.chunk) or 1
+        n_chunks = math.ceil(sizes.contribution * float(shares.max()) / CHUNK_BYTES) or 1
         return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
 
 

@@ -99,9 +99,9 @@ def predict(swarm: Swarm, setting: Setting) -> Prediction:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
     asked = max(1, target // setting.fragments)
     compute_s = asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
-    sizes, (members, ways) = _sizes(swarm, setting), _ways(swarm, setting.topology)
-    plan = partition.divide(members, sizes, ways).action
-    trips = ROUND_TRIPS + _depth(ways) - 1
+    laid = topology.lay_out(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
+    plan = partition.divide(laid.members, _sizes(swarm, setting), laid.ways).action
+    trips = ROUND_TRIPS + _depth(laid.ways) - 1
     round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)
@@ -150,14 +150,6 @@ def _sizes(swarm: Swarm, setting: Setting) -> Sizes:
     n_bytes = max(1, round(n_elements * way.bytes_per_element))
     n_contributors = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
     return Sizes(n_bytes, n_contributors, way.plain_bytes / way.bytes_per_element, way.forwards)
-
-
-def _ways(swarm: Swarm, asked: str) -> tuple[Sequence[Member], Ways]:
-    """Who may reduce in a topology, and by which way numbers go."""
-    members = partition.only_server(swarm.members) if asked == "server" else swarm.members
-    sites = swarm.sites or range(len(members))
-    kind, rows = topology.choose(asked, sites).action
-    return members, topology.ways_of(kind, rows, members, sites)
 
 
 def _depth(ways: Ways) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swarmd.plan.partition import Member, Ways
+from swarmd.plan.partition import Member, Ways, only_server
 from swarmd.protocol.rounds import Group
 from swarmd.values import Decision
 
@@ -175,6 +175,24 @@ def grid(n: int) -> list[int]:
     """The row of each of ``n`` members in a grid that is as square as can be."""
     side = max(1, math.isqrt(n))
     return [place * side // n for place in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A topology for some members: their rows by place, who of them may reduce, and by which ways."""
+
+    kind: Kind
+    rows: list[int]
+    members: Sequence[Member]
+    ways: Ways
+
+
+def lay_out(asked: str, members: Sequence[Member], sites: Sequence[int]) -> Decision[Layout]:
+    """What a recipe's ``asked`` comes to for these members."""
+    chosen = choose(asked, sites)
+    kind, rows = chosen.action
+    able = only_server(members) if asked == "server" else members
+    return Decision(Layout(kind, rows, able, ways_of(kind, rows, able, sites)), chosen.reason)
 
 
 def choose(asked: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:

@@ -52,13 +52,11 @@ def counted_of(group: Group) -> list[GroupMember]:
 
 def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
-    codec, asked = codec_of(run.recipe), run.recipe.topology
-    sites = _sites(joined)
-    kind, rows = (chosen := topology.choose(asked, sites)).action
+    codec = codec_of(run.recipe)
     able = [_able(p, j) for p, j in joined.items()]
-    reducing = partition.only_server(able) if asked == "server" else able
+    laid = (chosen := topology.lay_out(run.recipe.topology, able, _sites(joined))).action
     sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
-    plan = partition.divide(reducing, sizes, topology.ways_of(kind, rows, reducing, sites)).action
+    plan = partition.divide(laid.members, sizes, laid.ways).action
     ranges = partition.cut(plan.shares, n_elements, codec.block)
     group = Group(
         run=run.id,
@@ -68,11 +66,11 @@ def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements
         dtype=run.recipe.precision,
         members=tuple(
             GroupMember(m.peer, joined[m.peer].first, joined[m.peer].n, m.receives, True, row, topology.may_collect(m))
-            for m, row in zip(able, rows, strict=True)
+            for m, row in zip(able, laid.rows, strict=True)
         ),
         parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
         expected_s=plan.expected_s,
-        topology=kind,
+        topology=laid.kind,
     )
     return Decision(group, chosen.reason)
 
