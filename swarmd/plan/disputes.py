@@ -160,25 +160,20 @@ class _Looking:
         """Does what goes into each member, by its own words, come out of it?"""
         places = {PeerId(m.peer): place for place, m in enumerate(self._group.members)}
         here = self._said[places[me]] if me in places else SILENT
-        into: dict[int, list[Edge]] = {}
-        for edge in self._edges.own:
-            into.setdefault(edge[1], []).append(edge)
         for place in self._edges.adding():
             peer = self._peer(place)
             if peer in self.results and self.results[peer] == self.results.get(me):
-                why = self._flow_fault(place, into.get(place, []), here.reductions.get(place))
+                why = self._flow_fault(place, here.reductions.get(place))
                 if why:
                     self.found.faults[peer] = why
 
-    def _flow_fault(self, place: int, own: list[Edge], results: Reduction | None) -> str:
+    def _flow_fault(self, place: int, results: Reduction | None) -> str:
         """Why a member cannot have added up what it says it has; "" when it can."""
-        said = self._said[place]
-        kept = [place] if place in self._edges.kept else []
-        taken: list[Received | Gave | None] = [said.received.get(child) for child in [*kept, *(c for c, _ in own)]]
-        taken += [said.subtotals.get(child) for child, parent in self._edges.subtotals if parent == place]
-        passed: list[Received | Gave | None] = [
-            said.passed.get(parent) for child, parent in self._edges.subtotals if child == place
-        ]
+        said, edges = self._said[place], self._edges
+        givers = [*([place] if place in edges.kept else []), *edges.givers.get(place, [])]
+        taken: list[Received | Gave | None] = [said.received.get(child) for child in givers]
+        taken += [said.subtotals.get(child) for child in edges.passers.get(place, [])]
+        passed: list[Received | Gave | None] = [said.passed.get(parent) for parent in edges.heads.get(place, [])]
         if not all(map(_is_accounted, [*taken, *passed])):
             return "it has results, and does not say of what"
         n_samples, rounding, total = 0, 0.0, (0.0,) * N_DIRECTIONS

@@ -62,15 +62,23 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Who gives its ``own`` numbers to whom, who gives ``subtotals``, and who has ``kept`` some of its own."""
+    """Who gives its ``own`` numbers to whom, who gives ``subtotals``, and who has ``kept`` some of its own.
+
+    By place: ``givers`` and ``passers`` give their own numbers and subtotals to it; it gives those to ``parents``
+    (itself included, if it keeps some) and ``heads``.
+    """
 
     own: frozenset[Edge]
     subtotals: frozenset[Edge]
     kept: frozenset[int]
+    givers: Mapping[int, list[int]]
+    passers: Mapping[int, list[int]]
+    parents: Mapping[int, list[int]]
+    heads: Mapping[int, list[int]]
 
     def adding(self) -> set[int]:
         """Who adds up something."""
-        return {parent for _, parent in self.own | self.subtotals} | set(self.kept)
+        return self.givers.keys() | self.passers.keys() | self.kept
 
 
 def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: int) -> tuple[int, ...]:
@@ -128,7 +136,24 @@ def edges_of(group: Group) -> Edges:
                     kept.add(place)
                 else:
                     (subtotals if source.is_subtotal else own).add((source.place, place))
-    return Edges(frozenset(own), frozenset(subtotals), frozenset(kept))
+    itself = {(place, place) for place in kept}
+    return Edges(
+        frozenset(own),
+        frozenset(subtotals),
+        frozenset(kept),
+        givers=_by_end(own, 1),
+        passers=_by_end(subtotals, 1),
+        parents=_by_end(own | itself, 0),
+        heads=_by_end(subtotals, 0),
+    )
+
+
+def _by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
+    """The other ends of edges, by one of them: 0 the child, 1 the parent."""
+    found: dict[int, list[int]] = {}
+    for edge in sorted(edges):
+        found.setdefault(edge[end], []).append(edge[1 - end])
+    return found
 
 
 def _tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives: Sequence[bool]) -> Tree:

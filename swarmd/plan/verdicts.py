@@ -95,17 +95,14 @@ def is_there(received: Received | None) -> bool:
 def put_together(group: Group, seen: Seen) -> Reports:
     """What those say of each counted member who add up its numbers; and who has not passed on all that it should."""
     reports, edges, said = Reports(), edges_of(group), said_by(group, seen)
-    parents: dict[int, set[int]] = {place: {place} for place in edges.kept}
-    for child, parent in edges.own:
-        parents.setdefault(child, set()).add(parent)
     for place, member in enumerate(group.members):
         if member.n and member.is_counted:
             squares = [
                 r.squares
-                for parent in parents.get(place, ())
+                for parent in edges.parents.get(place, ())
                 if (r := said[parent].received.get(place)) is not None and r.squares is not None
             ]
-            if len(squares) == len(parents.get(place, ())):
+            if len(squares) == len(edges.parents.get(place, ())):
                 reports.weighed[PeerId(member.peer)] = Weighed(member.n, math.sqrt(sum(squares)) / member.n)
             else:
                 reports.incomplete.add(PeerId(member.peer))
