@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -126,27 +126,33 @@ async def test_reducer_that_tells_members_different_results(
         await world.until(3)
         liar, *honest = world.trainers()
         victims = {m.peer for m in honest[: {"one": 1, "half": 2, "all": 4}[to]]}
-        send, n_lies = Channel.send, 0
-
-        async def lying(channel: Channel, message: Message, payload: Any = b"") -> None:
-            nonlocal n_lies
-            if isinstance(message, Reduced) and channel in mine and channel.peer in victims:
-                payload, n_lies = (np.frombuffer(payload, "f4") * -2).tobytes(), n_lies + 1
-            await send(channel, message, payload)
-
-        mine: set[Channel] = set()
-        open_channel = liar.rpc.channel
-
-        async def open_mine(*arguments: Any) -> Channel:
-            channel = await open_channel(*arguments)
-            mine.add(channel)
-            return channel
-
-        liar.rpc.channel = open_mine  # type: ignore[method-assign]
-        monkeypatch.setattr(Channel, "send", lying)
+        n_lies = lie_on_the_way(monkeypatch, liar, Reduced, victims)
         assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         assert n_lies
         check(world, honest, liar)
+
+
+def lie_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, liar: Member, kind: type, victims: Collection[PeerId] | None = None
+) -> list[Message]:
+    """Have a member send other numbers than it has, to some or to all; returns what it lied about, as it goes."""
+    send, open_channel = Channel.send, liar.rpc.channel
+    mine, lies = set[Channel](), list[Message]()
+
+    async def lying(channel: Channel, message: Message, payload: Any = b"") -> None:
+        if isinstance(message, kind) and channel in mine and (victims is None or channel.peer in victims):
+            payload = (np.frombuffer(payload, "f4") * -2).tobytes()
+            lies.append(message)
+        await send(channel, message, payload)
+
+    async def open_mine(*arguments: Any) -> Channel:
+        channel = await open_channel(*arguments)
+        mine.add(channel)
+        return channel
+
+    liar.rpc.channel = open_mine  # type: ignore[method-assign]
+    monkeypatch.setattr(Channel, "send", lying)
+    return lies
 
 
 def says(liar: Member, change: Callable[[Beat], Beat]) -> None:

@@ -13,13 +13,11 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.net.rpc import Channel
-from swarmd.protocol.fields import Message
 from swarmd.protocol.rounds import Beat, Reduced, Subtotal
 from swarmd.train.sending import Sending
 from swarmd.train.state import Vector
-from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, check_standing, says
-from tests.train.world import Member, training
+from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, check_standing, lie_on_the_way, says
+from tests.train.world import training
 
 N = 6
 WAYS = pytest.mark.parametrize("topology", ["grid", "ring"])
@@ -55,27 +53,6 @@ async def test_member_that_passes_on_something_else(
         assert max(await world.pace(N_UPDATES, honest)) < LONGEST_S
         assert n_lies, "nothing went by way of it"
         check(world, honest, liar)
-
-
-def lie_on_the_way(monkeypatch: pytest.MonkeyPatch, liar: Member, kind: type) -> list[Message]:
-    """Have a member send other numbers than it has; returns what it lied about, as it goes."""
-    send, open_channel = Channel.send, liar.rpc.channel
-    mine, lies = set[Channel](), list[Message]()
-
-    async def lying(channel: Channel, message: Message, payload: Any = b"") -> None:
-        if isinstance(message, kind) and channel in mine:
-            payload = (np.frombuffer(payload, "f4") * -2).tobytes()
-            lies.append(message)
-        await send(channel, message, payload)
-
-    async def open_mine(*arguments: Any) -> Channel:
-        channel = await open_channel(*arguments)
-        mine.add(channel)
-        return channel
-
-    liar.rpc.channel = open_mine  # type: ignore[method-assign]
-    monkeypatch.setattr(Channel, "send", lying)
-    return lies
 
 
 @WAYS
