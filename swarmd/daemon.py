@@ -115,6 +115,7 @@ class Daemon:
         folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
         self.runs = Runs(self.rpc, member.identity, self.directory, self.store.supply, config, *folder)
         around = Around(
+            identity=member.identity,
             rpc=self.rpc,
             exchange=exchange,
             directory=self.directory,
@@ -139,8 +140,7 @@ class Daemon:
         self._certificate = member.certificate
         self._understands = world.understands
         self._home = home
-        self.stopping = trio.Event()
-        self._hurry = trio.Event()
+        self.stopping, self._hurry = trio.Event(), trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until ``stop``."""

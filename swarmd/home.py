@@ -66,6 +66,11 @@ class Home:
         return self.folder / "standing.json"
 
     @property
+    def checks_file(self) -> Path:
+        """What this machine's clients found of servers by checking them."""
+        return self.folder / "checks.json"
+
+    @property
     def pause_file(self) -> Path:
         """Until when its owner has paused this machine."""
         return self.folder / "pause.json"
@@ -132,6 +137,7 @@ class Home:
             "catalog.bin",
             "peers.json",
             "standing.json",
+            "checks.json",
             "pause.json",
         ):
             (self.folder / name).unlink(missing_ok=True)

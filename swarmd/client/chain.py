@@ -15,13 +15,16 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links import Declined, Link, Statistics, Swarm, Terms, suits, understands
+from swarmd.client.links import Declined, Doubt, Link, Statistics, Swarm, Terms, suits, understands
 from swarmd.client.ops import codec_for
 from swarmd.client.own import give
+from swarmd.client.receipts import Account, Books
 from swarmd.client.requests import Requests
-from swarmd.errors import CacheExhausted, Code, NoRoute, PeerError, Refused, SwarmError
+from swarmd.errors import CacheExhausted, Code, Forged, IntegrityError, NoRoute, PeerError, Refused, SwarmError
 from swarmd.plan.routing import Route, best_route
-from swarmd.protocol.messages import CloseSession, Opened
+from swarmd.plan.standing import Fault
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
@@ -32,6 +35,7 @@ PATIENCE_S = 60.0  # for somebody to serve what is missing
 PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
 REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
 RETRY_PAUSE_S = 0.5  # views change within an exchange
+DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
 GIVE_BACK_S = 1.0  # to tell one hop that it is free
@@ -58,6 +62,7 @@ class Chain:
         self.trouble: str | None = None
         self.changed = trio.Event()
         self.statistics = Statistics()
+        self.books = Books(self.key, swarm.rpc.network.peer_id)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of)
@@ -87,7 +92,7 @@ class Chain:
         reason: SwarmError | None = None
         while True:
             try:
-                hops = list(self.terms.route) or list(self.route(Span(0, self.terms.n_blocks)).hops)
+                hops = list(self.terms.route) or list(self.route(self.terms.blocks).hops)
                 self.links = [Link(hop) for hop in hops]
                 self.codec = codec_for(self.swarm, self.terms, [hop.peer for hop in hops])
                 failures = await self.open_hops(range(len(self.links)))
@@ -125,6 +130,7 @@ class Chain:
         numerics = self._numerics if is_exact else ""
         request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
+        self.books.reopened((link.hop.peer, link.hop.span.start))
         try:
             if self.terms.own is not None:
                 await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
@@ -184,7 +190,7 @@ class Chain:
 
         client = self.swarm.rpc.network.peer_id
         try:
-            best_route(spans, Span(0, self.terms.n_blocks), client, {}, able)
+            best_route(spans, self.terms.blocks, client, {}, able)
         except NoRoute:
             return any(self._declined.is_final(PeerId(s.peer)) for s in spans)
         return False
@@ -222,6 +228,35 @@ class Chain:
     def notify(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
+
+    # --- what audits find ------------------------------------------------------------------------------------
+
+    def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
+        """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""
+        link = self.link_at(message.start)
+        if link is None or link.hop.peer != peer:
+            return Account()  # of a hop that is no more
+        place = (peer, message.start)
+        try:
+            return self.books.take_untrusted(place, link.hop.span.end, bytes(frame.payload), message.signature)
+        except IntegrityError as error:
+            raise Forged(str(error)) from None
+
+    def convict(self, link: Link, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
+        """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
+        self.statistics.doubts.append(doubt)
+        self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
+        if link in self.links:
+            for behind in self.links[self.links.index(link) :]:
+                behind.is_lost = True
+            self.lose(link, doubt.reason, is_silent=False)
+
+    def dispute(self, links: list[Link], reason: str) -> None:
+        """Of these one lies, and nobody knows which: others take over."""
+        for link in links:
+            link.is_lost = True
+            self.decline(link.hop.peer, DOUBTED_FOR_S)
+        self.worry(reason)
 
     # --- giving back -----------------------------------------------------------------------------------------
 

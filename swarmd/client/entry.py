@@ -29,7 +29,8 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
         )
     swarm = state.swarm()
     certificate = state.client_certificate(identity.public_key)
-    return Membership(swarm.keys, identity, certificate, _members_near(state), state.folders(), state.weights)
+    near = _members_near(state)
+    return Membership(swarm.keys, identity, certificate, near, state.folders(), state.weights, state.checks_file)
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:

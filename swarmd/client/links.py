@@ -58,7 +58,10 @@ CHANGES_CODEC = "int4"  # how those travel
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know."""
+    """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know.
+
+    A session is of blocks ``start`` to ``n_blocks``, through servers of ``only`` (none: any) and not of ``without``.
+    """
 
     model: ModelId
     n_blocks: int
@@ -71,6 +74,13 @@ class Terms:
     adapter: str = ""
     quantize: str = "any"
     own: OwnParameters | None = None
+    start: int = 0
+    only: frozenset[PeerId] = frozenset()
+    without: frozenset[PeerId] = frozenset()
+
+    @property
+    def blocks(self) -> Span:
+        return Span(self.start, self.n_blocks)
 
     def __post_init__(self) -> None:
         if self.codec not in ("auto", *CODECS, CHANGES):
@@ -80,6 +90,8 @@ class Terms:
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
     """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
     if terms.grade == "exact" and numerics not in ("", span.numerics):
+        return False
+    if span.peer in terms.without or (terms.only and span.peer not in terms.only):
         return False
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 
@@ -99,12 +111,16 @@ def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
 
 @dataclass(slots=True)
 class Link:
-    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop."""
+    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop.
+
+    An heir has its caches from another server.
+    """
 
     hop: Hop
     watch: Watch = field(default_factory=Watch)
     is_lost: bool = False
     is_leaving: bool = False
+    is_heir: bool = False
     received: int | None = None
 
 
@@ -178,6 +194,15 @@ class Repair:
     handed_over: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Tokens of a session, from this one on, that may be wrong, because of a hop that was found to be."""
+
+    first_token: int
+    hop: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Statistics:
     """What happened in one session."""
@@ -188,4 +213,5 @@ class Statistics:
     forwarded: int = 0
     repairs: list[Repair] = field(default_factory=list)
     blamed: list[tuple[PeerId, str]] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     passes: Passes = field(default_factory=Passes)

@@ -26,7 +26,7 @@ from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import Window
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import PeerId, Span
+from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Pipeline:
 
         view = self._swarm.view()
         spans = view.serving(self._terms.model)
-        wanted, client = Span(0, self._terms.n_blocks), self._swarm.rpc.network.peer_id
+        wanted, client = self._terms.blocks, self._swarm.rpc.network.peer_id
         find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
         try:
             return find().hops

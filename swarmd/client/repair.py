@@ -139,7 +139,7 @@ class Repairs:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
         hop = link.hop
         found = self._chain.route(hop.span, whole=True).hops[0]
-        heir = self._chain.links[index] = Link(Hop(found.peer, hop.span, found.numerics))
+        heir = self._chain.links[index] = Link(Hop(found.peer, hop.span, found.numerics), is_heir=True)
         failures: dict[int, PeerError] = {}
         self._inherited.pop(hop.span.start, None)
         await self._chain.open_hop(index, failures, inherit=hop.peer)
@@ -216,7 +216,11 @@ class Repairs:
         marks = Op(silent_through=silent_through, replay_end=replay_end)
         n_ops = 0
         for frame in replay_frames(
-            self._history, (self._chain.key, 0, self._chain.epoch), have, marks, self._chain.codec.action
+            self._history,
+            (self._chain.key, self._chain.terms.start, self._chain.epoch),
+            have,
+            marks,
+            self._chain.codec.action,
         ):
             n_ops += 1
             channel = await self._chain.swarm.rpc.channel(self._chain.links[0].hop.peer)

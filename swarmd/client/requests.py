@@ -42,6 +42,7 @@ class Requests:
             inherit=inherit,
             adapter=terms.adapter,
             tuned=terms.own.version if terms.own else b"",
+            receipts=True,
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import trio
 
+from swarmd.client.audit import Auditor
 from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.links import Link, Statistics, Swarm, Terms
 from swarmd.client.ops import WrongCount, cut, read_answer
@@ -28,7 +29,7 @@ from swarmd.errors import (
 from swarmd.plan.standing import Fault
 from swarmd.protocol.fields import HopTimes
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, Refusal, Suspect
+from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, ReceiptIs, Refusal, Suspect
 from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op
@@ -39,7 +40,6 @@ HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
 CHAIN_BROKEN = (Code.OP_GAP, Code.STRANGER)
 CANNOT_BE = (Code.NOT_FINITE, Code.BAD_SHAPE, Code.MALFORMED)  # said of what another hop gave
 MAX_WRONG = 4  # chains in one step that gave what cannot be right, one after the other
-DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LONGEST_S = 60.0  # signs of life without an answer, beyond what computing takes
 SLACK = 4.0  # other sessions are computed too
 SLOWEST_TOKENS_PER_S = 2.0  # of a prefill: a server that is slower, or says so, is no use to anybody
@@ -52,9 +52,11 @@ class ChainSession:
         self.hops = Chain(swarm, terms)
         self._swarm = swarm
         self._position = self.hops.position
-        self._history = History(terms.grade == "exact", budget)
-        self._repairs = Repairs(self.hops, self._history)
-        self._entered: dict[int, tuple[torch.Tensor | None, int | None]] = {}  # what is on its way, and what is wanted
+        self.history = History(terms.grade == "exact", budget)
+        self._repairs = Repairs(self.hops, self.history)
+        self._entered: dict[int, tuple[Sent, int | None]] = {}  # what is on its way, and what is wanted of it
+        self.auditor: Auditor | None = None
+        self.width = 0
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
@@ -87,6 +89,11 @@ class ChainSession:
     @property
     def codec(self) -> Decision[str]:
         return self.hops.codec
+
+    @property
+    def n_ops(self) -> int:
+        """Ops that are answered."""
+        return self._position.answered
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -143,15 +150,18 @@ class ChainSession:
         if not self._entered:
             self._here_s = trio.current_time() - self._moved_at
             self._moved_at = trio.current_time()
-        self._entered[sent.seq] = sent.hidden, want
+        self._entered[sent.seq] = sent, want
         self._position.seq = sent.seq
+        self.hops.books.sent(sent)
+        self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
             marks, answered = Op(want=want, times=()), self._position.answered
-            frame = encode_op(self.key, 0, self.hops.epoch, answered, sent, marks, None, self.codec.action)
+            at = (self.key, self.terms.start, self.hops.epoch)
+            frame = encode_op(*at, answered, sent, marks, None, self.codec.action)
             await self._send_to(0, sent.seq, frame)
-        self._history.settle(self._position.answered)  # while the chain computes
-        self._history.add(sent)
+        self.history.settle(self._position.answered)  # while the chain computes
+        self.history.add(sent)
 
     async def _receive(self, seq: int) -> torch.Tensor:
         """Wait for the answer to op ``seq``; what the client did not want comes as zeros. Raises SwarmError."""
@@ -161,7 +171,7 @@ class ChainSession:
 
     async def close(self) -> None:
         self._is_closed = True
-        self._history.close()
+        self.history.close()
         await self.hops.give_back(set())
 
     # --- what peers say --------------------------------------------------------------------------------------
@@ -182,6 +192,8 @@ class ChainSession:
             self._repairs.on_inherited(peer, message)
         elif isinstance(message, Leaving):
             self._on_leaving(peer, message)
+        elif isinstance(message, ReceiptIs):
+            self.hops.take_receipt(peer, message, frame)
 
     def _on_leaving(self, peer: PeerId, message: Leaving) -> None:
         """A hop will stop serving: move it now, or in the pause between two steps."""
@@ -225,9 +237,11 @@ class ChainSession:
             return
         if self.hops.links[-1].hop.peer == peer and op.seq == self._position.answered + 1 <= self._position.seq:
             self.statistics.frames_received += 1
-            entered, want = self._entered[op.seq]
+            sent, want = self._entered[op.seq]
+            entered = sent.hidden
             try:
                 self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
+                self.hops.books.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:
                 self._doubt_all(str(error))
                 return
@@ -246,6 +260,8 @@ class ChainSession:
                 link.watch.on_progress(op.seq, trio.current_time())
                 self._swarm.rpc.standing.did_well(link.hop.peer)
             self.hops.notify()
+            if self.auditor is not None:
+                self.auditor.on_answer(op.seq)
 
     def _note_times(self, times: HopTimes) -> None:
         """Keep what all hops of the chain tell of the pass that is answered now."""
@@ -281,8 +297,8 @@ class ChainSession:
             self.hops.notify()
 
     def _is_finite(self, seq: int) -> bool:
-        hidden, _ = self._entered.get(seq, (None, None))
-        return hidden is not None and bool(torch.isfinite(hidden).all())
+        sent, _ = self._entered.get(seq, (None, None))
+        return sent is not None and sent.hidden is not None and bool(torch.isfinite(sent.hidden).all())
 
     def _on_accusation(self, index: int, reason: str) -> None:
         """A hop says that what it was given cannot be: one of two is wrong, first the giver, then who says it again.
@@ -303,10 +319,7 @@ class ChainSession:
     def _doubt_all(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
         self._count_wrong(reason)
-        for link in self.hops.links:
-            link.is_lost = True
-            self.hops.decline(link.hop.peer, DOUBTED_FOR_S)
-        self.hops.worry(reason)
+        self.hops.dispute(self.hops.links, reason)
 
     def _count_wrong(self, reason: str) -> None:
         """When chain after chain is wrong, the model or the input is to blame."""
@@ -328,7 +341,7 @@ class ChainSession:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
         if is_stuck or self.hops.trouble is not None:
             await self._repairs.run(is_stuck)
-            self._moved_at, self._n_replayed = trio.current_time(), self._history.n_tokens
+            self._moved_at, self._n_replayed = trio.current_time(), self.history.n_tokens
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
@@ -343,7 +356,7 @@ class ChainSession:
 
         It takes a view of the swarm: nothing for every token.
         """
-        waited_for = [hidden for hidden, _ in self._entered.values() if hidden is not None]
+        waited_for = [sent.hidden for sent, _ in self._entered.values() if sent.hidden is not None]
         n_tokens = self._n_replayed + sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
         speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
         return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)

@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 import trio
 
+from swarmd.client.audit import Auditor
+from swarmd.client.checks import Checks
 from swarmd.client.lane import Lane
 from swarmd.client.links import Listeners, Terms
 from swarmd.client.pipeline import Pipeline
@@ -61,7 +63,8 @@ T = TypeVar("T")
 class Membership:
     """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are.
 
-    ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept.
+    ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept, and
+    ``checks`` what was found of servers.
     """
 
     keys: SwarmKeys
@@ -70,6 +73,7 @@ class Membership:
     bootstrap: dict[PeerId, tuple[str, ...]]
     folders: dict[ModelId, Path]
     weights: Path
+    checks: Path | None = None
 
 
 class RunGuest(Protocol):
@@ -96,6 +100,8 @@ class AsyncSwarm:
         self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
         self._rng = random.Random()
+        self.checks = Checks(self._rng, membership.checks)
+        self.audits = True  # False: nobody's answers are checked
         self._runs: dict[str, RunGuest] = {}
         self._nursery: trio.Nursery
 
@@ -109,13 +115,18 @@ class AsyncSwarm:
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         return self.exchange.addresses_of(peer) or self._membership.bootstrap.get(peer, ())
 
+    def voucher_of(self, peer: PeerId) -> bytes:
+        return self.exchange.voucher_of(peer)
+
     def way_to(self, peer: PeerId) -> Way | None:
         """How this client is connected with a member: direct, reversed, punched or relayed; None when it is not."""
         return self._network.way_to(peer)
 
-    async def open_session(self, terms: Terms) -> ChainSession:
-        """Open a session over the cheapest chain. Raises SwarmError."""
+    async def open_session(self, terms: Terms, is_audited: bool = True) -> ChainSession:
+        """Open a session over the cheapest chain; others check it now and then. Raises SwarmError."""
         session = ChainSession(self, terms, self.budget)
+        if is_audited and self.audits:
+            session.auditor = Auditor(self, self, session)
         self._listeners[session.key] = session
         try:
             await session.open()
@@ -130,6 +141,8 @@ class AsyncSwarm:
         return Pipeline(self, self._listeners, terms)
 
     async def close_session(self, session: ChainSession) -> None:
+        if session.auditor is not None:
+            await session.auditor.last_look()
         self._listeners.pop(session.key, None)
         await session.close()
 

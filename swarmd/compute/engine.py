@@ -20,7 +20,7 @@ from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Spee
 from swarmd.plan.prefixes import Prefixes
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed
+from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed, WantTokens
 from swarmd.protocol.worker import WorkerMessage
 from swarmd.values import Span
 from swarmd.wire.history import Budget
@@ -39,7 +39,7 @@ def _none_held(client: bytes, version: bytes, hop: Span) -> Tuned:
 
 @dataclass(slots=True)
 class _Waiting:
-    message: Op | Replay | HandOver | CachePart
+    message: Op | Replay | HandOver | CachePart | WantTokens
     payload: memoryview
     order: int
     came_at: float
@@ -73,7 +73,7 @@ class Engine:
 
         ``tuned`` finds a client's own parameters, for sessions that use them.
         """
-        if isinstance(message, Op | Replay | HandOver | CachePart):
+        if isinstance(message, Op | Replay | HandOver | CachePart | WantTokens):
             key = (message.session, message.start)
             if key not in self._sessions:
                 text = f"no session {message.session.hex()[:8]} at block {message.start} in this worker"
@@ -224,6 +224,8 @@ class Engine:
     def _begin(self, session: HopSession, waiting: _Waiting) -> Iterator[bytes]:
         if isinstance(waiting.message, Replay):
             yield from self._replay(session, waiting.message)
+        elif isinstance(waiting.message, WantTokens):
+            yield session.shown(waiting.message)
         elif isinstance(waiting.message, HandOver):
             yield from session.hand_over(waiting.message)
         elif isinstance(waiting.message, CachePart):

@@ -24,12 +24,24 @@ from swarmd.plan.prefixes import BLOCK_TOKENS, Ahead, Prefix
 from swarmd.protocol import messages
 from swarmd.protocol.fields import MOST_HOPS_TIMED
 from swarmd.protocol.frames import MAX_PAYLOAD_BYTES
-from swarmd.protocol.messages import CachePart, Edit, HandedOver, HandOver, Inherited, Op, OpenSession, Replay
+from swarmd.protocol.messages import (
+    CachePart,
+    Edit,
+    HandedOver,
+    HandOver,
+    Inherited,
+    Op,
+    OpenSession,
+    Replay,
+    TokensAre,
+    WantTokens,
+)
+from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.protocol.worker import Done
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op, replay_frames
-from swarmd.wire.tensors import unpack_untrusted
+from swarmd.wire.tensors import pack, unpack_untrusted
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
@@ -217,6 +229,19 @@ class HopSession:
         marks = Op(silent_through=request.silent_through, replay_end=request.replay_end)
         at = (self.session, self.hop.end, request.epoch)
         yield from replay_frames(self.history, at, request.have, marks, self._codec)
+
+    def shown(self, request: WantTokens) -> bytes:
+        """What left this hop of some tokens, with their positions. Raises Refused."""
+        d, b = self._span.hidden_size, self.n_rows
+        dtype = str(self._span.dtype).removeprefix("torch.")
+        if request.n > max_tokens_per_frame(b, d, dtype, PART_BYTES * 4):
+            raise Refused(Code.TOO_LONG, f"{request.n} tokens do not fit one answer")
+        try:
+            hidden, positions = self.history.placed(request.first, request.first + request.n)
+        except LookupError as error:
+            raise Refused(Code.NOT_HELD, str(error)) from None
+        meta, payload = pack(hidden, positions, None)
+        return messages.framed(TokensAre(re=request.id, tensor=meta), payload)
 
     def hand_over(self, request: HandOver) -> Iterator[bytes]:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""

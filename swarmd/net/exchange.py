@@ -81,6 +81,14 @@ class Exchange:
         if self._revoked and self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, "the membership was revoked by the founder")
 
+    def voucher_of(self, peer: PeerId) -> bytes:
+        """The key that brought a member in: its invite's, or its own when the founder certified it himself."""
+        entry = self.book.entries.get(f"{peer}/peer")
+        membership = self.members.get(peer) or (entry.membership if entry is not None else None)
+        if membership is None:
+            return peer.encode()
+        return membership.keys[1] if len(membership.keys) > 1 else membership.keys[0]
+
     def principal(self, peer: PeerId) -> bytes:
         """The key that answers for a peer: its own, or for a throw-away client the one that certified it."""
         membership = self.members.get(peer)

@@ -21,6 +21,7 @@ from swarmd.node.worker_link import Starter
 from swarmd.plan.memory import blocks_bytes, blocks_that_fit
 from swarmd.plan.placement import Holder, choose_span
 from swarmd.plan.routing import STAYS_S, stays_s
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.understanding import Understanding
 from swarmd.values import Decision, ModelId, PeerId, Span
 
@@ -41,6 +42,7 @@ class Choice:
 class Around:
     """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
 
+    identity: Identity
     rpc: Rpc
     exchange: Exchange
     directory: Directory

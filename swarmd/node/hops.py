@@ -21,6 +21,7 @@ from swarmd.plan.session import HopState, Watch
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Refusal
+from swarmd.protocol.receipt import Trail
 from swarmd.status import HopTimes, SessionRow
 from swarmd.values import Decision, PeerId, Span
 
@@ -35,7 +36,10 @@ Deliver = Callable[[PeerId, AnyMessage, Frame], Awaitable[None]]
 
 @dataclass(slots=True)
 class SessionHop:
-    """One hop of one session on this server. ``successor`` is None when outputs go to the client."""
+    """One hop of one session on this server. ``successor`` is None when outputs go to the client.
+
+    ``trail``: what receipts are made of; None when the client wants none.
+    """
 
     state: HopState
     span: Span
@@ -50,6 +54,7 @@ class SessionHop:
     why: str = ""
     inherit_from: PeerId | None = None
     limit_bytes: int = 0
+    trail: Trail | None = None
     unfinished: deque[tuple[int, int]] = field(default_factory=deque)
     passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
 

@@ -237,12 +237,12 @@ class Hosting:
 
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
-        around, wanted = self._around, self.wanted
-        served = Served(model, placement.action, wanted.dtype, around.config.tuning_mib << 20, around.understands)
+        around, wanted, config = self._around, self.wanted, self._around.config
+        mine = (around.identity, model, placement.action, wanted.dtype)
+        served = Served(*mine, config.tuning_mib << 20, around.understands)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
-        ledger, supply = CacheLedger(wanted.cache_tokens), around.store.supply
-        world = (around.rpc, around.exchange)
-        server = Server(*world, served, worker, ledger, supply, self._on_server_change, self._deliver)
+        ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
+        server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)
         lanes = Lanes(*world, server, worker, self._deliver)
 
         async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmd.errors import Code, Refused
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.values import ModelId, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Blocks of a model, in one dtype. ``limit_bytes`` may wait here for fine-tuning."""
+    """Blocks of a model, in one dtype, by ``identity``. ``limit_bytes`` may wait here for fine-tuning."""
 
+    identity: Identity
     model: ModelId
     span: Span
     dtype: str

@@ -21,11 +21,13 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.adapters import Adapters
 from swarmd.node.heartbeat import Heartbeats
-from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, reach_successor, rows
+from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.migration import Migrations
 from swarmd.node.outbox import Outbox
+from swarmd.node.receipts import Receipts
+from swarmd.node.replies import Replies
 from swarmd.node.served import Served
-from swarmd.node.worker_link import Answer, Handlers, WorkerLink, WorkerLost
+from swarmd.node.worker_link import Handlers, WorkerLink, WorkerLost
 from swarmd.plan.admission import CacheLedger
 from swarmd.plan.session import HopState, Verdict, Watch, accept_op, judge_op
 from swarmd.protocol import messages
@@ -39,16 +41,16 @@ from swarmd.protocol.messages import (
     Inherited,
     Leaving,
     Op,
-    Opened,
     OpenSession,
     Progress,
     Refusal,
     Replay,
-    Replayed,
     Reroute,
-    Rerouted,
+    WantReceipt,
+    WantTokens,
     framed,
 )
+from swarmd.protocol.receipt import Trail
 from swarmd.protocol.worker import Done, Loaded
 from swarmd.status import ServerStatus, SessionRow
 from swarmd.values import PeerId, Span
@@ -92,6 +94,8 @@ class Server:
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
         self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
+        self._replies = Replies(rpc, exchange, worker, self._outbox)
+        self._receipts = Receipts(served, worker, self._outbox, self._tasks)
         self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
         self._refused: Counter[str] = Counter()
@@ -156,6 +160,8 @@ class Server:
                 await self._on_replay(peer, message)
             elif isinstance(message, CloseSession):
                 await self._on_close(peer, message)
+            elif isinstance(message, WantReceipt | WantTokens):
+                await self._receipts.answer(self._own_hop(peer, message.session, message.start), message)
             elif isinstance(message, HandOver):
                 await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
@@ -191,6 +197,8 @@ class Server:
         if op.tensor is not None:
             await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
         accept_op(hop.state, op)
+        if hop.trail is not None:
+            hop.trail.enter(op, frame.payload)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
             self._tokens_served += op.tensor.b * op.tensor.t
@@ -233,10 +241,11 @@ class Server:
             used_at=trio.current_time(),
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes,
+            trail=Trail() if opening.receipts and not opening.inherit else None,
         )
         self._hops.put(key, hop)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
-        self._tasks.start_soon(self._reply_opened, channel, opening, hop)
+        self._tasks.start_soon(self._replies.opened, channel, opening, hop)
         self._on_change()
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
@@ -263,24 +272,6 @@ class Server:
         self.served.require(model, start, end, dtype, codec)
         return self._worker.loaded
 
-    async def _reply_opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
-        loaded = self._worker.loaded
-        await self._connect_onward(hop, opening.successor_addresses)
-        reply = Opened(
-            re=opening.id,
-            push=hop.push,
-            why=hop.why[:500],
-            numerics=loaded.numerics if loaded else "",
-            layer_arity=loaded.layer_arity if loaded else 0,
-        )
-        self._outbox.tell(channel.peer, framed(reply))
-
-    async def _connect_onward(self, hop: SessionHop, addresses: tuple[str, ...]) -> None:
-        """Find out whether this server can push to its successor; ``hop.why`` says so."""
-        neighbours = hop.state.client, hop.successor
-        found = await reach_successor(self._rpc, self._exchange, "interactive", neighbours, addresses)
-        hop.push, hop.why = found.action, found.reason
-
     def _on_reroute(self, channel: Channel, message: Reroute) -> None:
         require_peer_ids(message.predecessor, message.successor)
         hop = self._own_hop(channel.peer, message.session, message.start)
@@ -291,24 +282,13 @@ class Server:
         hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
-        self._tasks.start_soon(self._reply_rerouted, channel, message, hop)
-
-    async def _reply_rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
-        await self._connect_onward(hop, message.successor_addresses)
-        reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
-        self._outbox.tell(channel.peer, framed(reply))
+        self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
         self._require_epoch(hop, message.epoch, exactly=True)
         answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(message, id=call_id))
-        self._tasks.start_soon(self._reply_replayed, peer, message, answer)
-
-    async def _reply_replayed(self, peer: PeerId, message: Replay, answer: Answer) -> None:
-        def replayed(said: Replayed) -> Replayed:
-            return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
-
-        self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
+        self._tasks.start_soon(self._replies.replayed, peer, message, answer)
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         if (message.session, message.start) in self._hops:  # else it is over already, which is as good
@@ -386,6 +366,7 @@ class Server:
             return
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
+        self._receipts.left((op.session, hop.span.start), hop, op.seq, op.tensor, frame.payload)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if op.times:
@@ -404,6 +385,7 @@ class Server:
         hop = self._hops.get((message.session, message.start))
         if hop is not None:
             hop.state.finished = max(hop.state.finished, message.seq)
+            self._receipts.left((message.session, message.start), hop, message.seq, None, frame.payload)
 
     async def _on_own_cache_part(self, message: CachePart, frame: Frame, more: bool) -> None:
         self._migrations.put((message.session, message.start), frame.raw)

@@ -145,9 +145,10 @@ class Answer:
         self._arrived = trio.Event()
         self._message: WorkerMessage | None = None
         self._lost = ""
+        self.payload = memoryview(b"")  # of what has arrived
 
-    def arrive(self, message: WorkerMessage) -> None:
-        self._message = message
+    def arrive(self, message: WorkerMessage, payload: memoryview = memoryview(b"")) -> None:
+        self._message, self.payload = message, payload
         self._arrived.set()
 
     def lose(self, reason: str) -> None:
@@ -182,9 +183,6 @@ class WorkerStatus:
     restarts: int
     loaded: Loaded | None
     reason: str
-
-
-NOT_NEEDED = "not needed any more"  # no fault
 
 
 class WorkerLink:
@@ -342,7 +340,7 @@ class WorkerLink:
             self._loaded = msgspec.structs.replace(self._loaded, speed=message)
             await self._on_change()
         elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
-            answer.arrive(message)
+            answer.arrive(message, frame.payload)
         elif (handle := self._handlers.get(type(message))) is not None:
             await handle(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence

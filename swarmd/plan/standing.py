@@ -30,15 +30,18 @@ class Fault(StrEnum):
     BAD_CHUNK = "bad_chunk"
     FAULTY_NUMBERS = "faulty_numbers"
     SILENT = "silent"
+    WRONG_RESULTS = "wrong_results"
+    UNACCOUNTED = "unaccounted"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``weight`` of one fault of a kind; with ``bans`` it counts towards a ban."""
+    """``weight`` of one fault of a kind; with ``bans`` it counts towards a ban, of ``ban_s`` at first."""
 
     weight: float
     bans: bool
     meaning: str
+    ban_s: float = FIRST_BAN_S
 
 
 RULES: Mapping[Fault, Rule] = {
@@ -46,6 +49,8 @@ RULES: Mapping[Fault, Rule] = {
     Fault.FORGED: Rule(1.0, True, "a signature, certificate or commit that does not verify"),
     Fault.BAD_CHUNK: Rule(2.0, True, "weights or state that are not what their hash says"),
     Fault.FAULTY_NUMBERS: Rule(1.0, False, "hidden states, gradients or averages that cannot be right"),
+    Fault.WRONG_RESULTS: Rule(3.0, True, "two others computed something else from the same input", 3_600.0),
+    Fault.UNACCOUNTED: Rule(1.0, False, "no receipt for what it computed, or other numbers than it signed"),
     Fault.SILENT: Rule(0.0, False, "no sign of life while something was outstanding: left out for a while, no more"),
 }
 
@@ -93,7 +98,7 @@ def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> De
         return Decision(False, seen.why)
     if now - seen.banned_until > BANS_FORGOTTEN_S:
         seen.n_bans = 0
-    ban_s = min(LONGEST_BAN_S, FIRST_BAN_S * 2**seen.n_bans)
+    ban_s = min(LONGEST_BAN_S, RULES[kind].ban_s * 2**seen.n_bans)
     seen.n_bans += 1
     seen.banned_until = now + ban_s
     seen.faults = {k: (count, 0.0 if RULES[k].bans else w) for k, (count, w) in seen.faults.items()}

@@ -117,7 +117,7 @@ class OpenSession(Message, tag="open", frozen=True):
 
     ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session. With
     ``inherit`` the hop starts with the caches that this peer will send. ``tuned`` is the version of the client's own
-    parameters (``PutTuned``) that the session's tokens pass through.
+    parameters (``PutTuned``) that the session's tokens pass through. With ``receipts`` the hop signs what passes.
     """
 
     id: Count = 0
@@ -139,6 +139,7 @@ class OpenSession(Message, tag="open", frozen=True):
     inherit: Name = ""
     adapter: Name = ""
     tuned: Digest = b""
+    receipts: bool = False
     needs: Needs = ()
 
 
@@ -300,6 +301,40 @@ class CloseSession(Message, tag="close", frozen=True):
     start: Block = 0
 
 
+class WantReceipt(Message, tag="want_receipt", frozen=True):
+    """The client asks a hop to sign what has passed since its last receipt."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+
+
+class ReceiptIs(Message, tag="receipt", frozen=True):
+    """A hop's receipt (protocol.receipt), which is the payload; unasked (``re`` 0) every so many ops."""
+
+    re: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class WantTokens(Message, tag="want_tokens", frozen=True):
+    """The client asks a hop for what left it: ``n`` tokens of each row from ``first`` on, of those that it holds."""
+
+    id: Count = 0
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    first: Annotated[int, msgspec.Meta(ge=0, le=2**22)] = 0
+    n: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
+
+
+class TokensAre(Message, tag="tokens", frozen=True):
+    """Hidden states, not coded, with their positions."""
+
+    re: Count = 0
+    tensor: TensorMeta | None = None
+
+
 Known = (
     Hello
     | Refusal
@@ -327,6 +362,10 @@ Known = (
     | CachePart
     | Inherited
     | CloseSession
+    | WantReceipt
+    | ReceiptIs
+    | WantTokens
+    | TokensAre
     | tuning.OpenLane
     | tuning.CloseLane
     | tuning.Forward

@@ -58,6 +58,19 @@ def token_bytes(hidden: int, dtype: str, codec: str) -> int:
     return hidden * ITEM_BYTES[dtype if codec == "raw" else codec]
 
 
+def token_parts(meta: TensorMeta) -> tuple[tuple[int, int], ...]:
+    """Where the hidden states of token 0 of row 0 begin, and their bytes: several parts where scales follow values."""
+    if meta.codec == "int8":
+        parts = [meta.d, 4 * -(-meta.d // INT8_BLOCK)]
+    elif meta.codec == "int4":
+        n_blocks = -(-meta.d // INT4_BLOCK)
+        parts = [INT4_BLOCK // 2 * n_blocks, 2 * n_blocks]
+    else:
+        parts = [token_bytes(meta.d, meta.dtype, meta.codec)]
+    starts = [sum(parts[:i]) * meta.b * meta.t for i in range(len(parts))]
+    return tuple(zip(starts, parts, strict=True))
+
+
 def max_tokens_per_frame(batch: int, hidden: int, dtype: str, limit_bytes: int) -> int:
     """Tell how many tokens of each row fit one frame of at most ``limit_bytes``."""
     return max(1, limit_bytes // (batch * (hidden * ITEM_BYTES[dtype] + 5)))

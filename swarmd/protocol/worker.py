@@ -181,6 +181,8 @@ WorkerMessage = (
     | messages.HandedOver
     | messages.CachePart
     | messages.Inherited
+    | messages.WantTokens
+    | messages.TokensAre
     | tuning.OpenLane
     | tuning.CloseLane
     | tuning.Forward

@@ -105,13 +105,38 @@ class History:
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
         """Hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
-        parts = [] if self._hidden is None else [self._hidden[:, : self.n_tokens]]
-        parts += [sent.hidden for sent in self._recent if sent.hidden is not None]
+        return torch.cat([hidden for hidden, _ in self._parts(start, end)], 1)
+
+    def placed(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with their positions [b, end - start]; fewer tokens where there are fewer. Raises LookupError.
+
+        Crops that are not merged yet count; after a reorder of rows that is not, nobody knows.
+        """
+        n_kept = self.n_tokens
+        for sent in self._recent:
+            if any(edit.rows is not None for edit in sent.edits):
+                raise LookupError("rows were reordered")
+            n_kept += (0 if sent.hidden is None else sent.hidden.shape[1]) - sum(edit.crop or 0 for edit in sent.edits)
+        parts = self._parts(start, min(end, n_kept))
+        if not parts:
+            raise LookupError(f"{n_kept} tokens are here")
+        return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
+
+    def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._hidden is not None and self._positions is not None:
+            whole.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
+        for sent in self._recent:
+            _crop(whole, sum(edit.crop or 0 for edit in sent.edits))
+            if sent.hidden is not None and sent.positions is not None:
+                whole.append((sent.hidden, sent.positions))
         wanted, at = [], 0
-        for part in parts:
-            wanted.append(part[:, max(0, start - at) : max(0, end - at)])
-            at += part.shape[1]
-        return torch.cat(wanted, 1)
+        for hidden, positions in whole:
+            window = slice(max(0, start - at), max(0, end - at))
+            wanted.append((hidden[:, window], positions[:, window]))
+            at += hidden.shape[1]
+        return [part for part in wanted if part[0].shape[1]] or wanted[:1]
 
     def close(self) -> None:
         self._budget.release(self._charged)
@@ -168,3 +193,13 @@ class History:
         self._budget.release(self._charged)
         self._charged = charged
         self._hidden, self._positions, self._mask = hidden, positions, mask
+
+
+def _crop(parts: list[tuple[torch.Tensor, torch.Tensor]], n_tokens: int) -> None:
+    """Drop the last ``n_tokens`` of each row."""
+    while n_tokens and parts:
+        hidden, positions = parts.pop()
+        n_left = max(0, hidden.shape[1] - n_tokens)
+        n_tokens -= hidden.shape[1] - n_left
+        if n_left:
+            parts.append((hidden[:, :n_left], positions[:, :n_left]))

@@ -72,8 +72,9 @@ class ToySpan:
 
     n_layers = 0  # it does not know, and gives all
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, lie: Callable[[torch.Tensor], torch.Tensor] = lambda out: out) -> None:
         self.span = span
+        self.lie = lie
 
     def new_cache(self, hop: Span | None = None, max_tokens: int = 0) -> ToyCache:
         return ToyCache(hop or self.span)
@@ -88,7 +89,7 @@ class ToySpan:
             for block in range(hop.start, hop.end):
                 cache.sums[block] = cache.sums[block] + out[0, token]
                 out[0, token] = torch.tanh(out[0, token] + 0.3 * cache.sums[block] + 0.01 * block)
-        return out
+        return self.lie(out)
 
 
 class SimWorker:
@@ -103,6 +104,7 @@ class SimWorker:
         self._is_dead = self._is_stopped = False
         self._step_s, self._load_s = step_s, load_s
         self.spoil: Callable[[bytes], list[bytes]] = lambda said: [said]  # what a hostile one makes of what it says
+        self.lie: Callable[[torch.Tensor], torch.Tensor] = lambda out: out  # and of what it computes
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
@@ -126,7 +128,7 @@ class SimWorker:
                 message = worker.decode(frame.header)
                 if isinstance(message, LoadSpan):
                     await trio.sleep(self._load_s)
-                    span = ToySpan(Span(message.start, message.end))
+                    span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
                     self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
                     yield messages.framed(
                         Loaded(device="toy", numerics="toy", speed=Measured(decode_tokens_per_s=1 / self._step_s))

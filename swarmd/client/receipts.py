@@ -1,0 +1,118 @@
+"""What the hops of one session have signed, and whether neighbours say the same of what passed between them.
+
+Digests are of the tokens that the session holds now (protocol.receipt); cropped ones are forgotten on all sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from swarmd.errors import IntegrityError
+from swarmd.protocol import receipt
+from swarmd.protocol.fields import TensorMeta
+from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, cropped, digests_of
+from swarmd.values import PeerId
+from swarmd.wire.history import Sent
+from swarmd.wire.tensors import pack
+
+Place = tuple[PeerId, int]
+"""A hop: its peer and first block."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What one hop has signed: digests of tokens as they entered and left, and the last receipt itself."""
+
+    entered: bytearray = field(default_factory=bytearray)
+    left: bytearray = field(default_factory=bytearray)
+    last: Receipt | None = None
+    signed: list[tuple[bytes, bytes]] = field(default_factory=list)  # bodies and signatures, for others to see
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.left) // DIGEST_BYTES
+
+    def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
+        for digests, more in ((self.entered, said.entered), (self.left, said.left)):
+            digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
+            digests[said.first * DIGEST_BYTES :] = more
+        self.last = said
+        self.signed.append((body, signature))
+
+
+class Books:
+    """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``."""
+
+    def __init__(self, session: bytes, client: PeerId) -> None:
+        self.n_tokens = 0
+        self.low = 0
+        self.is_reordered = False
+        self.is_padded = False
+        self.answers = bytearray()  # digests of what the last hop gave
+        self._session = session
+        self._client = client
+        self._accounts: dict[Place, Account] = {}
+
+    def mark(self) -> None:
+        """Begin to notice crops."""
+        self.low = self.n_tokens
+
+    def sent(self, sent: Sent) -> None:
+        """An op is on its way."""
+        for edit in sent.edits:
+            self.is_reordered |= edit.rows is not None and list(edit.rows) != list(range(len(edit.rows)))
+        self.is_padded |= sent.mask is not None
+        self.n_tokens -= cropped(sent.edits)
+        self.low = min(self.low, self.n_tokens)
+        self.n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+
+    def answered(self, sent: Sent, meta: TensorMeta | None, payload: memoryview) -> None:
+        """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
+        n_cropped = cropped(sent.edits)
+        if n_cropped:
+            del self.answers[-n_cropped * DIGEST_BYTES :]
+        n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
+        digests = b"" if meta is None else digests_of(meta, payload)
+        self.answers += UNSEEN * (n_tokens - len(digests) // DIGEST_BYTES) + digests
+
+    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes) -> Account:
+        """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
+        said = receipt.read_untrusted(body, signature)
+        expected = (place[0], self._client, self._session, place[1], end)
+        if (said.peer, said.client, said.session, said.start, said.end) != expected:
+            raise IntegrityError(f"a receipt of {said.peer} for [{said.start},{said.end}) of another session or hop")
+        account = self._accounts.setdefault(place, Account())
+        if account.last is not None and said.seq < account.last.seq:
+            raise IntegrityError(f"a receipt up to op {said.seq} after one up to op {account.last.seq}")
+        account.add(said, body, signature)
+        return account
+
+    def account(self, place: Place) -> Account:
+        return self._accounts.get(place, Account())
+
+    def reopened(self, place: Place) -> None:
+        """A hop begins anew: what it signed before is of another cache."""
+        self._accounts.pop(place, None)
+
+
+def digests(hidden: torch.Tensor, codec: str) -> bytes:
+    """The digests of tokens [b, t, d] as they travel in ``codec``."""
+    meta, payload = pack(hidden, None, None, codec)
+    return digests_of(meta, payload)
+
+
+def same(one: bytes | bytearray, other: bytes | bytearray, first: int, end: int) -> bool:
+    """Are two parties' digests the same for tokens ``first`` to ``end``, where both have seen them?"""
+    for token in range(first, end):
+        window = slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES)
+        if one[window] != other[window] and UNSEEN not in (one[window], other[window]):
+            return False
+    return True
+
+
+def are_seen(known: bytes | bytearray, first: int, end: int) -> bool:
+    """Is there a digest of each of these tokens?"""
+    windows = (slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES) for token in range(first, end))
+    return all(len(known) >= window.stop and known[window] != UNSEEN for window in windows)

@@ -1,0 +1,81 @@
+"""A server's receipts: what passed through a hop, signed for its client, and shown to it again when it asks.
+
+What is signed is ``protocol.receipt``'s; what clients do with it is ``client.audit``'s. docs/trust.md tells the story.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmd.errors import Code, Refused
+from swarmd.net.tasks import Tasks
+from swarmd.node.hops import Key, SessionHop
+from swarmd.node.outbox import Outbox
+from swarmd.node.served import Served
+from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
+from swarmd.protocol import receipt
+from swarmd.protocol.fields import TensorMeta
+from swarmd.protocol.messages import ReceiptIs, Refusal, TokensAre, WantReceipt, WantTokens, framed
+from swarmd.protocol.receipt import Receipt
+from swarmd.values import PeerId
+
+OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
+
+
+class Receipts:
+    """Those of one server. ``outbox`` reaches clients."""
+
+    def __init__(self, served: Served, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+        self._served = served
+        self._worker = worker
+        self._outbox = outbox
+        self._tasks = tasks
+
+    def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
+        """An op has left a hop, or ended in it without output."""
+        if hop.trail is None:
+            return
+        hop.trail.leave(seq, tensor, payload)
+        if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
+            self._outbox.tell(hop.state.client, self._signed(key, hop))
+
+    async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
+        """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
+        if isinstance(request, WantTokens):
+            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+            self._tasks.start_soon(self._pass_on, hop.state.client, request, answer)
+            return
+        if hop.trail is None or hop.trail.is_broken:
+            raise Refused(Code.NOT_HELD, "no receipts of this session: its cache came, or was changed, as a whole")
+        self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
+
+    async def _pass_on(self, client: PeerId, request: WantTokens, answer: Answer) -> None:
+        try:
+            said = await answer.wait()
+        except (Refused, WorkerLost) as error:
+            code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
+            self._outbox.tell(client, framed(Refusal(re=request.id, code=code.value, message=str(error)[:500])))
+            return
+        assert isinstance(said, TokensAre)
+        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=said.tensor), answer.payload))
+
+    def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
+        assert hop.trail is not None
+        first, entered, left = hop.trail.cut()
+        body, signature = receipt.sign(
+            Receipt(
+                peer=self._served.identity.peer_id,
+                client=hop.state.client,
+                session=key[0],
+                model=self._served.model,
+                start=hop.span.start,
+                end=hop.span.end,
+                seq=hop.trail.seq,
+                n_computed=hop.trail.n_computed,
+                first=first,
+                entered=entered,
+                left=left,
+            ),
+            self._served.identity,
+        )
+        return framed(ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature), body)

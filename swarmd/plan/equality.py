@@ -1,0 +1,92 @@
+"""When two machines' outputs for the same input count as equal: errors, bounds, and what follows from three answers.
+
+Machines differ in the last bits, so that bytes prove nothing; but the error of one token, relative to what the span
+itself added to it, lies far below that of other weights, skipped blocks or another context. What each bound sees and
+does not see was measured: docs/trust.md. numpy only; values are float32 [b, t, d].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmd.values import Decision
+
+Floats = NDArray[np.float32]
+N_PROJECTED = 16  # numbers of a token, 64 bytes: errors of projections are those of the whole within a factor of 2
+LEAST_SHARE = 1e-3  # of a token's own size: what adds less is held against that
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What honest machines stay below: one token's error, and the mean over ``MEAN_TOKENS``."""
+
+    token: float
+    mean: float
+
+
+MEAN_TOKENS = 1_000  # over so many the mean of honest ones stays within 1 %
+BOUNDS: Mapping[str, Bound] = {
+    "float32": Bound(1e-4, 1e-5),
+    "float16": Bound(1e-2, 3e-3),
+    "bfloat16": Bound(5e-2, 1e-2),
+}
+LOOSEST = 5e-2  # where weights were rounded on both sides, by kernels of their own
+
+
+def bound_of(dtype: str, quantize: str) -> Bound:
+    """The bound for two servers of one dtype and one format of weights."""
+    bound = BOUNDS[dtype]
+    return bound if quantize == "none" else Bound(max(bound.token, LOOSEST), max(bound.mean, LOOSEST))
+
+
+def errors(entered: Floats, left: Floats, again: Floats) -> Floats:
+    """The error of each token [t], the largest of its rows: what left less what came ``again``, by what was added."""
+    added = np.linalg.norm(again - entered, axis=-1)
+    floor = np.maximum(LEAST_SHARE * np.linalg.norm(entered, axis=-1), np.float32(1e-30))
+    ratio = np.linalg.norm(left - again, axis=-1) / np.maximum(added, floor)
+    largest: Floats = np.nan_to_num(ratio, nan=np.inf).max(axis=0).astype(np.float32)
+    return largest
+
+
+def projected(values: Floats, seed: int) -> Floats:
+    """A seeded random projection of each token [b, t, d] to [b, t, 16], of about the same length."""
+    d = values.shape[-1]
+    directions = np.random.default_rng(seed).standard_normal((d, N_PROJECTED), dtype=np.float32)
+    found: Floats = (values @ directions / np.float32(np.sqrt(N_PROJECTED))).astype(np.float32)
+    return found
+
+
+def is_equal(found: Floats, bound: Bound) -> Decision[bool]:
+    """Are tokens with these errors the same?"""
+    worst = float(found.max(initial=0.0))
+    n_beyond = int((found > bound.token).sum())
+    if n_beyond:
+        return Decision(False, f"{n_beyond} of {len(found)} tokens differ, by {worst:.2g}; bound {bound.token:g}")
+    return Decision(True, f"{len(found)} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
+
+
+class Verdict(StrEnum):
+    """What three answers to one question say."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    REFERENCE_WRONG = "reference wrong"
+    UNDECIDED = "undecided"
+
+
+def two_of_three(with_first: bool, with_second: bool | None, among_them: bool | None) -> Verdict:
+    """Whether an answer equals a first and a second reference (None: there is none), and these each other."""
+    if with_first:
+        return Verdict.RIGHT
+    if with_second is None or among_them is None:
+        return Verdict.UNDECIDED
+    if with_second and not among_them:
+        return Verdict.REFERENCE_WRONG
+    if among_them and not with_second:
+        return Verdict.WRONG
+    return Verdict.UNDECIDED

@@ -1,0 +1,102 @@
+"""Audits: who computes wrongly is found by what others compute, and nobody else is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import torch
+import trio
+from trio.testing import MockClock
+
+from swarmd.client.session import ChainSession
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.plan.audits import FIRST_WINDOW_OPS
+from swarmd.plan.routing import Hop
+from swarmd.plan.standing import Fault
+from swarmd.values import PeerId, Span
+from tests.sim.swarm import HIDDEN, Reference, SimSwarm
+
+HALVES = (Span(0, 3), Span(3, 6))
+
+
+def sometimes(wrong: Callable[[torch.Tensor], torch.Tensor], *at: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A lie about the passes of these numbers, the first is 0."""
+    n = itertools.count()
+    return lambda out: wrong(out) if next(n) in at else out
+
+
+class Chat:
+    """A session through two hops, the first of ``peers`` for each half; others hold the same blocks."""
+
+    def __init__(self, swarm: SimSwarm, peers: list[PeerId], client: AsyncSwarm, session: ChainSession) -> None:
+        self.swarm, self.peers, self.client, self.session = swarm, peers, client, session
+        self.n_wrong = 0
+        self._reference = Reference(6)
+        self._hidden = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    async def generate(self, n_tokens: int) -> None:
+        for _ in range(n_tokens):
+            positions = torch.zeros(1, self._hidden.shape[1], dtype=torch.int32)
+            out = await self.session.step((), self._hidden, positions, None, False)
+            assert out is not None
+            self.n_wrong += not torch.equal(out[:, -1:], self._reference.step(self._hidden)[:, -1:])
+            self._hidden = out[:, -1:]
+
+    def outcomes(self) -> list[str]:
+        return [finding.outcome for finding in self.client.checks.findings]
+
+    def faults(self, kind: Fault) -> list[int]:
+        """How often each of the peers was found at fault."""
+        return [self.client.rpc.standing.count(peer, kind) for peer in self.peers]
+
+
+@asynccontextmanager
+async def chat(*spans: Span) -> AsyncIterator[Chat]:
+    with trio.fail_after(300):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 6, seed=3)
+            peers = [await swarm.add(span) for span in spans]
+            client = await swarm.client()
+            while len(client.view().serving(swarm.model)) < len(spans):
+                await trio.sleep(0.5)
+            route = tuple(Hop(peers[spans.index(half)], half) for half in HALVES)
+            session = await client.open_session(replace(swarm.terms(256), route=route))
+            yield Chat(swarm, peers, client, session)
+            nursery.cancel_scope.cancel()
+
+
+THREE = (*HALVES, *HALVES, *HALVES)
+
+
+async def test_honest_servers_are_found_right(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        await run.generate(FIRST_WINDOW_OPS + 3)
+        await run.client.close_session(run.session)
+        assert run.outcomes() == ["right"] * 4, [f.reason for f in run.client.checks.findings]
+        assert run.n_wrong == 0
+        assert run.client.checks.n_served_tokens == 6 * (FIRST_WINDOW_OPS + 3 + 4)
+
+
+async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out * 1.01, 6)
+        await run.generate(FIRST_WINDOW_OPS - 1)
+        assert run.faults(Fault.WRONG_RESULTS) == [0] * 6
+        await run.generate(20)
+        assert run.faults(Fault.WRONG_RESULTS) == [1, 0, 0, 0, 0, 0]
+        (doubt,) = run.session.statistics.doubts
+        assert doubt.first_token == 5 + 6 - 1, "op 7 is the sixth token after a prompt of five"
+        assert run.peers[0] not in [link.hop.peer for link in run.session.hops.links]
+
+
+async def test_nobody_is_accused_when_nobody_else_could_tell(virtual_time: MockClock) -> None:
+    async with chat(*HALVES, *HALVES) as run:
+        run.swarm.workers[run.peers[0]].lie = lambda out: out + 0.1
+        await run.generate(FIRST_WINDOW_OPS + 1)
+        await run.client.close_session(run.session)
+        assert "undecided" in run.outcomes()
+        assert run.faults(Fault.WRONG_RESULTS) == [0] * 4
+        assert run.session.statistics.doubts
