@@ -186,7 +186,8 @@ def main() -> None:
                     late = slice(2 * CONTEXT, None) if "later" in name else slice(None)
                     note(found, name, entered[:, late], left[:, late], again[:, late])
             for name, pairs in found.items():
-                print(row(name, *(np.concatenate(part) for part in zip(*pairs, strict=True)), dtype), flush=True)
+                whole, small = (np.concatenate(part) for part in zip(*pairs, strict=True))
+                print(row(name, whole, small, dtype), flush=True)
 
 
 def note(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from swarmd.node.presence import Presence, limits_of, verdict_now
 from swarmd.node.reachability import Reachability
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
-from swarmd.node.worker_link import Prestarted, Starter
+from swarmd.node.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -265,14 +266,14 @@ class Daemon:
         return [peer, *self.hosts.records(), *self.runs.records()]
 
 
-async def main(home: Home, config: Config, ready: Callable[[Daemon], None]) -> None:
-    """Run the real daemon in the foreground until it is told to stop. Raises SwarmError."""
-    swarm = home.swarm()
-    manager = ServiceManager()
+async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
+    """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
+    swarm, manager = home.swarm(), ServiceManager()
+    may_work = partial(verdict_now, config.policy, home.pause_file)
     with (
         home.locked(),
         closing(Traffic(limits_of(config.policy), home.traffic_file)) as traffic,
-        closing(Prestarted(config.serve and verdict_now(config.policy, home.pause_file, traffic).may_work)) as workers,
+        closing(Prestarted(config.serve and may_work(traffic).may_work, worker)) as workers,
     ):
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
         from swarmd.net.libp2p.host import Libp2pNetwork

@@ -21,11 +21,11 @@ from swarmd.client.chain import Chain
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.links import Doubt, Link, Swarm, Terms
 from swarmd.client.receipts import Account, are_seen, digests, same
-from swarmd.errors import Code, Forged, NoRoute, Refused, RemoteProtocolError, SwarmError
+from swarmd.errors import Code, NoRoute, Refused, RemoteProtocolError, SwarmError
 from swarmd.plan.audits import next_window
 from swarmd.plan.equality import Verdict, bound_of, errors, is_equal, two_of_three
 from swarmd.plan.standing import Fault
-from swarmd.protocol.messages import ReceiptIs, TokensAre, WantReceipt, WantTokens
+from swarmd.protocol.messages import TokensAre, WantTokens
 from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN
 from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tensors import max_tokens_per_frame
@@ -192,7 +192,12 @@ class Auditor:
             self._session.hops.decline(hop.peer, LAST_LOOK_TIMEOUT_S)
         if verdict is Verdict.WRONG:
             checks.note(self._key(link), is_right=False)
-            self._session.hops.convict(link, _doubt(link, window, found, bound.token, reason))
+            doubt = _doubt(link, window, found, bound.token, reason)
+            if link.is_heir:  # or who gave it its caches: that one does not serve any more
+                self._session.statistics.doubts.append(doubt)
+                self._session.hops.dispute(self._session.hops.links[self._session.hops.links.index(link) :], reason)
+                return
+            self._session.hops.convict(link, doubt)
             if self._publish is not None:
                 self._publish(self._session, link, given[0], left, window)
 
@@ -223,20 +228,11 @@ class Auditor:
 
     async def _account(self, link: Link) -> Account:
         """All that a hop has signed by now. Raises PeerError, Inconclusive."""
-        hop, session = link.hop, self._session
-        request = partial(_want_receipt, session.key, hop.span.start)
         try:
-            reply, frame = await self._swarm.rpc.call(hop.peer, request, timeout_s=ASK_TIMEOUT_S)
+            return await self._session.hops.ask_receipt(link)
         except Refused as error:
-            if error.code is Code.NOT_HELD and not link.is_heir:
-                self._swarm.rpc.standing.fault(hop.peer, Fault.UNACCOUNTED, str(error))
-            raise
-        if not isinstance(reply, ReceiptIs):
-            raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
-        try:
-            return session.hops.take_receipt(hop.peer, reply, frame)
-        except Forged as error:
-            self._swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
+            if error.code is Code.NOT_HELD:
+                self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
             raise
 
     async def _require_agreement(
@@ -354,10 +350,6 @@ class Auditor:
 
 Publish = Callable[["ChainSession", Link, torch.Tensor, np.ndarray, slice], None]
 """Tells others of a hop that was found wrong: what entered it, what left it, of which tokens."""
-
-
-def _want_receipt(session: bytes, start: int, call_id: int) -> WantReceipt:
-    return WantReceipt(id=call_id, session=session, start=start)
 
 
 def _want_tokens(session: bytes, start: int, first: int, n: int, call_id: int) -> WantTokens:

@@ -43,6 +43,7 @@ class BlockingSession:
         self._work: tuple[Any, ...] | None = None
         self._wake = trio.Event()
         self._is_closed = False
+        self._is_over = threading.Event()
         thread.spawn(self._run)
 
     @property
@@ -77,6 +78,10 @@ class BlockingSession:
             with contextlib.suppress(trio.RunFinishedError):
                 self._thread.soon(self._submit, None)
 
+    def wait_closed(self, timeout_s: float = 10.0) -> None:
+        """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
+        self._is_over.wait(timeout_s)
+
     def _submit(self, work: tuple[Any, ...] | None) -> None:
         self._work = work
         self._wake.set()
@@ -96,6 +101,7 @@ class BlockingSession:
             self._answers.put(Unreachable("the connection to the swarm was closed"))
             with trio.CancelScope(shield=True):
                 await self._swarm.close_session(self.chain_session)
+            self._is_over.set()
 
 
 class BlockingLanes:

@@ -20,11 +20,21 @@ from swarmd.client.ops import codec_for
 from swarmd.client.own import give
 from swarmd.client.receipts import Account, Books
 from swarmd.client.requests import Requests
-from swarmd.errors import CacheExhausted, Code, Forged, IntegrityError, NoRoute, PeerError, Refused, SwarmError
+from swarmd.errors import (
+    CacheExhausted,
+    Code,
+    Forged,
+    IntegrityError,
+    NoRoute,
+    PeerError,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+)
 from swarmd.plan.routing import Route, best_route
 from swarmd.plan.standing import Fault
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs
+from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs, WantReceipt
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
@@ -38,6 +48,7 @@ RETRY_PAUSE_S = 0.5  # views change within an exchange
 DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
+RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
 GIVE_BACK_S = 1.0  # to tell one hop that it is free
 
 
@@ -230,6 +241,22 @@ class Chain:
         self.changed = trio.Event()
 
     # --- what audits find ------------------------------------------------------------------------------------
+
+    async def ask_receipt(self, link: Link) -> Account:
+        """All that a hop has signed by now. Raises PeerError."""
+        hop = link.hop
+
+        def request(call_id: int) -> WantReceipt:
+            return WantReceipt(id=call_id, session=self.key, start=hop.span.start)
+
+        reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
+        if not isinstance(reply, ReceiptIs):
+            raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
+        try:
+            return self.take_receipt(hop.peer, reply, frame)
+        except Forged as error:
+            self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
+            raise
 
     def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
         """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""

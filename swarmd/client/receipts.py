@@ -92,6 +92,11 @@ class Books:
     def account(self, place: Place) -> Account:
         return self._accounts.get(place, Account())
 
+    def pass_on(self, giver: Place, heir: Place) -> None:
+        """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
+        known = self.account(giver)
+        self._accounts[heir] = Account(bytearray(known.entered), bytearray(known.left))
+
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""
         self._accounts.pop(place, None)

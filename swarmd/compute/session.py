@@ -282,7 +282,8 @@ class HopSession:
         self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, like, shape)
         self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
-        yield messages.framed(Inherited(session=self.session, start=self.hop.start, epoch=self._epoch, seq=part.seq))
+        done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=self.history.n_kept)
+        yield messages.framed(done)
 
     def _history_bytes_per_token(self) -> int:
         return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)

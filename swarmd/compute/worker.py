@@ -239,12 +239,8 @@ class Worker:
             torch.set_num_threads(request.threads)
         Kept.n_bytes = request.leave_free_bytes
         try:
-            device = pick_device(request.device)
-            folder, blocks = Path(request.path), Span(request.start, request.end)
-            span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick)
-            span.self_test()
-            span.capture()
-            loss = None if request.quantize == "none" else span.quantization_error(folder)
+            span = self._load_span(request)
+            loss = None if request.quantize == "none" else span.quantization_error(Path(request.path))
             self._speed = Measured(
                 decode_tokens_per_s=last(span.decode_rates(1, QUICK_S)),
                 prefill_tokens_per_s=last(span.prefill_rates(QUICK_S)),
@@ -253,10 +249,10 @@ class Worker:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
         self._engine = Engine(span, budget)
-        per_block = len(blocks) * self._speed.prefill_tokens_per_s  # tokens/s
+        per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.tuning_share)
-        name, memory_bytes = device_description(device)
+        name, memory_bytes = device_description(str(span.device))
         return Loaded(
             device=name,
             device_memory_bytes=memory_bytes,
@@ -269,6 +265,14 @@ class Worker:
             kernels=f"{span.kernels.action}: {span.kernels.reason}"[:500],
             speed=self._speed,
         )
+
+    def _load_span(self, request: LoadSpan) -> LoadedSpan:
+        """Load blocks, and find out what they can do. Raises ConfigError."""
+        folder, blocks, device = Path(request.path), Span(request.start, request.end), pick_device(request.device)
+        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick)
+        span.self_test()
+        span.capture()
+        return span
 
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:

@@ -46,7 +46,7 @@ class Receipts:
             self._tasks.start_soon(self._pass_on, hop.state.client, request, answer)
             return
         if hop.trail is None or hop.trail.is_broken:
-            raise Refused(Code.NOT_HELD, "no receipts of this session: its cache came, or was changed, as a whole")
+            raise Refused(Code.NOT_HELD, "no receipts of this session: its rows were reordered")
         self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
 
     async def _pass_on(self, client: PeerId, request: WantTokens, answer: Answer) -> None:

@@ -241,7 +241,7 @@ class Server:
             used_at=trio.current_time(),
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes,
-            trail=Trail() if opening.receipts and not opening.inherit else None,
+            trail=Trail() if opening.receipts else None,
         )
         self._hops.put(key, hop)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
@@ -395,6 +395,7 @@ class Server:
         if hop is not None and hop.inherit_from is not None and message.epoch == hop.state.epoch:
             hop.inherit_from = None
             hop.state.received = hop.state.finished = message.seq
+            hop.trail = Trail.inherited(message.tokens, message.seq) if hop.trail else None
             self._outbox.tell(hop.state.client, framed(message))
 
     async def on_worker_refusal(self, refusal: Refusal) -> None:

@@ -70,6 +70,7 @@ START = "import gc; gc.disable(); from {} import main; main()"
 # -P: the folder in which the daemon was started may be anybody's, and is no place to import from.
 COMMAND = (sys.executable, "-P", "-c")
 # A worker computes: it fetches nothing, least of all code.
+WORKER = "swarmd.compute.worker"
 WITHOUT_A_HUB = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
 NOT_NEEDED = "not needed any more"  # no fault
 
@@ -77,7 +78,7 @@ NOT_NEEDED = "not needed any more"  # no fault
 class SubprocessWorker:
     """``module`` on the other end of a socketpair."""
 
-    def __init__(self, module: str = "swarmd.compute.worker") -> None:
+    def __init__(self, module: str = WORKER) -> None:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -120,12 +121,13 @@ def _launch(module: str, file: int) -> subprocess.Popen[bytes] | Forked:
 class Prestarted:
     """Starts the first worker before it is known what for: importing torch takes longer than joining a swarm."""
 
-    def __init__(self, at_once: bool = True) -> None:
-        self._first = SubprocessWorker() if at_once else None
+    def __init__(self, at_once: bool = True, module: str = WORKER) -> None:
+        self._module = module
+        self._first = SubprocessWorker(module) if at_once else None
 
     async def start(self) -> WorkerProcess:
         first, self._first = self._first, None
-        return first or SubprocessWorker()
+        return first or SubprocessWorker(self._module)
 
     def close(self) -> None:
         """End the first worker if nobody took it."""

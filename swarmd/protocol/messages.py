@@ -288,12 +288,13 @@ class CachePart(Message, tag="cache_part", frozen=True):
 
 
 class Inherited(Message, tag="inherited", frozen=True):
-    """The caches that were sent are in place; the hop, opened in ``epoch``, has come to op ``seq``."""
+    """The caches that were sent, of ``tokens``, are in place; the hop, opened in ``epoch``, has come to op ``seq``."""
 
     session: SessionKey = b"\0" * 16
     start: Block = 0
     epoch: Count = 0
     seq: Count = 0
+    tokens: Count = 0
 
 
 class CloseSession(Message, tag="close", frozen=True):

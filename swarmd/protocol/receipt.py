@@ -98,7 +98,7 @@ class _Under:
 class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
-    It is broken once rows were reordered, or the cache came from elsewhere: nothing is signed any more.
+    It is broken once rows were reordered: nothing is signed any more.
     """
 
     entered: bytearray = field(default_factory=bytearray)
@@ -109,6 +109,12 @@ class Trail:
     is_broken: bool = False
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
+
+    @classmethod
+    def inherited(cls, n_tokens: int, seq: int) -> Trail:
+        """Of a cache that came from elsewhere: of its tokens nothing is known here."""
+        unseen = UNSEEN * n_tokens
+        return cls(bytearray(unseen), bytearray(unseen), seq=seq, _first=n_tokens)
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""

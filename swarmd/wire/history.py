@@ -112,15 +112,18 @@ class History:
 
         Crops that are not merged yet count; after a reorder of rows that is not, nobody knows.
         """
-        n_kept = self.n_tokens
-        for sent in self._recent:
-            if any(edit.rows is not None for edit in sent.edits):
-                raise LookupError("rows were reordered")
-            n_kept += (0 if sent.hidden is None else sent.hidden.shape[1]) - sum(edit.crop or 0 for edit in sent.edits)
-        parts = self._parts(start, min(end, n_kept))
+        if any(edit.rows is not None for sent in self._recent for edit in sent.edits):
+            raise LookupError("rows were reordered")
+        parts = self._parts(start, min(end, self.n_kept))
         if not parts:
-            raise LookupError(f"{n_kept} tokens are here")
+            raise LookupError(f"{self.n_kept} tokens are here")
         return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that no op has cropped, merged or not."""
+        n_cropped = sum(edit.crop or 0 for sent in self._recent for edit in sent.edits)
+        return self.n_tokens + self.recent_tokens - n_cropped
 
     def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""

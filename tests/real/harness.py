@@ -25,6 +25,7 @@ from swarmd.protocol import invite as invites
 from swarmd.values import ModelId, PeerId, Span
 from tests.real import forks
 
+COMMAND = "swarmd_cli.main"
 READY_TIMEOUT_S = 60.0
 MAX_INVITED_BY = 16  # addresses in an invite
 INVITED_FOR_S = 86_400  # longer than any test or siege
@@ -32,12 +33,13 @@ INVITED_FOR_S = 86_400  # longer than any test or siege
 
 @dataclass
 class Volunteer:
-    """One daemon process and its home. ``inside`` goes before its command (tests.real.netlab)."""
+    """One daemon process, of module ``program``, and its home. ``inside`` goes before it (tests.real.netlab)."""
 
     home: Home
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
+    program: str = COMMAND
     process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
@@ -52,12 +54,12 @@ class Volunteer:
         arguments = ["--home", str(self.home.folder), "up", *self.arguments]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.environment}
         with (self.home.folder / "daemon.log").open("ab") as log:
-            if forks.IS_ON and not self.inside:
+            if forks.IS_ON and not self.inside and self.program == COMMAND:
                 environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
                 server = forks.server(*forks.DAEMON)
                 self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1)
                 return
-            command = [*self.inside, sys.executable, "-m", "swarmd_cli.main", *arguments]
+            command = [*self.inside, sys.executable, "-m", self.program, *arguments]
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )

@@ -1,0 +1,153 @@
+"""Every way in which a worker can lie, by a real process in a swarm of real processes: how soon it is found.
+
+python -m tests.prove_trust [--only LIE] [--model bundled|smollm2] [--sessions 12]
+
+Of each block there are three holders from three invites. A client pins its sessions to the liar and an honest server,
+and generates until the liar is banned: audits are those that every client makes (always, until ten in a row are
+right). It tells tokens that were given meanwhile, of them how many differ from an honest generation's, and what
+checking computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import swarmd
+from swarmd.errors import SwarmError
+from swarmd.plan.routing import Hop
+from swarmd.plan.standing import Fault
+from swarmd.values import Span
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.liars import LIES, VARIABLE
+from tests.real.smollm2 import smollm2
+
+ROOT = Path(__file__).parent.parent
+N_TOKENS = 48  # of each answer
+PROMPTS = tuple(f"The function of number {n} returns a list of" for n in range(64))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one lie: answers and tokens until it was found, tokens that were wrong, and the reason given."""
+
+    lie: str
+    is_found: bool
+    n_sessions: int
+    n_tokens: int
+    n_wrong: int
+    n_accused: int
+    share: float
+    reason: str
+
+    def row(self) -> str:
+        found = f"{self.n_sessions} answers, {self.n_tokens} tokens" if self.is_found else "not found"
+        return (
+            f"| {self.lie} | {found} | {self.n_wrong} | {self.n_accused} | {100 * self.share:.0f} % | {self.reason} |"
+        )
+
+
+HEAD = (
+    "| the lie | found after | wrong tokens given | honest ones accused | checking computed | what was said |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+@contextmanager
+def honest_swarm(folder: Path, model: str) -> Iterator[tuple[LocalSwarm, list[Volunteer], int]]:
+    """Three holders of each half, but for one of the first half: (swarm, holders, blocks)."""
+    n_blocks = 30 if model == "smollm2" else 6
+    with local_swarm(folder) as swarm:
+        half = n_blocks // 2
+        models = {"smollm2": smollm2()} if model == "smollm2" else None
+        name = "smollm2" if models else "demo"
+        spans = [(half, n_blocks), (0, half), (0, half), (half, n_blocks), (half, n_blocks)]
+        holders = [swarm.add("--serve", name, "--blocks", f"{a}:{b}", models=models) for a, b in spans]
+        swarm.wait_online()
+        yield swarm, holders, n_blocks
+
+
+def add_liar(swarm: LocalSwarm, lie: str, model: str, n_blocks: int) -> Volunteer:
+    """A volunteer with the first half of the blocks, whose worker lies."""
+    models = {"smollm2": smollm2()} if model == "smollm2" else None
+    name = "smollm2" if models else "demo"
+    environment = {VARIABLE: lie, "PYTHONPATH": str(ROOT)}
+    liar = swarm.prepare("--serve", name, "--blocks", f"0:{n_blocks // 2}", models=models, **environment)
+    liar.program = "tests.real.liars"
+    liar.start()
+    swarm.wait_online()
+    return liar
+
+
+def generate(model: Any, tokenizer: Any, prompt: str) -> torch.Tensor:
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, do_sample=False)
+    return torch.as_tensor(ids[0, inputs["input_ids"].shape[1] :])
+
+
+def prove(
+    swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, lie: str, name: str, n: int, blocks: int
+) -> Outcome:
+    half = blocks // 2
+    chains = [
+        (Hop(first.peer, Span(0, half)), Hop(holders[0].peer, Span(half, blocks))) for first in (holders[1], liar)
+    ]
+    n_tokens = n_wrong = n_sessions = 0
+    with swarmd.connect(swarm.invite()) as client:
+        within, tokenizer = client.within, client.tokenizer(name)
+        honest = client.model(name, chain=chains[0], lookup=False)
+        lied = client.model(name, chain=chains[1], lookup=False)
+
+        def is_found() -> bool:
+            return bool(within.rpc.standing.count(liar.peer, Fault.WRONG_RESULTS, Fault.UNACCOUNTED))
+
+        while not is_found() and n_sessions < n:
+            prompt = PROMPTS[n_sessions % len(PROMPTS)]
+            within.audits = False
+            expected = generate(honest, tokenizer, prompt)
+            within.audits = True
+            n_sessions += 1
+            try:
+                got = generate(lied, tokenizer, prompt)
+            except SwarmError as error:
+                print(f"  {error}", file=sys.stderr)
+                break
+            n_wrong += int((got != expected).sum())
+            n_tokens += N_TOKENS
+            lied.last_session.wait_closed()
+        accused = sum(bool(within.rpc.standing.count(v.peer, Fault.WRONG_RESULTS)) for v in holders)
+        found = [f for f in within.checks.findings if f.outcome not in ("right",)]
+        reason = found[-1].reason if found else "nothing"
+        return Outcome(lie, is_found(), n_sessions, n_tokens, n_wrong, accused, within.checks.share(), reason[:160])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="one lie")
+    parser.add_argument("--model", default="bundled", choices=["bundled", "smollm2"])
+    parser.add_argument("--sessions", type=int, default=12, help="answers until it counts as not found")
+    given = parser.parse_args()
+    lies = [lie for lie in LIES if lie != "a wrong cache migration" and given.only in ("", lie)]
+    missed = []
+    print(HEAD, flush=True)
+    with TemporaryDirectory() as folder, honest_swarm(Path(folder), given.model) as (swarm, holders, blocks):
+        name = "smollm2" if given.model == "smollm2" else "demo"
+        for lie in lies:
+            liar = add_liar(swarm, lie, given.model, blocks)
+            outcome = prove(swarm, holders, liar, lie, name, given.sessions, blocks)
+            print(outcome.row(), flush=True)
+            missed += [] if outcome.is_found and not outcome.n_accused else [lie]
+            liar.stop()
+    raise SystemExit(f"not found, or others accused: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

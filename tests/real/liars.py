@@ -1,0 +1,141 @@
+"""Workers that lie, in ways that only their answers show: ``SWARMD_TEST_LIE`` says how. Of a daemon that is honest.
+
+As a program (``python -m tests.real.liars --home FOLDER up ...``) it is ``swarmd up`` with such a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmd.compute.span import LoadedSpan
+from swarmd.compute.worker import Worker
+from swarmd.protocol import worker
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import HandOver
+from swarmd.protocol.worker import LoadSpan
+from swarmd.values import Span
+from swarmd.wire.tensors import DTYPES
+
+VARIABLE = "SWARMD_TEST_LIE"
+LIES = {
+    "other weights": "every weight is changed by 1 %",
+    "a skipped block": "its second block gives what it is given",
+    "swapped blocks": "its first two blocks have each other's weights",
+    "int8 as float32": "weights in 8 bits, announced as float32",
+    "int4 as float32": "weights in 4 bits, announced as float32",
+    "a short context": "it forgets all but the last 16 tokens",
+    "input handed back": "it computes nothing",
+    "garbage now and then": "one pass in twenty is noise",
+    "right for what looks like a check": "it lies about single tokens only, never about several at once",
+    "answers of an earlier session": "what it gave at the same place before",
+    "a wrong cache migration": "caches that it hands over are changed",
+}
+CONTEXT, GARBAGE_SHARE, NOISE = 16, 0.05, 0.01
+
+
+class LyingSpan(LoadedSpan):
+    """Honest until ``lie`` is set."""
+
+    lie = ""
+
+    def begin(self, lie: str) -> None:
+        """From now on; every session is computed alone, by the family's own forward."""
+        self.lie, self._ragged = lie, None
+        self._seen: dict[int, torch.Tensor] = {}
+        self._rng = random.Random(1)
+        if lie == "a skipped block":
+            self._layers[self.span.start + 1].register_forward_hook(lambda module, given, out: _like(out, given[0]))
+        if lie == "swapped blocks":
+            one, other = (self._layers[self.span.start + i] for i in (0, 1))
+            one.mlp, other.mlp = other.mlp, one.mlp
+        if lie == "other weights":
+            for module in self.model.modules():
+                if isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.is_floating_point():
+                    weight.data *= 1 + NOISE * torch.randn(weight.shape).to(weight.dtype)
+
+    @torch.inference_mode()
+    def forward(self, hidden: Any, positions: Any, mask: Any = None, cache: Any = None, n_past: int = 0, hop: Any = None, lora: Any = None) -> torch.Tensor:  # fmt: skip # noqa: E501
+        n_new = hidden.shape[1]
+        if self.lie == "a short context" and cache is not None and n_past > CONTEXT:
+            mask = torch.ones(hidden.shape[0], n_past + n_new, dtype=torch.long)
+            mask[:, : n_past - CONTEXT] = 0
+        out = super().forward(hidden, positions, mask, cache, n_past, hop, lora)
+        if self.lie == "input handed back":
+            return hidden.clone()
+        if self.lie == "garbage now and then" and self._rng.random() < GARBAGE_SHARE:
+            return torch.randn_like(out) * out.std()
+        if self.lie == "right for what looks like a check" and n_new == 1:
+            return out + 0.05 * (out - hidden)
+        if self.lie == "answers of an earlier session" and n_new == 1:
+            return self._seen.setdefault(n_past, out).clone()
+        return out
+
+
+def _like(out: Any, given: torch.Tensor) -> Any:
+    return (given, *out[1:]) if isinstance(out, tuple) else given
+
+
+class LyingWorker(Worker):
+    """A worker with such a span."""
+
+    def __init__(self, connection: socket.socket, lie: str) -> None:
+        super().__init__(connection)
+        self._lie = lie
+
+    def _load_span(self, request: LoadSpan) -> LoadedSpan:
+        rounded = {"int8 as float32": "int8", "int4 as float32": "int4"}.get(self._lie, request.quantize)
+        blocks = Span(request.start, request.end)
+        span = LyingSpan(Path(request.path), blocks, DTYPES[request.dtype], "cpu", rounded, self._tick)
+        span.self_test()
+        span.begin(self._lie)
+        return span
+
+    def _take(self, frame: Frame) -> list[bytes]:
+        message = worker.decode(frame.header)
+        if isinstance(message, HandOver) and self._lie == "a wrong cache migration":
+            assert self._engine is not None
+            cache = self._engine._sessions[message.session, message.start]._cache.cache
+            for layer in cache.layers:
+                if getattr(layer, "values", None) is not None:
+                    layer.values *= 1.5
+        return super()._take(frame)
+
+
+def main() -> None:
+    """A worker's entry, as swarmd.compute.worker's."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            LyingWorker(connection, os.environ[VARIABLE]).run()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def up(home: Path, listen: str, model: str, blocks: str) -> None:
+    """``swarmd up``, with a lying worker."""
+    import trio
+
+    from swarmd import config, daemon, logs
+    from swarmd.home import Home
+
+    settings = config.load(home, listen=listen, model=model, blocks=blocks)
+    logs.configure(settings.log_format, verbose=False)
+    trio.run(daemon.main, Home(home), settings, lambda running: None, "tests.real.liars")
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", type=Path)
+    parser.add_argument("verb", choices=["up"])
+    for option in ("--listen", "--serve", "--blocks"):
+        parser.add_argument(option)
+    given = parser.parse_args()
+    up(given.home, given.listen, given.serve, given.blocks)
