@@ -118,6 +118,14 @@ class IntegrityError(SwarmError):
     """Bytes, a signature or a certificate that do not verify."""
 
 
+class WrongAnswer(IntegrityError):
+    """Two chains of servers give something else for the same tokens, from token ``first_token`` of a session on."""
+
+    def __init__(self, message: str, first_token: int) -> None:
+        super().__init__(message)
+        self.first_token = first_token
+
+
 class CacheExhausted(SwarmError):
     """A prompt or session that does not fit the model's limit or the free cache."""
 

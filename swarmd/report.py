@@ -216,15 +216,13 @@ class Owner:
 
     async def ping(self, peer: str) -> answers.PingAnswer:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
-        matches = [p for p in self._directory.view().peers if p.endswith(peer)] if peer else []
-        if len(matches) != 1:
-            raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd peers")
+        found = self._directory.view().peer_ending(peer)
         try:
-            trip_ms = ms(await self._directory.ping(matches[0]))
-            way = self._around.rpc.network.way_to(matches[0])
-            return answers.PingAnswer(peer=matches[0], round_trip_ms=trip_ms, error=None, way=way)
+            trip_ms = ms(await self._directory.ping(found))
+            way = self._around.rpc.network.way_to(found)
+            return answers.PingAnswer(peer=found, round_trip_ms=trip_ms, error=None, way=way)
         except PeerError as error:
-            return answers.PingAnswer(peer=matches[0], round_trip_ms=None, error=str(error))
+            return answers.PingAnswer(peer=found, round_trip_ms=None, error=str(error))
 
     # --- doing -----------------------------------------------------------------------------------------------
 
@@ -278,7 +276,8 @@ class Owner:
 
 
 def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
-    return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), rejected=rejected)
+    readers = tuple(dict.fromkeys(hop.peer for hop in route.hops))
+    return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), readers=readers, rejected=rejected)
 
 
 def ms(seconds: float | None) -> float | None:

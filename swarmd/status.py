@@ -294,10 +294,14 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
 
 
 class ChainRow(Status, frozen=True, kw_only=True):
-    """A chain for a model with its expected cost of a token, and the best rejected one; ``error``: there is none."""
+    """A chain for a model with its expected cost of a token, and the best rejected one; ``error``: there is none.
+
+    ``readers`` can read the text that passes through them.
+    """
 
     cost_ms: float | None
     hops: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
     rejected: ChainRow | None = None
     error: str | None = None
 

@@ -19,6 +19,12 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     adapter: Annotated[str, typer.Option("--adapter", help="A LoRA adapter of the catalog.")] = "",
     draft: Annotated[str, typer.Option("--draft", help="A small model of the catalog that guesses ahead, here.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PEER", help="Let only this peer (how its id ends) read it.")
+    ] = None,
+    verify: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Check at least this share of what servers compute; 1: every token.")
+    ] = 0.0,
     wait: Annotated[bool, typer.Option("--wait", help="Wait while blocks are missing, and say so.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, also with a model made for chat.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False,
@@ -38,7 +44,7 @@ def run(
         loaded = None
         while loaded is None:
             try:
-                loaded = swarm.model(model, adapter=adapter, draft=draft, wait_s=5.0)
+                loaded = swarm.model(model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=5.0)
             except NoRoute as error:
                 if not wait:
                     raise
@@ -62,6 +68,7 @@ def _read_stdin() -> str:
 
 def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
     import time
+    from dataclasses import asdict
 
     import torch
     from transformers import TextStreamer
@@ -77,6 +84,9 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
     seconds = time.perf_counter() - begun
     n_new = ids.shape[1] - inputs["input_ids"].shape[1]
     session = model.last_session
+    session.wait_closed()
+    doubts = sorted({(doubt.first_token, doubt.hop, doubt.reason) for doubt in session.statistics.doubts})
+    checks = swarm.within.checks
     if as_json:
         print_json(
             {
@@ -86,6 +96,8 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
                 "tokens_per_s": round(n_new / seconds, 2),
                 "chain": list(session.chain),
                 "repairs": len(session.statistics.repairs),
+                "doubts": [{"token": first, "hop": hop, "reason": reason} for first, hop, reason in doubts],
+                "checks": [asdict(finding) for finding in checks.findings],
                 "tried_ahead": model.last_speculation.n_sent,
                 "taken_ahead": model.last_speculation.n_taken,
             }
@@ -96,6 +108,9 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
         print(where, file=sys.stderr)
     if (tried := model.last_speculation).n_sent:
         print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
+    for first, hop, reason in doubts[:1]:
+        n_right = max(0, first + 1 - inputs["input_ids"].shape[1])
+        print(f"from token {n_right + 1} of the answer on the text may be wrong: {hop}: {reason}", file=sys.stderr)
     for repair in session.statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 

@@ -237,6 +237,8 @@ def why(
         print(f"chain for {name}: about {chain['cost_ms']} ms a token")
         for hop in chain["hops"]:
             print(f"  {hop}")
+        readers = ", ".join(peer[-8:] for peer in chain["readers"])
+        print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
         if chain["rejected"]:
             print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
             for hop in chain["rejected"]["hops"]:

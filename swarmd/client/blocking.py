@@ -78,6 +78,11 @@ class BlockingSession:
             with contextlib.suppress(trio.RunFinishedError):
                 self._thread.soon(self._submit, None)
 
+    def finish(self) -> None:
+        """Wait until all that was asked to be is verified. Raises WrongAnswer, or why it cannot be."""
+        if self.chain_session.second is not None and not self._is_closed:
+            self._thread.call(self.chain_session.second.finish)
+
     def wait_closed(self, timeout_s: float = 10.0) -> None:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
@@ -229,6 +234,8 @@ class Swarm:
         quantize: str = "auto",
         draft: str = "",
         lookup: bool = True,
+        only: Sequence[str] = (),
+        verify: float = 0.0,
         wait_s: float = 10.0,
     ) -> Any:
         """Return a transformers model by its name in the catalog (or its hash).
@@ -241,6 +248,9 @@ class Swarm:
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
         here. What is generated is the same, but for ties that rounding decides: a pass over several tokens rounds
         otherwise than one over one, in float32 by 1e-6, in bfloat16 by a percent.
+        ``only`` these peers (ids, or how they end) compute, and so read, the text. What servers compute is checked now
+        and then by others, with ``verify`` at least so large a share of it; with 1.0 a second chain computes every
+        token again, and a generation ends with WrongAnswer at the first that differs (docs/trust.md).
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
@@ -250,10 +260,13 @@ class Swarm:
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
 
+        readers = frozenset(self.view().peer_ending(peer) for peer in only)
+
         def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            return Terms(model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
+            fixed = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
+            return Terms(*fixed, only=readers, verify=verify)
 
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:

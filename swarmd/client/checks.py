@@ -47,8 +47,9 @@ class Checks:
     def record(self, key: str) -> Record:
         return self._records.get(key, Record())
 
-    def is_due(self, key: str) -> Decision[bool]:
-        return is_due(self.record(key), self._rng.random())
+    def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
+        """Is a window checked? At least a share ``least`` of them is."""
+        return is_due(self.record(key), self._rng.random(), least)
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""

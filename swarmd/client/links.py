@@ -61,6 +61,7 @@ class Terms:
     """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know.
 
     A session is of blocks ``start`` to ``n_blocks``, through servers of ``only`` (none: any) and not of ``without``.
+    At least the share ``verify`` of what they compute is checked; with 1 every token, by a second chain.
     """
 
     model: ModelId
@@ -77,6 +78,7 @@ class Terms:
     start: int = 0
     only: frozenset[PeerId] = frozenset()
     without: frozenset[PeerId] = frozenset()
+    verify: float = 0.0
 
     @property
     def blocks(self) -> Span:
@@ -85,6 +87,8 @@ class Terms:
     def __post_init__(self) -> None:
         if self.codec not in ("auto", *CODECS, CHANGES):
             raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, {CHANGES}, not {self.codec!r}")
+        if not 0 <= self.verify <= 1:
+            raise ConfigError(f"verify is a share from 0 to 1, not {self.verify:g}")
 
 
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:

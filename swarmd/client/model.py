@@ -49,6 +49,8 @@ class Session(Protocol):
         want: int | None = None,
     ) -> torch.Tensor | None: ...
 
+    def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -304,7 +306,10 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
         if is_own:
             kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"))
         try:
-            return generate(*args, **{**kwargs, cache_name: cache})
+            generated = generate(*args, **{**kwargs, cache_name: cache})
+            if cache.session is not None:
+                cache.session.finish()
+            return generated
         finally:
             speculation.end()
             call.generating, model.last_session, model.last_speculation = None, cache.session, speculation

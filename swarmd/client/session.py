@@ -16,6 +16,7 @@ from swarmd.client.links import Link, Statistics, Swarm, Terms
 from swarmd.client.ops import WrongCount, cut, read_answer
 from swarmd.client.repair import Repairs
 from swarmd.client.timing import MOST_TOKENS
+from swarmd.client.verify import Second
 from swarmd.errors import (
     CacheExhausted,
     Code,
@@ -56,6 +57,7 @@ class ChainSession:
         self._repairs = Repairs(self.hops, self.history)
         self._entered: dict[int, tuple[Sent, int | None]] = {}  # what is on its way, and what is wanted of it
         self.auditor: Auditor | None = None
+        self.second: Second | None = None
         self.width = 0
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
@@ -139,7 +141,10 @@ class ChainSession:
             while n_sent - len(outs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
                 outs.append(await self._receive(first + len(outs)))
         self._is_busy = self._is_broken = False
-        return None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        out = None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        if self.second is not None:
+            self.second.follow(whole, out)
+        return out
 
     def _prefill_speeds(self) -> list[float]:
         known = {s.peer: s for s in self._swarm.view().serving(self.terms.model)}

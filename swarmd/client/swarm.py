@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from swarmd.client.lane import Lane
 from swarmd.client.links import Listeners, Terms
 from swarmd.client.pipeline import Pipeline
 from swarmd.client.session import ChainSession
+from swarmd.client.verify import Second
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -127,6 +129,8 @@ class AsyncSwarm:
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
             session.auditor = Auditor(self, self, session)
+        if terms.verify == 1:
+            session.second = Second(session, partial(self.open_session, is_audited=False), self.start_soon)
         self._listeners[session.key] = session
         try:
             await session.open()
@@ -143,6 +147,8 @@ class AsyncSwarm:
     async def close_session(self, session: ChainSession) -> None:
         if session.auditor is not None:
             await session.auditor.last_look()
+        if session.second is not None and session.second.session is not None:
+            await self.close_session(session.second.session)
         self._listeners.pop(session.key, None)
         await session.close()
 

@@ -34,9 +34,9 @@ def rate(record: Record) -> float:
     return 1.0 if record.n_right < ALWAYS_BELOW else max(LEAST_RATE, 1.0 / record.n_right)
 
 
-def is_due(record: Record, draw: float) -> Decision[bool]:
-    """Is this window checked? ``draw`` is uniform in [0, 1)."""
-    p = rate(record)
+def is_due(record: Record, draw: float, least: float = 0.0) -> Decision[bool]:
+    """Is this window checked? ``draw`` is uniform in [0, 1); a share ``least`` is asked for in any case."""
+    p = max(least, rate(record))
     return Decision(draw < p, f"{record.n_right} right in a row: one window in {1 / p:.0f}")
 
 

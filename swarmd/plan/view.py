@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
+from swarmd.errors import ConfigError
 from swarmd.plan.dialing import IpNetwork, leads_there
 from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
@@ -71,6 +72,13 @@ class SwarmView:
 
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
         return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
+
+    def peer_ending(self, ending: str) -> PeerId:
+        """The one peer whose id ends so. Raises ConfigError."""
+        matches = [peer for peer in self.peers if peer.endswith(ending)] if ending else []
+        if len(matches) != 1:
+            raise ConfigError(f"{len(matches)} known peers have an id that ends in {ending!r}: see swarmd peers")
+        return matches[0]
 
     def model_named(self, name: str) -> tuple[ModelId, int] | None:
         """Resolve a name of the catalog, or a hash that it lists, to (hash, number of blocks)."""

@@ -7,16 +7,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 import trio
 from trio.testing import MockClock
 
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
+from swarmd.client.verify import merged
+from swarmd.errors import WrongAnswer
 from swarmd.plan.audits import FIRST_WINDOW_OPS
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
+from swarmd.protocol.messages import Edit
 from swarmd.values import PeerId, Span
+from swarmd.wire.history import Sent
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 HALVES = (Span(0, 3), Span(3, 6))
@@ -54,7 +59,9 @@ class Chat:
 
 
 @asynccontextmanager
-async def chat(*spans: Span) -> AsyncIterator[Chat]:
+async def chat(
+    *spans: Span, is_pinned: bool = True, only: tuple[int, ...] = (), verify: float = 0.0
+) -> AsyncIterator[Chat]:
     with trio.fail_after(300):
         async with trio.open_nursery() as nursery:
             swarm = SimSwarm(nursery, 6, seed=3)
@@ -63,7 +70,9 @@ async def chat(*spans: Span) -> AsyncIterator[Chat]:
             while len(client.view().serving(swarm.model)) < len(spans):
                 await trio.sleep(0.5)
             route = tuple(Hop(peers[spans.index(half)], half) for half in HALVES)
-            session = await client.open_session(replace(swarm.terms(256), route=route))
+            readers = frozenset(peers[place] for place in only)
+            terms = replace(swarm.terms(256), route=route if is_pinned else (), only=readers, verify=verify)
+            session = await client.open_session(terms)
             yield Chat(swarm, peers, client, session)
             nursery.cancel_scope.cancel()
 
@@ -100,3 +109,43 @@ async def test_nobody_is_accused_when_nobody_else_could_tell(virtual_time: MockC
         assert "undecided" in run.outcomes()
         assert run.faults(Fault.WRONG_RESULTS) == [0] * 4
         assert run.session.statistics.doubts
+
+
+async def test_with_verify_the_answer_stops_at_the_first_wrong_token(virtual_time: MockClock) -> None:
+    async with chat(*THREE, verify=1.0) as run:
+        run.swarm.workers[run.peers[1]].lie = sometimes(lambda out: out * 1.01, 20)
+        with pytest.raises(WrongAnswer) as error:
+            await run.generate(60)
+        assert error.value.first_token == 5 + 20 - 1
+        assert run.session.statistics.steps < 60
+
+
+async def test_with_verify_an_honest_answer_comes_to_its_end(virtual_time: MockClock) -> None:
+    async with chat(*THREE, verify=1.0) as run:
+        await run.generate(40)
+        assert run.session.second is not None
+        await run.session.second.finish()
+        await run.client.close_session(run.session)
+        assert run.n_wrong == 0
+
+
+async def test_only_those_who_may_read_it_compute_it(virtual_time: MockClock) -> None:
+    async with chat(*THREE, is_pinned=False, only=(2, 3)) as run:
+        await run.generate(FIRST_WINDOW_OPS + 3)
+        await run.client.close_session(run.session)
+        assert {link.hop.peer for link in run.session.hops.links} == {run.peers[2], run.peers[3]}
+        assert run.outcomes() == ["inconclusive"] * 4, "nobody else may see it, not even to check"
+
+
+def test_what_was_cropped_again_is_left_out() -> None:
+    def op(seq: int, n: int, crop: int = 0, rows: tuple[int, ...] | None = None) -> tuple[Sent, torch.Tensor]:
+        hidden = torch.full((1, n, 2), float(seq))
+        edits = (Edit(crop=crop or None, rows=rows),) if crop or rows else ()
+        return Sent(seq, edits, hidden, torch.zeros(1, n, dtype=torch.int32), None), hidden * 10
+
+    ((one, out),) = merged([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
+    assert one.hidden is not None
+    assert one.hidden[0, :, 0].tolist() == [1, 1, 1, 2, 2, 3]
+    assert out[0, :, 0].tolist() == [10, 10, 10, 20, 20, 30]
+    assert len(merged([op(1, 2), op(2, 1, crop=2)])) == 2, "what is cropped whole was checked before, or is now"
+    assert len(merged([op(1, 2), op(2, 1, rows=(0,))])) == 2
