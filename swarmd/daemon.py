@@ -40,6 +40,7 @@ from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.metrics import serve_metrics
 from swarmd.node.presence import Presence, limits_of, verdict_now
+from swarmd.node.prober import Prober
 from swarmd.node.reachability import Reachability
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
@@ -47,7 +48,7 @@ from swarmd.node.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
+from swarmd.protocol.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.report import Owner
 from swarmd.train.runs import Runs
@@ -131,16 +132,16 @@ class Daemon:
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)
+        self.prober = Prober(around, self.hosts)
         self.gateway = _gateway_of(home, config)
         meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
         self.reachability = Reachability(world.ways, *meeting) if world.ways else None
         self.health = Health(network.peer_id, version("swarmd"), world.wall_clock)
-        owned = (self.gateway, self.reachability, self.health)
+        owned = (self.gateway, self.reachability, self.health, self.prober)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
-        self._metrics = config.metrics
         self._certificate = member.certificate
         self._understands = world.understands
-        self._home = home
+        self._home, self._metrics = home, config.metrics
         self.stopping, self._hurry = trio.Event(), trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -163,6 +164,7 @@ class Daemon:
             if self.reachability is not None:
                 nursery.start_soon(self.reachability.run)
             await nursery.start(self.hosts.run)
+            nursery.start_soon(self.prober.run)
             task_status.started()
             await self.stopping.wait()
             async with trio.open_nursery() as last:
@@ -199,6 +201,8 @@ class Daemon:
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         self.exchange.require_member(channel.peer)
+        if self.prober.take(channel.peer, message, frame):
+            return True
         if await self.hosts.handle(channel.peer, message, frame, channel):
             return True
         if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
@@ -207,6 +211,8 @@ class Daemon:
             await channel.send(Pong(re=message.id), bytes(message.want_bytes))
         elif isinstance(message, ExchangeDigest):
             await self.exchange.answer(channel, message, frame)
+        elif isinstance(message, Accuse):
+            await self.prober.judge(channel, message, frame.payload)
         elif isinstance(message, Records):
             await self.exchange.merge_body_untrusted(frame.payload)
         else:
@@ -261,6 +267,7 @@ class Daemon:
             "down_bytes_per_s": links.down_bytes_per_s,
             "up_since": self.health.up_since,
             "holds": self.store.donor.holds(),
+            "found": self.prober.announced(),
             **(self.reachability.announced() if self.reachability else {}),
         }
         return [peer, *self.hosts.records(), *self.runs.records()]

@@ -20,6 +20,7 @@ from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.health import Health
 from swarmd.node.hosts import Hosts
+from swarmd.node.prober import Prober
 from swarmd.node.reachability import Reachability
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
@@ -42,6 +43,7 @@ class Owner:
         gateway: GatewayProcess | None = None,
         reachability: Reachability | None = None,
         health: Health | None = None,
+        prober: Prober | None = None,
     ) -> None:
         self.runs = runs
         self.stop = stop
@@ -54,6 +56,7 @@ class Owner:
         self._presence = around.presence
         self._reachability = reachability
         self._health = health
+        self._prober = prober
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -182,6 +185,7 @@ class Owner:
             sessions=named or sessions,
             chains={} if named else self._chains(model),
             standing=self._around.rpc.standing.rows(),
+            probes=self._prober.snapshot() if self._prober else (),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:

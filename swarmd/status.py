@@ -293,6 +293,14 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     health: tuple[HealthRow, ...] = ()
 
 
+class ProbeRow(Status, frozen=True, kw_only=True):
+    """What this machine found of another's blocks, by computing the same."""
+
+    peer: str
+    is_right: bool
+    why: str
+
+
 class ChainRow(Status, frozen=True, kw_only=True):
     """A chain for a model with its expected cost of a token, and the best rejected one; ``error``: there is none.
 
@@ -314,6 +322,7 @@ class WhyAnswer(Status, frozen=True, kw_only=True):
     sessions: tuple[SessionRow, ...]
     chains: dict[str, ChainRow]
     standing: dict[str, StandingRow] = {}
+    probes: tuple[ProbeRow, ...] = ()
 
 
 # --- answers of single routes ----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 50
 LONG_FILES = {
     "swarmd/protocol/messages.py": (540, "every header of the wire, in one place to look it up"),
     "swarmd/node/hosting.py": (457, "one thing that is served, from choosing to pausing"),
-    "swarmd/node/server.py": (440, "what peers and the worker say of sessions, one method for each message"),
+    "swarmd/node/server.py": (445, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
     "swarmd/client/lane.py": (460, "one lane, forward and backward"),
     "swarmd/train/joining.py": (455, "one peer's part in rounds, whoever leads"),

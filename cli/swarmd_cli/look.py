@@ -229,6 +229,8 @@ def why(
         print(f"placement: {reasons['placement']}")
     for peer, standing in reasons["standing"].items():
         print(f"{peer[-8:]} is left out: {standing_text(standing)}")
+    for probe in reasons["probes"]:
+        print(f"{probe['peer'][-8:]} was probed: {'right' if probe['is_right'] else 'WRONG'}: {probe['why']}")
     _say_sessions(reasons["sessions"])
     for name, chain in reasons["chains"].items():
         if chain["cost_ms"] is None:

@@ -8,7 +8,7 @@ one. How often is ``plan.audits``'s, what counts as equal ``plan.equality``'s; d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import trio
 
+from swarmd.client.accuse import accuse, evidence_of
 from swarmd.client.chain import Chain
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.links import Doubt, Link, Swarm, Terms
@@ -73,11 +74,10 @@ class _Again:
 class Auditor:
     """The audits of one session; one at a time."""
 
-    def __init__(self, swarm: Swarm, opens: Opens, session: ChainSession, publish: Publish | None = None) -> None:
+    def __init__(self, swarm: Swarm, opens: Opens, session: ChainSession) -> None:
         self._swarm = swarm
         self._opens = opens
         self._session = session
-        self._publish = publish
         self._n_looked = 0  # tokens before the present window
         self._next_ops = next_window(0)
         self._is_busy = False
@@ -150,22 +150,22 @@ class Auditor:
         end = min(end, own.n_tokens, MAX_AUDIT_BYTES // max(1, b * d * 4))
         await self._require_agreement(before, link, after, accounts, end)
         entered, positions = await self._entered(before, end)
-        if not are_seen(own.entered, 0, end) or not self._are(entered, own.entered, 0, end):
+        if not are_seen(own.entered, 0, end) or not self._are((entered, positions), own.entered, 0, end):
             raise Inconclusive("what entered the hop is not shown any more as it was")
         seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
         if not seen:
             raise Inconclusive("nothing of this window has left the hop")
-        left, _ = await self._shown(link, seen[0], seen[-1] + 1)
+        left = await self._shown(link, seen[0], seen[-1] + 1)
         if not self._are(left, own.left, seen[0], seen[-1] + 1):
             doubt = Doubt(seen[0], str(link.hop), "it shows other numbers than it signed")
             self._session.hops.convict(link, doubt, Fault.UNACCOUNTED)
             raise Inconclusive(doubt.reason)
         self._require_unchanged(end)
         window = slice(seen[0], seen[-1] + 1)
-        await self._judge(link, (entered, positions), _floats(left), window)
+        await self._judge(link, (entered, positions), left[0], window)
 
     async def _judge(
-        self, link: Link, given: tuple[torch.Tensor, torch.Tensor], left: np.ndarray, window: slice
+        self, link: Link, given: tuple[torch.Tensor, torch.Tensor], left: torch.Tensor, window: slice
     ) -> None:
         """Have the same computed elsewhere, once or twice, and act on what comes of it."""
         checks, hop = self._opens.checks, link.hop
@@ -173,11 +173,11 @@ class Auditor:
         bound = bound_of(self._session.terms.dtype, record.quantize)
         entered = _floats(given[0])[:, window]
         again = await self._again(hop.span, record, given, frozenset({hop.peer}), frozenset())
-        found = errors(entered, left, again.left[:, window])
+        found = errors(entered, _floats(left), again.left[:, window])
         equal = is_equal(found, bound)
         verdict, reason = Verdict.RIGHT, equal.reason
         if not equal.action:
-            verdict, second = await self._second_opinion(link, record, given, (left, again), (entered, window))
+            verdict, second = await self._second_opinion(link, record, given, (_floats(left), again), (entered, window))
             reason = f"{equal.reason}; {second}"
         checks.findings.append(Finding(str(hop), str(verdict), reason))
         logger.log(
@@ -198,8 +198,26 @@ class Auditor:
                 self._session.hops.dispute(self._session.hops.links[self._session.hops.links.index(link) :], reason)
                 return
             self._session.hops.convict(link, doubt)
-            if self._publish is not None:
-                self._publish(self._session, link, given[0], left, window)
+            self._tell(link, record, given, left, slice(window.start, doubt.first_token + 1))
+
+    def _tell(
+        self,
+        link: Link,
+        record: SpanRecord,
+        given: tuple[torch.Tensor, torch.Tensor],
+        left: torch.Tensor,
+        window: slice,
+    ) -> None:
+        """Tell others: all that entered up to the first wrong token, and that token."""
+        (hidden, positions), last = given, window.stop - 1
+        account = self._session.hops.books.account((link.hop.peer, link.hop.span.start))
+        entered = hidden[:, : window.stop], positions[:, : window.stop]
+        wrong = left[:, last - window.start :][:, :1], positions[:, last : window.stop]
+        if self._session.codec.action == "raw":
+            payload = evidence_of(self._session.terms, account, entered, wrong)
+            if payload is not None:
+                voucher_of = self._opens.voucher_of
+                self._swarm.start_soon(partial(accuse, self._swarm, voucher_of, link, record, payload))
 
     async def _second_opinion(
         self,
@@ -282,13 +300,13 @@ class Auditor:
             parts.append((hidden, positions))
         return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
 
-    def _are(self, hidden: torch.Tensor, known: bytes | bytearray, first: int, end: int) -> bool:
+    def _are(self, shown: tuple[torch.Tensor, torch.Tensor], known: bytes | bytearray, first: int, end: int) -> bool:
         """Are these the numbers whose digests are known? An op that its codec could not hold went raw."""
         wanted = known[first * DIGEST_BYTES : end * DIGEST_BYTES]
-        found = digests(hidden, self._session.codec.action)
+        found = digests(*shown, self._session.codec.action)
         if same(found, wanted, 0, end - first):
             return True
-        raw = digests(hidden, "raw")
+        raw = digests(*shown, "raw")
         windows = (slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(end - first))
         return all(wanted[w] in (found[w], raw[w], UNSEEN) for w in windows)
 
@@ -347,10 +365,6 @@ class Auditor:
         )
         Chain(self._swarm, terms).route(span)
         return terms
-
-
-Publish = Callable[["ChainSession", Link, torch.Tensor, np.ndarray, slice], None]
-"""Tells others of a hop that was found wrong: what entered it, what left it, of which tokens."""
 
 
 def _want_tokens(session: bytes, start: int, first: int, n: int, call_id: int) -> WantTokens:

@@ -9,6 +9,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from swarmd.config import QUANTIZE
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
+from swarmd.values import ModelId
 
 T = TypeVar("T")
 
@@ -246,37 +248,39 @@ class Swarm:
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
-        here. What is generated is the same, but for ties that rounding decides: a pass over several tokens rounds
-        otherwise than one over one, in float32 by 1e-6, in bfloat16 by a percent.
-        ``only`` these peers (ids, or how they end) compute, and so read, the text. What servers compute is checked now
-        and then by others, with ``verify`` at least so large a share of it; with 1.0 a second chain computes every
-        token again, and a generation ends with WrongAnswer at the first that differs (docs/trust.md).
+        here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
+        ``only`` these peers (ids, or how they end) read the text. Others check servers now and then, at least a share
+        ``verify`` of what they compute; with 1.0 every token, and generating ends with WrongAnswer at the first lie.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        model, n_blocks = self._thread.call(self._swarm.resolve, name)
+        if quantize not in (kinds := ("auto", "any", *QUANTIZE)):
+            raise ConfigError(f"quantize is one of {', '.join(kinds)}, not {quantize!r}")
+        (model, n_blocks), folder = self._ready(name, wait_s)
         lora = self._swarm.adapter(adapter, model)
-        if quantize not in ("auto", "any", *QUANTIZE):
-            raise ConfigError(f"quantize is one of auto, any, {', '.join(QUANTIZE)}, not {quantize!r}")
-        folder = self._thread.call(self._swarm.folder, model, n_blocks)
-        self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
-
         readers = frozenset(self.view().peer_ending(peer) for peer in only)
 
         def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            fixed = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return Terms(*fixed, only=readers, verify=verify)
+            what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
+            return Terms(*what, only=readers, verify=verify)
 
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:
                 raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
-            opening = terms(batch, max_tokens, own)
-            return BlockingSession(self._thread, self._swarm, self._thread.call(self._swarm.open_session, opening))
+            opened = self._thread.call(self._swarm.open_session, terms(batch, max_tokens, own))
+            return BlockingSession(self._thread, self._swarm, opened)
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
         return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead)
+
+    def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:
+        """A model's hash, blocks and own part here, once all blocks are served. Raises SwarmError."""
+        model, n_blocks = self._thread.call(self._swarm.resolve, name)
+        folder = self._thread.call(self._swarm.folder, model, n_blocks)
+        self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
+        return (model, n_blocks), folder
 
     def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
         """A whole model of the catalog that proposes for another one. Raises ConfigError."""

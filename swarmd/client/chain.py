@@ -33,6 +33,7 @@ from swarmd.errors import (
 )
 from swarmd.plan.routing import Route, best_route
 from swarmd.plan.standing import Fault
+from swarmd.plan.trust import Trust
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs, WantReceipt
 from swarmd.protocol.records import SpanRecord
@@ -73,7 +74,7 @@ class Chain:
         self.trouble: str | None = None
         self.changed = trio.Event()
         self.statistics = Statistics()
-        self.books = Books(self.key, swarm.rpc.network.peer_id)
+        self.books = Books(self.key, swarm.rpc.network.peer_id, terms.max_tokens)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of)
@@ -167,13 +168,14 @@ class Chain:
         now, is_last_resort, standing = trio.current_time(), False, self.swarm.rpc.standing
         view = self.swarm.view()
         spans = view.serving(self.terms.model)
+        trust, least = self.swarm.trust(), Trust.PROVEN
 
         def eligible(span: SpanRecord) -> bool:
             covers = not whole or Span(span.start, span.end).covers(wanted)
             peer = PeerId(span.peer)
             allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             is_able = suits(span, self.terms, self._numerics) and understands(view, span, self.terms)
-            return covers and allowed and is_able
+            return covers and allowed and is_able and trust.get((span.peer, span.slot), least) >= least
 
         client = self.swarm.rpc.network.peer_id
         n_tokens = self.terms.batch * self.terms.max_tokens
@@ -181,7 +183,10 @@ class Chain:
         find = partial(best_route, spans, wanted, client, self.swarm.trips, eligible, *own)
         with suppress(NoRoute):
             return find()
-        is_last_resort = True
+        least = Trust.UNKNOWN  # not probed yet
+        with suppress(NoRoute):
+            return find()
+        is_last_resort, least = True, Trust.DOUBTED
         try:
             return find()
         except NoRoute as error:

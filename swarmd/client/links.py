@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.plan.routing import Hop
 from swarmd.plan.session import Watch
 from swarmd.plan.standing import SECOND_CHANCE_S
+from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage
@@ -46,6 +47,9 @@ class Swarm(Protocol):
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]: ...
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
+
+    def trust(self) -> Mapping[tuple[str, int], Trust]:
+        """How each server, (peer, slot), is regarded; who is not named here is not held back."""
 
     async def refresh(self) -> None: ...
 

@@ -45,7 +45,7 @@ class Account:
 class Books:
     """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``."""
 
-    def __init__(self, session: bytes, client: PeerId) -> None:
+    def __init__(self, session: bytes, client: PeerId, max_tokens: int) -> None:
         self.n_tokens = 0
         self.low = 0
         self.is_reordered = False
@@ -53,6 +53,7 @@ class Books:
         self.answers = bytearray()  # digests of what the last hop gave
         self._session = session
         self._client = client
+        self._max_tokens = max_tokens
         self._accounts: dict[Place, Account] = {}
 
     def mark(self) -> None:
@@ -83,6 +84,8 @@ class Books:
         expected = (place[0], self._client, self._session, place[1], end)
         if (said.peer, said.client, said.session, said.start, said.end) != expected:
             raise IntegrityError(f"a receipt of {said.peer} for [{said.start},{said.end}) of another session or hop")
+        if said.first + len(said.left) // DIGEST_BYTES > self._max_tokens:
+            raise IntegrityError(f"a receipt beyond the {self._max_tokens} tokens of the session")
         account = self._accounts.setdefault(place, Account())
         if account.last is not None and said.seq < account.last.seq:
             raise IntegrityError(f"a receipt up to op {said.seq} after one up to op {account.last.seq}")
@@ -102,9 +105,9 @@ class Books:
         self._accounts.pop(place, None)
 
 
-def digests(hidden: torch.Tensor, codec: str) -> bytes:
+def digests(hidden: torch.Tensor, positions: torch.Tensor, codec: str) -> bytes:
     """The digests of tokens [b, t, d] as they travel in ``codec``."""
-    meta, payload = pack(hidden, None, None, codec)
+    meta, payload = pack(hidden, positions, None, codec)
     return digests_of(meta, payload)
 
 

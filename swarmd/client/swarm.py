@@ -9,7 +9,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import trips_of
+from swarmd.plan.trust import Trust, trust_in
 from swarmd.plan.view import SwarmView, coverage
 from swarmd.protocol import records
 from swarmd.protocol.frames import Frame
@@ -102,6 +103,7 @@ class AsyncSwarm:
         self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
         self._rng = random.Random()
+        self._trusted: tuple[SwarmView, Mapping[tuple[str, int], Trust]] | None = None
         self.checks = Checks(self._rng, membership.checks)
         self.audits = True  # False: nobody's answers are checked
         self._runs: dict[str, RunGuest] = {}
@@ -110,6 +112,13 @@ class AsyncSwarm:
     def view(self) -> SwarmView:
         """The frozen picture of all records."""
         return self.exchange.view()
+
+    def trust(self) -> Mapping[tuple[str, int], Trust]:
+        """How servers are regarded, by what members found of each other; made anew with each view."""
+        view = self.view()
+        if self._trusted is None or self._trusted[0] is not view:
+            self._trusted = view, trust_in(view.spans, view.peers.values(), self.voucher_of)
+        return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
         return dict(trips_of(spans, self._network.peer_id, self._trips_s))

@@ -72,6 +72,8 @@ class Receipts:
                 end=hop.span.end,
                 seq=hop.trail.seq,
                 n_computed=hop.trail.n_computed,
+                adapter=hop.trail.adapter,
+                tuned=hop.trail.tuned,
                 first=first,
                 entered=entered,
                 left=left,

@@ -25,6 +25,7 @@ from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.migration import Migrations
 from swarmd.node.outbox import Outbox
 from swarmd.node.receipts import Receipts
+from swarmd.node.recompute import Recompute
 from swarmd.node.replies import Replies
 from swarmd.node.served import Served
 from swarmd.node.worker_link import Handlers, WorkerLink, WorkerLost
@@ -83,6 +84,7 @@ class Server:
     ) -> None:
         self.served = served
         self.ledger = ledger
+        self.own = Recompute(served, worker)
         self.is_draining = False  # no new sessions are taken
         self._rpc = rpc
         self._exchange = exchange
@@ -241,7 +243,7 @@ class Server:
             used_at=trio.current_time(),
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes,
-            trail=Trail() if opening.receipts else None,
+            trail=Trail(adapter=opening.adapter, tuned=opening.tuned) if opening.receipts else None,
         )
         self._hops.put(key, hop)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
@@ -363,6 +365,7 @@ class Server:
     async def _on_output(self, op: Op, frame: Frame, more: bool) -> None:
         hop = self._hops.ending_at(op.session, op.start)
         if hop is None:
+            self.own.take(op, frame)
             return
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
@@ -395,11 +398,14 @@ class Server:
         if hop is not None and hop.inherit_from is not None and message.epoch == hop.state.epoch:
             hop.inherit_from = None
             hop.state.received = hop.state.finished = message.seq
-            hop.trail = Trail.inherited(message.tokens, message.seq) if hop.trail else None
+            if hop.trail is not None:
+                hop.trail.inherit(message.tokens, message.seq)
             self._outbox.tell(hop.state.client, framed(message))
 
     async def on_worker_refusal(self, refusal: Refusal) -> None:
         """The worker cannot do what a session asked for: its client must know."""
+        if self.own.take(refusal, None):
+            return
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session or b"", refusal.start))
         if hop is not None:

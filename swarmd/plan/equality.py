@@ -45,9 +45,10 @@ def bound_of(dtype: str, quantize: str) -> Bound:
 
 def errors(entered: Floats, left: Floats, again: Floats) -> Floats:
     """The error of each token [t], the largest of its rows: what left less what came ``again``, by what was added."""
-    added = np.linalg.norm(again - entered, axis=-1)
-    floor = np.maximum(LEAST_SHARE * np.linalg.norm(entered, axis=-1), np.float32(1e-30))
-    ratio = np.linalg.norm(left - again, axis=-1) / np.maximum(added, floor)
+    with np.errstate(all="ignore"):  # what is no number is an infinite error
+        added = np.linalg.norm(again - entered, axis=-1)
+        floor = np.maximum(LEAST_SHARE * np.linalg.norm(entered, axis=-1), np.float32(1e-30))
+        ratio = np.linalg.norm(left - again, axis=-1) / np.maximum(added, floor)
     largest: Floats = np.nan_to_num(ratio, nan=np.inf).max(axis=0).astype(np.float32)
     return largest
 

@@ -336,6 +336,23 @@ class TokensAre(Message, tag="tokens", frozen=True):
     tensor: TensorMeta | None = None
 
 
+class Accuse(Message, tag="accuse", frozen=True):
+    """A client found a hop wrong: whoever holds the blocks computes them before believing it. Payload: ``Evidence``."""
+
+    id: Count = 0
+    model: Name = ""
+    peer: Name = ""
+    slot: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
+
+
+class Believed(Message, tag="believed", frozen=True):
+    """What the one who computed it found: is the accused wrong?"""
+
+    re: Count = 0
+    is_wrong: bool = False
+    why: Text = ""
+
+
 Known = (
     Hello
     | Refusal
@@ -367,6 +384,8 @@ Known = (
     | ReceiptIs
     | WantTokens
     | TokensAre
+    | Accuse
+    | Believed
     | tuning.OpenLane
     | tuning.CloseLane
     | tuning.Forward

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import IntegrityError, RemoteProtocolError
-from swarmd.protocol.fields import Block, Count, Name, SessionKey, TensorMeta
+from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.messages import Edit, Op
 from swarmd.protocol.tensors import layout_untrusted, token_parts
@@ -24,6 +24,7 @@ from swarmd.protocol.untrusted import decode
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
 UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
 MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
+MAX_FIRST = 2**22  # the tokens of the longest session
 _DOMAIN = b"swarmd receipt 1\0"
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
@@ -32,7 +33,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     """``peer`` computed blocks [start, end) of ``model`` for a client's session, up to op ``seq``.
 
     The cache holds ``first`` tokens and those whose digests are here, as they ``entered`` and ``left``;
-    ``n_computed`` counts all that was computed in this session, what was cropped again included.
+    ``n_computed`` counts all that was computed in this session, what was cropped again included. An ``adapter``, or
+    the client's own parameters (``tuned``), took part.
     """
 
     peer: Name
@@ -43,7 +45,9 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     end: Block
     seq: Count
     n_computed: Count
-    first: Count
+    adapter: Name
+    tuned: Digest
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_FIRST)]
     entered: Digests
     left: Digests
 
@@ -64,18 +68,17 @@ def read_untrusted(body: bytes, signature: bytes) -> Receipt:
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
-    """The digests of an op's tokens, each of all its rows as they travel. Raises RemoteProtocolError."""
-    hidden = memoryview(payload)[layout_untrusted(meta, len(payload)).hidden]
-    parts = token_parts(meta)
+    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError."""
+    layout_untrusted(meta, len(payload))
     if meta.t == 1:
-        return hashlib.blake2b(hidden, digest_size=DIGEST_BYTES).digest()
-    found = bytearray()
+        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
+    whole, parts, found = memoryview(payload), token_parts(meta), bytearray()
     for token in range(meta.t):
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for at, size in parts:
             for row in range(meta.b):
                 begin = at + (row * meta.t + token) * size
-                digest.update(hidden[begin : begin + size])
+                digest.update(whole[begin : begin + size])
         found += digest.digest()
     return bytes(found)
 
@@ -103,6 +106,8 @@ class Trail:
 
     entered: bytearray = field(default_factory=bytearray)
     left: bytearray = field(default_factory=bytearray)
+    adapter: str = ""
+    tuned: bytes = b""
     n_computed: int = 0
     n_ops: int = 0  # that left since the last receipt
     seq: int = 0  # the last that left
@@ -110,11 +115,10 @@ class Trail:
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
 
-    @classmethod
-    def inherited(cls, n_tokens: int, seq: int) -> Trail:
-        """Of a cache that came from elsewhere: of its tokens nothing is known here."""
-        unseen = UNSEEN * n_tokens
-        return cls(bytearray(unseen), bytearray(unseen), seq=seq, _first=n_tokens)
+    def inherit(self, n_tokens: int, seq: int) -> None:
+        """The cache came from elsewhere: of its tokens nothing is known here."""
+        self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
+        self.seq, self._first = seq, n_tokens
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""

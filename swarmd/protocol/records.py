@@ -51,13 +51,21 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
     certificate: Certificate
 
 
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What a member found of another's blocks, by computing the same (plan.trust says what ``name`` is of)."""
+
+    peer: Name
+    name: Annotated[bytes, msgspec.Meta(max_length=8)]
+    is_right: bool
+
+
 class PeerRecord(Record, tag="peer", frozen=True):
     """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown.
 
     ``minor``, ``codecs`` and ``needs`` say what it understands, so that others use nothing else with it; the defaults
     are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
     [start, end) (weights.folder says what a group is). ``reach``: whether others can dial it (unknown, open or closed,
-    as measured); ``relays``: it connects members that nobody can dial to others.
+    as measured); ``relays``: it connects members that nobody can dial to others. ``found``: whose blocks it has probed.
     """
 
     addresses: Addresses = ()
@@ -75,6 +83,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     up_since: Count = 0
     reach: Name = ""
     relays: bool = False
+    found: Annotated[tuple[Found, ...], msgspec.Meta(max_length=32)] = ()
     holds: Annotated[
         dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
     ] = {}

@@ -59,7 +59,7 @@ def token_bytes(hidden: int, dtype: str, codec: str) -> int:
 
 
 def token_parts(meta: TensorMeta) -> tuple[tuple[int, int], ...]:
-    """Where the hidden states of token 0 of row 0 begin, and their bytes: several parts where scales follow values."""
+    """Where what there is of token 0 of row 0 begins, and its bytes: values, perhaps scales, position and mask."""
     if meta.codec == "int8":
         parts = [meta.d, 4 * -(-meta.d // INT8_BLOCK)]
     elif meta.codec == "int4":
@@ -67,6 +67,7 @@ def token_parts(meta: TensorMeta) -> tuple[tuple[int, int], ...]:
         parts = [INT4_BLOCK // 2 * n_blocks, 2 * n_blocks]
     else:
         parts = [token_bytes(meta.d, meta.dtype, meta.codec)]
+    parts += [4] * meta.has_positions + [1] * meta.has_mask
     starts = [sum(parts[:i]) * meta.b * meta.t for i in range(len(parts))]
     return tuple(zip(starts, parts, strict=True))
 

@@ -6,31 +6,39 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
+import msgspec
 import pytest
 import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.accuse import evidence_of
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.verify import merged
-from swarmd.errors import WrongAnswer
+from swarmd.errors import Unreachable, WrongAnswer
+from swarmd.net.standing import Standing
 from swarmd.plan.audits import FIRST_WINDOW_OPS
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
-from swarmd.protocol.messages import Edit
+from swarmd.plan.trust import Trust
+from swarmd.protocol import evidence
+from swarmd.protocol.evidence import Evidence
+from swarmd.protocol.messages import Accuse, Edit, TokensAre, WantTokens
 from swarmd.values import PeerId, Span
 from swarmd.wire.history import Sent
+from swarmd.wire.tensors import unpack_untrusted
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 HALVES = (Span(0, 3), Span(3, 6))
 
 
 def sometimes(wrong: Callable[[torch.Tensor], torch.Tensor], *at: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A lie about the passes of these numbers, the first is 0."""
+    """A lie about these of the tokens that come one by one, the first is 0."""
     n = itertools.count()
-    return lambda out: wrong(out) if next(n) in at else out
+    return lambda out: wrong(out) if out.shape[1] == 1 and next(n) in at else out
 
 
 class Chat:
@@ -38,13 +46,14 @@ class Chat:
 
     def __init__(self, swarm: SimSwarm, peers: list[PeerId], client: AsyncSwarm, session: ChainSession) -> None:
         self.swarm, self.peers, self.client, self.session = swarm, peers, client, session
-        self.n_wrong = 0
+        self.n_wrong = self._n = 0
         self._reference = Reference(6)
         self._hidden = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
     async def generate(self, n_tokens: int) -> None:
         for _ in range(n_tokens):
-            positions = torch.zeros(1, self._hidden.shape[1], dtype=torch.int32)
+            positions = torch.arange(self._n, self._n + self._hidden.shape[1], dtype=torch.int32).unsqueeze(0)
+            self._n += positions.shape[1]
             out = await self.session.step((), self._hidden, positions, None, False)
             assert out is not None
             self.n_wrong += not torch.equal(out[:, -1:], self._reference.step(self._hidden)[:, -1:])
@@ -91,14 +100,91 @@ async def test_honest_servers_are_found_right(virtual_time: MockClock) -> None:
 
 async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out * 1.01, 6)
+        run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out * 1.01, 5)
         await run.generate(FIRST_WINDOW_OPS - 1)
         assert run.faults(Fault.WRONG_RESULTS) == [0] * 6
         await run.generate(20)
         assert run.faults(Fault.WRONG_RESULTS) == [1, 0, 0, 0, 0, 0]
         (doubt,) = run.session.statistics.doubts
-        assert doubt.first_token == 5 + 6 - 1, "op 7 is the sixth token after a prompt of five"
+        assert doubt.first_token == 5 + 5, "of the tokens that follow a prompt of five, from the sixth on"
         assert run.peers[0] not in [link.hop.peer for link in run.session.hops.links]
+
+
+async def test_others_believe_what_they_compute_themselves(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out * 1.01, 5)
+        await run.generate(FIRST_WINDOW_OPS + 20)
+        await trio.sleep(5)
+        liar = run.peers[0]
+        for place in (2, 4):
+            daemon = run.swarm.daemons[run.peers[place]][0]
+            assert daemon.rpc.standing.count(liar, Fault.WRONG_RESULTS) == 1
+            assert liar in [found.peer for found in daemon.prober.announced() if not found.is_right]
+        newcomer = await run.swarm.client()
+        await trio.sleep(10)
+        assert newcomer.trust()[liar, 0] is Trust.DOUBTED
+        assert newcomer.trust()[run.peers[2], 0] is Trust.PROVEN
+
+
+async def accused(run: Chat, change: Callable[[Evidence], Evidence] = lambda evidence: evidence) -> None:
+    """Accuse the first hop, which is honest, of its fourth token, at another holder of its blocks. Raises PeerError."""
+    link = run.session.hops.links[0]
+    account = await run.session.hops.ask_receipt(link)
+    hidden, positions = run.session.history.placed(0, 4)
+    wants = partial(WantTokens, session=run.session.key, first=3)
+    shown, frame = await run.client.rpc.call(link.hop.peer, lambda call_id: wants(id=call_id))
+    assert isinstance(shown, TokensAre)
+    assert shown.tensor is not None
+    left = unpack_untrusted(shown.tensor, frame.payload)[:2]
+    payload = evidence_of(run.session.terms, account, (hidden, positions), left)
+    assert payload is not None
+    changed = evidence.encode(change(msgspec.msgpack.decode(payload, type=Evidence)))
+    about = partial(Accuse, model=run.swarm.model, peer=link.hop.peer)
+    await run.client.rpc.call(run.peers[2], lambda call_id: about(id=call_id), changed, purpose="bulk")
+
+
+def judge_of(run: Chat) -> Standing:
+    return run.swarm.daemons[run.peers[2]][0].rpc.standing
+
+
+async def test_who_accuses_wrongly_loses_standing(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        await run.generate(3)
+        await accused(run)
+        assert judge_of(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 1
+        assert judge_of(run).count(run.peers[0]) == 0
+
+
+def other_numbers(shown: Evidence) -> Evidence:
+    meta, raw = shown.left
+    return msgspec.structs.replace(shown, left=(meta, bytes(4) + raw[4:]))
+
+
+def other_receipt(shown: Evidence) -> Evidence:
+    body, signature = shown.receipts[0]
+    return msgspec.structs.replace(shown, receipts=((body[:-1] + b"x", signature),))
+
+
+def another_input(shown: Evidence) -> Evidence:
+    meta, raw = shown.entered
+    return msgspec.structs.replace(shown, entered=(meta, raw[:4] + bytes(4) + raw[8:]))
+
+
+def other_positions(shown: Evidence) -> Evidence:
+    meta, raw = shown.entered
+    return msgspec.structs.replace(shown, entered=(meta, raw[:-4] + bytes(4)))
+
+
+@pytest.mark.parametrize("change", [other_numbers, other_receipt, another_input, other_positions])
+async def test_evidence_that_the_accused_did_not_sign_is_malformed(
+    virtual_time: MockClock, change: Callable[[Evidence], Evidence]
+) -> None:
+    async with chat(*THREE) as run:
+        await run.generate(3)
+        with pytest.raises(Unreachable):
+            await accused(run, change)
+        assert judge_of(run).count(run.client.identity.peer_id, Fault.MALFORMED) == 1
+        assert judge_of(run).count(run.peers[0]) == 0
 
 
 async def test_nobody_is_accused_when_nobody_else_could_tell(virtual_time: MockClock) -> None:
@@ -116,7 +202,7 @@ async def test_with_verify_the_answer_stops_at_the_first_wrong_token(virtual_tim
         run.swarm.workers[run.peers[1]].lie = sometimes(lambda out: out * 1.01, 20)
         with pytest.raises(WrongAnswer) as error:
             await run.generate(60)
-        assert error.value.first_token == 5 + 20 - 1
+        assert error.value.first_token == 5 + 20
         assert run.session.statistics.steps < 60
 
 

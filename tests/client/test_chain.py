@@ -15,6 +15,7 @@ from swarmd.client.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop
+from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
@@ -58,6 +59,9 @@ class PlayedSwarm:
         return 0.0
 
     def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
+        return {}
+
+    def trust(self) -> dict[tuple[str, int], Trust]:
         return {}
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:

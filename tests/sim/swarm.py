@@ -131,7 +131,12 @@ class SimWorker:
                     span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
                     self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
                     yield messages.framed(
-                        Loaded(device="toy", numerics="toy", speed=Measured(decode_tokens_per_s=1 / self._step_s))
+                        Loaded(
+                            device="toy",
+                            hidden=HIDDEN,
+                            numerics="toy",
+                            speed=Measured(decode_tokens_per_s=1 / self._step_s),
+                        )
                     )
                     continue
                 assert self._engine is not None

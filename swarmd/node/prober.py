@@ -1,0 +1,209 @@
+"""Holders of the same blocks compare: a seeded input through another's blocks, and through one's own.
+
+It finds broken memory, wrong weights and undeclared rounding before anybody's text meets them, for the price of 32
+tokens. To who is probed it is a session like any other. What is found is announced, and what others claim of a third
+(``Accuse``) is computed here before it is believed. Whom to probe is ``plan.trust``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import trio
+
+from swarmd.errors import (
+    Code,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+    SwarmUnavailable,
+)
+from swarmd.net.rpc import Channel
+from swarmd.node.choosing import Around
+from swarmd.node.hosts import Hosts
+from swarmd.node.server import Server
+from swarmd.plan.equality import bound_of, errors, is_equal
+from swarmd.plan.standing import Fault
+from swarmd.plan.trust import finding, name_of, shared, to_probe
+from swarmd.protocol.arrays import Floats, pack_array, rounded, unpack_array_untrusted
+from swarmd.protocol.evidence import Shown, read_untrusted
+from swarmd.protocol.frames import Frame
+from swarmd.protocol.messages import (
+    Accuse,
+    AnyMessage,
+    Believed,
+    CloseSession,
+    Op,
+    Opened,
+    OpenSession,
+    Progress,
+    ReceiptIs,
+)
+from swarmd.protocol.records import Found, SpanRecord
+from swarmd.status import ProbeRow
+from swarmd.values import Decision, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
+N_TOKENS = 32  # of a probe
+PROBE_TIMEOUT_S = 30.0  # a server that is busy is probed later
+AGAIN_S = 60.0  # after a probe to which there was no answer
+MAX_FOUND = 32  # of a record: wrong ones first
+
+
+class Prober:
+    """What this daemon has found of others, and goes on finding."""
+
+    def __init__(self, around: Around, hosts: Hosts) -> None:
+        self._around = around
+        self._hosts = hosts
+        self._probed_at: dict[tuple[str, bytes], float] = {}
+        self._found: dict[tuple[str, bytes], tuple[Found, str]] = {}
+        self._judging = trio.Lock()
+        self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
+
+    def announced(self) -> tuple[Found, ...]:
+        """What is found of servers that are there, as records carry it."""
+        present = {(s.peer, name_of(s)) for s in self._around.directory.view().spans}
+        found = [found for key, (found, _) in self._found.items() if key in present]
+        return tuple(sorted(found, key=lambda f: f.is_right)[:MAX_FOUND])
+
+    def snapshot(self) -> tuple[ProbeRow, ...]:
+        return tuple(ProbeRow(peer=f.peer, is_right=f.is_right, why=why) for f, why in self._found.values())
+
+    async def run(self) -> None:
+        """Probe whoever is to be probed, one after the other, until cancelled."""
+        around = self._around
+        while True:
+            await trio.sleep(LOOK_INTERVAL_S * around.rng.uniform(0.75, 1.25))
+            now = around.wall_clock()
+            spans = around.directory.view().spans
+            due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now)
+            for target, mine in due:
+                key = target.peer, name_of(target)
+                try:
+                    decision = await self._probe(target, mine)
+                except SwarmError as error:  # gone, busy, or this machine's own worker is
+                    logger.info("no probe of %s: %s", target.peer[-8:], error)
+                    self._probed_at[key] = around.wall_clock() - 3_600.0 + AGAIN_S
+                    continue
+                self._probed_at[key] = around.wall_clock()
+                self._note(target, decision)
+
+    def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
+        level = logging.INFO if decision.action else logging.WARNING
+        logger.log(level, "probe of [%d,%d) on %s: %s", target.start, target.end, target.peer, decision.reason)
+        self._found[target.peer, name_of(target)] = finding(target, decision.action), decision.reason
+        self._around.directory.announce_soon()
+
+    def _server_of(self, span: SpanRecord) -> Server:
+        """This daemon's own server of a span. Raises PeerTimeout when it serves it no more."""
+        for hosting in self._hosts:
+            if hosting.slot == span.slot and hosting.server is not None and hosting.is_online:
+                return hosting.server
+        raise PeerTimeout("this machine does not serve these blocks any more")
+
+    # --- what others claim -----------------------------------------------------------------------------------
+
+    async def judge(self, channel: Channel, message: Accuse, payload: memoryview) -> None:
+        """Compute what somebody is accused of, and believe that. Raises Refused, RemoteProtocolError."""
+        spans = self._around.directory.view().spans
+        about = (message.peer, message.model, message.slot)
+        accused = next((s for s in spans if (s.peer, s.model, s.slot) == about), None)
+        mine = [s for s in spans if s.peer == self._around.me and accused is not None and shared(s, accused)]
+        if accused is None or not mine:
+            raise Refused(Code.NOT_HERE, "these blocks are not served here, or not by who is accused")
+        if self._judging.locked():
+            raise Refused(Code.NO_CAPACITY, "another accusation is looked at", AGAIN_S)
+        async with self._judging:
+            shown = read_untrusted(payload, message.peer)
+            if not Span(mine[0].start, mine[0].end).covers(shown.span) or shown.receipt.model != accused.model:
+                raise Refused(Code.NOT_HERE, f"blocks {shown.span} are not served here")
+            decision = await self._recomputed(shown, accused, mine[0])
+        if decision.action:
+            self._around.rpc.standing.fault(channel.peer, Fault.FALSE_ACCUSATION, decision.reason)
+        else:
+            self._around.rpc.standing.fault(PeerId(accused.peer), Fault.WRONG_RESULTS, decision.reason)
+            self._note(accused, decision)
+        await channel.send(Believed(re=message.id, is_wrong=not decision.action, why=decision.reason))
+
+    async def _recomputed(self, shown: Shown, accused: SpanRecord, mine: SpanRecord) -> Decision[bool]:
+        try:
+            here = await self._server_of(mine).own.compute(shown.span, shown.entered)
+        except (SwarmUnavailable, PeerTimeout) as error:
+            raise Refused(Code.NO_CAPACITY, str(error), AGAIN_S) from None
+        last = slice(-shown.left.shape[1], None)
+        found = errors(shown.entered[:, last], shown.left, here[:, last])
+        return is_equal(found, bound_of(accused.dtype, accused.quantize))
+
+    # --- one probe -------------------------------------------------------------------------------------------
+
+    async def _probe(self, target: SpanRecord, mine: SpanRecord) -> Decision[bool]:
+        """Compare what both make of the same input. Raises SwarmError when there is nothing to compare."""
+        span, server = shared(mine, target), self._server_of(mine)
+        hidden = server.own.hidden_size
+        if span is None or not hidden:
+            raise PeerTimeout("nothing to compare")
+        seed = self._around.rng.getrandbits(63)
+        values = np.random.default_rng(seed).standard_normal((1, N_TOKENS, hidden), dtype=np.float32)
+        entered = rounded(values, target.dtype)
+        here = await server.own.compute(span, entered)
+        with trio.move_on_after(PROBE_TIMEOUT_S):
+            there = await self._ask(target, span, entered)
+            if there.shape != here.shape:
+                return Decision(False, f"expected hidden states {here.shape}, got {there.shape}")
+            return is_equal(errors(entered, there, here), bound_of(target.dtype, target.quantize))
+        raise PeerTimeout(f"{target.peer[-8:]} did not answer within {PROBE_TIMEOUT_S:.0f} s")
+
+    async def _ask(self, target: SpanRecord, span: Span, entered: Floats) -> Floats:
+        """What another server makes of an input [1, t, d]. Raises PeerError."""
+        rpc, peer, key = self._around.rpc, PeerId(target.peer), os.urandom(16)
+        rpc.network.learn(peer, self._around.exchange.addresses_of(peer))
+        answers, coming = trio.open_memory_channel[Floats](1)
+        self._answers[key, peer] = answers
+        try:
+            reply, _ = await rpc.call(peer, partial(_opening, key, target, span, entered.shape[1]))
+            if not isinstance(reply, Opened):
+                raise RemoteProtocolError(f"expected an opened session, got {type(reply).__name__}")
+            meta, payload = pack_array(entered, target.dtype)
+            channel = await rpc.channel(peer)
+            await channel.send(Op(session=key, start=span.start, epoch=1, seq=1, tensor=meta), payload)
+            return await coming.receive()
+        finally:
+            del self._answers[key, peer]
+            if (open_one := rpc.existing(peer)) is not None:
+                with suppress(PeerError), trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
+                    await open_one.send(CloseSession(session=key, start=span.start))
+
+    def take(self, peer: PeerId, message: AnyMessage, frame: Frame) -> bool:
+        """Take what comes for a probe. Raises RemoteProtocolError for numbers that cannot be read."""
+        if not self._answers or not isinstance(message, Op | Progress | ReceiptIs):
+            return False
+        waiting = self._answers.get((message.session, peer))
+        if waiting is None:
+            return False
+        if isinstance(message, Op) and message.tensor is not None:
+            with suppress(trio.WouldBlock):
+                waiting.send_nowait(unpack_array_untrusted(message.tensor, frame.payload))
+        return True
+
+
+def _opening(key: bytes, target: SpanRecord, span: Span, n_tokens: int, call_id: int) -> OpenSession:
+    return OpenSession(
+        id=call_id,
+        session=key,
+        model=target.model,
+        start=span.start,
+        end=span.end,
+        epoch=1,
+        max_tokens=n_tokens + 1,
+        dtype=target.dtype,
+        receipts=True,
+    )

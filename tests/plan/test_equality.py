@@ -1,0 +1,163 @@
+"""What counts as equal, how often servers are checked, and whom their peers trust."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmd.plan.audits import ALWAYS_BELOW, LEAST_RATE, Record, is_due, next_window, rate
+from swarmd.plan.equality import MEAN_TOKENS, Verdict, bound_of, errors, is_equal, projected, two_of_three
+from swarmd.plan.trust import Trust, finding, name_of, shared, to_probe, trust_in
+from swarmd.protocol.records import PeerRecord, SpanRecord
+from swarmd.values import PeerId, Span
+
+RNG = np.random.default_rng(0)
+ENTERED = RNG.standard_normal((2, 6, 64), dtype=np.float32)
+LEFT = ENTERED + RNG.standard_normal((2, 6, 64), dtype=np.float32)
+FLOAT32 = bound_of("float32", "none")
+
+
+def test_an_error_is_relative_to_what_the_span_added_and_the_worst_rows() -> None:
+    wrong = LEFT.copy()
+    wrong[1, 3] += 0.1 * (LEFT - ENTERED)[1, 3]
+    found = errors(ENTERED, wrong, LEFT)
+    assert found[3] == pytest.approx(0.1, rel=1e-3)
+    assert not found[[0, 1, 2, 4, 5]].any()
+    assert not is_equal(found, FLOAT32).action
+    assert is_equal(errors(ENTERED, LEFT * np.float32(1 + 1e-6), LEFT), FLOAT32).action
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_never_equal(value: float) -> None:
+    wrong = LEFT.copy()
+    wrong[0, 2, 5] = value
+    assert not is_equal(errors(ENTERED, wrong, LEFT), bound_of("bfloat16", "int8")).action
+
+
+def test_a_span_that_adds_nothing_is_no_division_by_zero() -> None:
+    assert errors(ENTERED, ENTERED, ENTERED).max() == 0
+    assert not is_equal(errors(ENTERED, LEFT, ENTERED), FLOAT32).action
+
+
+def test_a_projection_shows_the_same_errors_within_a_factor_of_two() -> None:
+    entered = RNG.standard_normal((1, 200, 576), dtype=np.float32)
+    again = entered + RNG.standard_normal(entered.shape, dtype=np.float32)
+    left = again + np.float32(0.01) * RNG.standard_normal(entered.shape, dtype=np.float32)
+    whole = np.median(errors(entered, left, again))
+    small = np.median(errors(*(projected(values, 5) for values in (entered, left, again))))
+    assert whole / 2 < small < whole * 2
+
+
+def test_a_small_error_everywhere_shows_in_the_mean_of_many_tokens() -> None:
+    bound = bound_of("bfloat16", "none")
+    few, many = (np.full(n, 0.03, np.float32) for n in (MEAN_TOKENS - 1, MEAN_TOKENS))
+    assert is_equal(few, bound).action
+    assert not is_equal(many, bound).action
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        ((True, None, None), Verdict.RIGHT),
+        ((False, None, None), Verdict.UNDECIDED),
+        ((False, False, True), Verdict.WRONG),
+        ((False, True, False), Verdict.REFERENCE_WRONG),
+        ((False, False, False), Verdict.UNDECIDED),
+        ((False, True, True), Verdict.UNDECIDED),
+    ],
+)
+def test_two_against_one(answers: tuple[bool, bool | None, bool | None], verdict: Verdict) -> None:
+    assert two_of_three(*answers) is verdict
+
+
+@given(st.integers(0, 10**6))
+def test_the_rate_falls_and_never_ends(n_right: int) -> None:
+    p = rate(Record(n_right, n_right))
+    assert p == 1 if n_right < ALWAYS_BELOW else LEAST_RATE <= p <= 1 / n_right or p == LEAST_RATE
+    assert not is_due(Record(n_right, n_right), 1.0 - 1e-9, 0.5).action or p == 1
+
+
+def test_a_wrong_one_begins_anew() -> None:
+    record = Record()
+    for _ in range(100):
+        record = record.after(is_right=True)
+    assert rate(record) == LEAST_RATE
+    assert rate(record.after(is_right=False)) == 1.0
+    assert record.after(is_right=False).n_wrong == 1
+
+
+def test_windows_double() -> None:
+    ends, n_ops = [], 0
+    while n_ops < 1_000:
+        n_ops = next_window(n_ops)
+        ends.append(n_ops)
+    assert ends == [32, 64, 128, 256, 512, 1024]
+
+
+# --- what holders say of each other ----------------------------------------------------------------------------
+
+
+def span(peer: str, start: int, end: int, **more: object) -> SpanRecord:
+    rest = {"state": "online", "numerics": f"of {peer}", **more}
+    return SpanRecord(
+        peer=peer, sequence=1, issued_at=0, expires_at=9, certificate=(), model="m", start=start, end=end, **rest
+    )  # type: ignore[arg-type]
+
+
+def peer(name: str, *found: object) -> PeerRecord:
+    return PeerRecord(peer=name, sequence=1, issued_at=0, expires_at=9, certificate=(), found=found)  # type: ignore[arg-type]
+
+
+def own_voucher(peer: PeerId) -> bytes:
+    return peer.encode()
+
+
+A, B, C = span("a", 0, 4), span("b", 2, 6), span("c", 2, 6)
+
+
+def test_only_what_is_alike_is_compared() -> None:
+    assert shared(A, B) == Span(2, 4)
+    assert shared(A, A) is None
+    assert shared(A, span("b", 4, 6)) is None
+    assert shared(A, span("b", 2, 6, dtype="bfloat16")) is None
+    assert shared(A, span("b", 2, 6, quantize="int8")) is None
+
+
+def test_everybody_is_probed_by_two_others_and_strangers_come_first() -> None:
+    spans = [span(chr(97 + n), 0, 4) for n in range(6)]
+    kin = {"a": b"x", "b": b"x", "c": b"x"}
+    probed = [
+        (target.peer, mine.peer)
+        for s in spans
+        for target, mine in to_probe(PeerId(s.peer), spans, lambda p: kin.get(p, p.encode()), {}, 0.0)
+    ]
+    assert len(probed) == 12
+    assert not [pair for pair in probed if set(pair) <= {"a", "b", "c"}]
+
+
+def test_a_probe_is_done_again_after_an_hour_and_after_each_load() -> None:
+    done = {("b", name_of(B)): 100.0}
+    assert to_probe(PeerId("a"), [A, B], own_voucher, done, 200.0) == []
+    assert [t.peer for t, _ in to_probe(PeerId("a"), [A, B], own_voucher, done, 4_000.0)] == ["b"]
+    loaded = span("b", 2, 6, numerics="others")
+    assert [t.peer for t, _ in to_probe(PeerId("a"), [A, loaded], own_voucher, done, 200.0)] == ["b"]
+
+
+def test_trust_follows_what_others_found() -> None:
+    said = [peer("a", finding(B, True), finding(C, False)), peer("b"), peer("c", finding(C, True))]
+    trust = trust_in([A, B, C], said, own_voucher)
+    assert trust == {("a", 0): Trust.UNKNOWN, ("b", 0): Trust.PROVEN, ("c", 0): Trust.DOUBTED}
+    assert trust_in([A, B, C], [peer("a")], own_voucher) == {}, "nobody said anything"
+
+
+def test_who_holds_blocks_alone_is_not_held_back() -> None:
+    alone = span("d", 10, 12)
+    assert trust_in([A, B, alone], [peer("a", finding(B, True))], own_voucher)["d", 0] is Trust.PROVEN
+
+
+def test_many_of_one_voucher_are_one_voice() -> None:
+    accusers = [peer(name, finding(B, False)) for name in "xyz"]
+    trust = trust_in([A, B], [*accusers, peer("a", finding(B, True))], lambda p: b"one" if p in "xyz" else p.encode())
+    assert trust["b", 0] is Trust.PROVEN
