@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
 
 import swarmd
 from swarmd.errors import SwarmError
@@ -32,33 +34,45 @@ from tests.real.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent
 N_TOKENS = 48  # of each answer
+PROBED_WITHIN_S = 15.0  # after it is online
+TOLD_WITHIN_S = 3.0  # for others to compute it too
 PROMPTS = tuple(f"The function of number {n} returns a list of" for n in range(64))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one lie: answers and tokens until it was found, tokens that were wrong, and the reason given."""
+    """What came of one lie: answers and tokens until it was found, tokens that were wrong, and what was said."""
 
     lie: str
+    probes: str
     is_found: bool
     n_sessions: int
     n_tokens: int
     n_wrong: int
     n_accused: int
+    n_believe: int
     share: float
     reason: str
 
     def row(self) -> str:
         found = f"{self.n_sessions} answers, {self.n_tokens} tokens" if self.is_found else "not found"
-        return (
-            f"| {self.lie} | {found} | {self.n_wrong} | {self.n_accused} | {100 * self.share:.0f} % | {self.reason} |"
+        cells = (
+            self.lie,
+            self.probes,
+            found,
+            self.n_wrong,
+            self.n_accused,
+            self.n_believe,
+            f"{100 * self.share:.0f} %",
         )
+        return f"| {' | '.join(map(str, cells))} | {self.reason} |"
 
 
 HEAD = (
-    "| the lie | found after | wrong tokens given | honest ones accused | checking computed | what was said |\n"
-    "|---|---|---|---|---|---|"
+    "| the lie | probes say | found by audits after | wrong tokens given | honest ones accused | others who compute it "
+    "and believe | checking computed | what was said |\n|---|---|---|---|---|---|---|---|"
 )
+MIGRATION = "a wrong cache migration"
 
 
 @contextmanager
@@ -87,46 +101,79 @@ def add_liar(swarm: LocalSwarm, lie: str, model: str, n_blocks: int) -> Voluntee
     return liar
 
 
-def generate(model: Any, tokenizer: Any, prompt: str) -> torch.Tensor:
+class At(StoppingCriteria):  # type: ignore[misc]
+    """Does something once so many tokens are there, and stops nothing."""
+
+    def __init__(self, n_tokens: int, act: Callable[[], object]) -> None:
+        self._left, self._act = n_tokens, act
+
+    def __call__(self, ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._left -= 1
+        if not self._left:
+            self._act()
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
+def generate(model: Any, tokenizer: Any, prompt: str, act: Callable[[], object] = lambda: None) -> torch.Tensor:
+    """An answer; half-way ``act`` is done."""
     inputs = tokenizer(prompt, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, do_sample=False)
+    criteria = [At(N_TOKENS // 2, act)]
+    options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
+    ids = model.generate(**inputs, **options, stopping_criteria=criteria)
     return torch.as_tensor(ids[0, inputs["input_ids"].shape[1] :])
 
 
-def prove(
-    swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, lie: str, name: str, n: int, blocks: int
-) -> Outcome:
-    half = blocks // 2
+def probes_of(holders: list[Volunteer], liar: Volunteer) -> str:
+    """What those say who probed it; each is probed by two."""
+
+    def said() -> list[bool]:
+        rows = [row for holder in holders for row in holder.ask("why")["probes"]]
+        return [row["is_right"] for row in rows if row["peer"] == liar.peer]
+
+    deadline = time.monotonic() + PROBED_WITHIN_S
+    while len(said()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found = said()
+    return ", ".join("right" if is_right else "wrong" for is_right in found) or "nothing"
+
+
+def prove(swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, lie: str, name: str, n: int) -> Outcome:
+    half = int(liar.arguments[liar.arguments.index("--blocks") + 1].split(":")[1])
     chains = [
-        (Hop(first.peer, Span(0, half)), Hop(holders[0].peer, Span(half, blocks))) for first in (holders[1], liar)
+        (Hop(first.peer, Span(0, half)), Hop(holders[0].peer, Span(half, 2 * half))) for first in (holders[1], liar)
     ]
     n_tokens = n_wrong = n_sessions = 0
+    probes = probes_of(holders, liar)
     with swarmd.connect(swarm.invite()) as client:
         within, tokenizer = client.within, client.tokenizer(name)
         honest = client.model(name, chain=chains[0], lookup=False)
         lied = client.model(name, chain=chains[1], lookup=False)
-
-        def is_found() -> bool:
-            return bool(within.rpc.standing.count(liar.peer, Fault.WRONG_RESULTS, Fault.UNACCOUNTED))
-
-        while not is_found() and n_sessions < n:
+        is_found = False
+        while not is_found and n_sessions < n:
             prompt = PROMPTS[n_sessions % len(PROMPTS)]
             within.audits = False
             expected = generate(honest, tokenizer, prompt)
             within.audits = True
             n_sessions += 1
+            act = (lambda: liar.ask("drain", "POST")) if lie == MIGRATION else (lambda: None)
             try:
-                got = generate(lied, tokenizer, prompt)
+                got = generate(lied, tokenizer, prompt, act)
             except SwarmError as error:
                 print(f"  {error}", file=sys.stderr)
                 break
             n_wrong += int((got != expected).sum())
             n_tokens += N_TOKENS
             lied.last_session.wait_closed()
+            is_found = bool(lied.last_session.statistics.doubts)
+        time.sleep(TOLD_WITHIN_S if is_found else 0)
         accused = sum(bool(within.rpc.standing.count(v.peer, Fault.WRONG_RESULTS)) for v in holders)
-        found = [f for f in within.checks.findings if f.outcome not in ("right",)]
-        reason = found[-1].reason if found else "nothing"
-        return Outcome(lie, is_found(), n_sessions, n_tokens, n_wrong, accused, within.checks.share(), reason[:160])
+        believe = sum(
+            any("wrong_results" in row["why"] for peer, row in v.ask("why")["standing"].items() if peer == liar.peer)
+            for v in holders
+        )
+        others = [f.reason for f in within.checks.findings if f.outcome != "right"] or ["nothing"]
+        share = within.checks.share()
+        return Outcome(lie, probes, is_found, n_sessions, n_tokens, n_wrong, accused, believe, share, others[-1][:120])
 
 
 def main() -> None:
@@ -135,14 +182,14 @@ def main() -> None:
     parser.add_argument("--model", default="bundled", choices=["bundled", "smollm2"])
     parser.add_argument("--sessions", type=int, default=12, help="answers until it counts as not found")
     given = parser.parse_args()
-    lies = [lie for lie in LIES if lie != "a wrong cache migration" and given.only in ("", lie)]
+    lies = [lie for lie in LIES if given.only in ("", lie)]
     missed = []
     print(HEAD, flush=True)
     with TemporaryDirectory() as folder, honest_swarm(Path(folder), given.model) as (swarm, holders, blocks):
         name = "smollm2" if given.model == "smollm2" else "demo"
         for lie in lies:
             liar = add_liar(swarm, lie, given.model, blocks)
-            outcome = prove(swarm, holders, liar, lie, name, given.sessions, blocks)
+            outcome = prove(swarm, holders, liar, lie, name, given.sessions)
             print(outcome.row(), flush=True)
             missed += [] if outcome.is_found and not outcome.n_accused else [lie]
             liar.stop()

@@ -31,7 +31,7 @@ from swarmd.errors import (
     RemoteProtocolError,
     SwarmError,
 )
-from swarmd.plan.routing import Route, best_route
+from swarmd.plan.routing import Hop, Route, best_route
 from swarmd.plan.standing import Fault
 from swarmd.plan.trust import Trust
 from swarmd.protocol.frames import Frame
@@ -258,7 +258,7 @@ class Chain:
         if not isinstance(reply, ReceiptIs):
             raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
         try:
-            return self.take_receipt(hop.peer, reply, frame)
+            return self._enter_receipt(hop, reply, frame)
         except Forged as error:
             self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
             raise
@@ -268,9 +268,12 @@ class Chain:
         link = self.link_at(message.start)
         if link is None or link.hop.peer != peer:
             return Account()  # of a hop that is no more
-        place = (peer, message.start)
+        return self._enter_receipt(link.hop, message, frame)
+
+    def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
+        place = (hop.peer, hop.span.start)
         try:
-            return self.books.take_untrusted(place, link.hop.span.end, bytes(frame.payload), message.signature)
+            return self.books.take_untrusted(place, hop.span.end, bytes(frame.payload), message.signature)
         except IntegrityError as error:
             raise Forged(str(error)) from None
 

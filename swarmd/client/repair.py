@@ -146,8 +146,6 @@ class Repairs:
         await self._chain.open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-        with suppress(PeerError):  # of an older version: its heir is not checked
-            await self._chain.ask_receipt(link)
         request = partial(self._chain.requests.hand_over, link, self._chain.epoch, heir.hop.peer)
         await self._chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
@@ -156,6 +154,8 @@ class Repairs:
         if heir.is_lost or hop.span.start not in self._inherited:
             raise PeerTimeout(f"{heir.hop} did not take the caches over")
         heir.received = self._inherited.pop(hop.span.start)
+        with suppress(PeerError):  # of an older version, or gone: its heir is not checked
+            await self._chain.ask_receipt(link)
         self._chain.books.pass_on((hop.peer, hop.span.start), (heir.hop.peer, hop.span.start))
 
     async def _tell_neighbours(self) -> bool:

@@ -104,7 +104,7 @@ class LyingWorker(Worker):
             cache = self._engine._sessions[message.session, message.start]._cache.cache
             for layer in cache.layers:
                 if getattr(layer, "values", None) is not None:
-                    layer.values *= 1.5
+                    layer.values = layer.values * 1.5
         return super()._take(frame)
 
 
