@@ -77,7 +77,7 @@ class Chain:
         self.books = Books(self.key, swarm.rpc.network.peer_id, terms.max_tokens)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
-        self.requests = Requests(self.key, terms, swarm.addresses_of)
+        self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
         self._declined = Declined()
         self._opened: set[tuple[PeerId, int]] = set()
         self._numerics = ""

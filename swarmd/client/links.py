@@ -41,6 +41,7 @@ class Swarm(Protocol):
 
     rpc: Rpc
     wall_clock: Callable[[], float]
+    audits: bool
 
     def view(self) -> SwarmView: ...
 

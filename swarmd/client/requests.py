@@ -12,10 +12,13 @@ from swarmd.values import PeerId
 class Requests:
     """Builds the requests of one session."""
 
-    def __init__(self, session: bytes, terms: Terms, addresses_of: Callable[[PeerId], tuple[str, ...]]) -> None:
+    def __init__(
+        self, session: bytes, terms: Terms, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
+    ) -> None:
         self._session = session
         self._terms = terms
         self._addresses_of = addresses_of
+        self._receipts = receipts
 
     def open(
         self, links: Sequence[Link], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
@@ -42,7 +45,7 @@ class Requests:
             inherit=inherit,
             adapter=terms.adapter,
             tuned=terms.own.version if terms.own else b"",
-            receipts=True,
+            receipts=self._receipts,
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 

@@ -157,7 +157,8 @@ class ChainSession:
             self._moved_at = trio.current_time()
         self._entered[sent.seq] = sent, want
         self._position.seq = sent.seq
-        self.hops.books.sent(sent)
+        if self._swarm.audits:
+            self.hops.books.sent(sent)
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
@@ -246,7 +247,8 @@ class ChainSession:
             entered = sent.hidden
             try:
                 self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
-                self.hops.books.answered(sent, op.tensor, frame.payload)
+                if self._swarm.audits:
+                    self.hops.books.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:
                 self._doubt_all(str(error))
                 return

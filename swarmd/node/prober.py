@@ -55,6 +55,7 @@ LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
 N_TOKENS = 32  # of a probe
 PROBE_TIMEOUT_S = 30.0  # a server that is busy is probed later
 AGAIN_S = 60.0  # after a probe to which there was no answer
+MAX_REMEMBERED = 1_024  # servers, the newest
 MAX_FOUND = 32  # of a record: wrong ones first
 
 
@@ -70,10 +71,11 @@ class Prober:
         self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
 
     def announced(self) -> tuple[Found, ...]:
-        """What is found of servers that are there, as records carry it."""
+        """What is found of servers that are there, and who of those that left was wrong, as records carry it."""
         present = {(s.peer, name_of(s)) for s in self._around.directory.view().spans}
-        found = [found for key, (found, _) in self._found.items() if key in present]
-        return tuple(sorted(found, key=lambda f: f.is_right)[:MAX_FOUND])
+        found = [found for key, (found, _) in self._found.items() if key in present or not found.is_right]
+        there = {peer for peer, _ in present}
+        return tuple(sorted(found, key=lambda f: (f.is_right, f.peer not in there))[:MAX_FOUND])
 
     def snapshot(self) -> tuple[ProbeRow, ...]:
         return tuple(ProbeRow(peer=f.peer, is_right=f.is_right, why=why) for f, why in self._found.values())
@@ -100,7 +102,11 @@ class Prober:
     def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
         level = logging.INFO if decision.action else logging.WARNING
         logger.log(level, "probe of [%d,%d) on %s: %s", target.start, target.end, target.peer, decision.reason)
-        self._found[target.peer, name_of(target)] = finding(target, decision.action), decision.reason
+        voucher = self._around.exchange.voucher_of(PeerId(target.peer))
+        self._found.pop((target.peer, name_of(target)), None)  # the newest last
+        self._found[target.peer, name_of(target)] = finding(target, decision.action, voucher), decision.reason
+        while len(self._found) > MAX_REMEMBERED:
+            del self._found[next(iter(self._found))]
         self._around.directory.announce_soon()
 
     def _server_of(self, span: SpanRecord) -> Server:

@@ -2,6 +2,7 @@
 
 Each probes some others: the same seeded input through the same blocks. Who was found right by one is proven; who more
 vouchers found wrong than right is doubted; who nobody could ask, since nobody else holds its blocks, is not held back.
+Blame climbs: whoever brings in liars again and again has all his guests doubted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from swarmd.values import PeerId, Span
 
 PROBES_OF_EACH = 2  # holders that probe a server: one may be wrong itself
 PROBE_LIFETIME_S = 3_600.0  # memory breaks, and so do members
+WRONG_GUESTS = 3  # of one voucher: one may have bad memory, and two
+AGREEING = 2  # vouchers who say so: nobody's guests are banned by one member's word
+VOUCHER_BYTES = 8  # of a voucher's key, in records
 
 
 class Trust(IntEnum):
@@ -75,28 +79,39 @@ def trust_in(
 ) -> dict[tuple[str, int], Trust]:
     """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything."""
     said: dict[tuple[str, bytes], tuple[set[bytes], set[bytes]]] = defaultdict(lambda: (set(), set()))
+    guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in peers:
+        speaker = voucher_of(PeerId(record.peer))
         for found in record.found:
             if found.peer != record.peer:
-                said[found.peer, found.name][found.is_right].add(voucher_of(PeerId(record.peer)))
+                said[found.peer, found.name][found.is_right].add(speaker)
+            if not found.is_right and found.voucher:
+                guests[found.voucher][speaker].add(found.peer)
     if not said:
         return {}
-    holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
-    for span in spans:
-        for block in range(span.start, span.end):
-            holders[span.model, span.dtype, span.quantize, block].add(span.peer)
+    leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
+    n_holders = _holders(spans)
     trust = {}
     for span in spans:
         wrong, right = said.get((span.peer, name_of(span)), (set(), set()))
         kind = (span.model, span.dtype, span.quantize)
-        is_alone = all(len(holders[(*kind, block)]) < 2 for block in range(span.start, span.end))
-        if len(wrong) > len(right):
+        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, span.end))
+        if len(wrong) > len(right) or voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky:
             trust[span.peer, span.slot] = Trust.DOUBTED
         else:
             trust[span.peer, span.slot] = Trust.PROVEN if right or is_alone else Trust.UNKNOWN
     return trust
 
 
-def finding(span: SpanRecord, is_right: bool) -> Found:
+def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
+    """How many peers hold each block, of one model, dtype and format."""
+    holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
+    for span in spans:
+        for block in range(span.start, span.end):
+            holders[span.model, span.dtype, span.quantize, block].add(span.peer)
+    return {where: len(peers) for where, peers in holders.items()}
+
+
+def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> Found:
     """What is announced of a server."""
-    return Found(PeerId(span.peer), name_of(span), is_right)
+    return Found(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])

@@ -52,11 +52,16 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
-    """What a member found of another's blocks, by computing the same (plan.trust says what ``name`` is of)."""
+    """What a member found of another's blocks, by computing the same (plan.trust says what ``name`` is of).
+
+    Of who was wrong ``voucher`` is the beginning of the key that brought it in: whose guests are wrong again and again
+    is known by it.
+    """
 
     peer: Name
     name: Annotated[bytes, msgspec.Meta(max_length=8)]
     is_right: bool
+    voucher: Annotated[bytes, msgspec.Meta(max_length=8)] = b""
 
 
 class PeerRecord(Record, tag="peer", frozen=True):

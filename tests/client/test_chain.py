@@ -41,6 +41,7 @@ class PlayedSwarm:
         self.rpc: Any = self
         self.network: Any = self
         self.peer_id = PeerId("me")
+        self.audits = True
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()

@@ -161,3 +161,18 @@ def test_many_of_one_voucher_are_one_voice() -> None:
     accusers = [peer(name, finding(B, False)) for name in "xyz"]
     trust = trust_in([A, B], [*accusers, peer("a", finding(B, True))], lambda p: b"one" if p in "xyz" else p.encode())
     assert trust["b", 0] is Trust.PROVEN
+
+
+def test_whose_guests_are_wrong_again_and_again_vouches_for_nobody() -> None:
+    wrong = [span(f"gone {n}", 0, 4) for n in range(3)]
+    said = [peer(name, *(finding(s, False, b"leaky invite") for s in wrong)) for name in ("a", "b")]
+    newcomer = span("new", 0, 4)
+    vouchers = {"new": b"leaky invite"}
+
+    def voucher_of(p: PeerId) -> bytes:
+        return vouchers.get(p, p.encode())
+
+    assert trust_in([A, newcomer], said, voucher_of)["new", 0] is Trust.DOUBTED
+    assert trust_in([A, newcomer], said[:1], voucher_of)["new", 0] is Trust.UNKNOWN, "one member's word"
+    fewer = [peer(name, *(finding(s, False, b"leaky invite") for s in wrong[:2])) for name in ("a", "b")]
+    assert trust_in([A, newcomer], fewer, voucher_of)["new", 0] is Trust.UNKNOWN, "two may have bad memory"
