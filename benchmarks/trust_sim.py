@@ -1,6 +1,5 @@
 """A swarm of 200 in which a tenth lies, in virtual time: wrong results and cost by the hour, by the rules of plan/.
 
-
 python -m benchmarks.trust_sim [--hours 8] [--seed 1]
 
 Ten spans, 20 holders each; 50 clients have windows of tokens computed by chains of ten hops. The liars all came by one

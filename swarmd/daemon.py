@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import trio
 
+from swarmd.books import Books
 from swarmd.config import Config, split
 from swarmd.errors import ConfigError, Refused
 from swarmd.home import Home, by_peer
@@ -95,8 +96,7 @@ class Daemon:
 
     def __init__(self, member: Member, config: Config, world: Surroundings, exchange: Exchange) -> None:
         network, home = world.network, member.home
-        self.network = network
-        self.exchange = exchange
+        self.network, self.exchange = network, exchange
         self.rpc = Rpc(network, self, Standing(world.wall_clock, home.standing_file if home else None))
         self.directory = Directory(
             member.identity,
@@ -112,6 +112,7 @@ class Daemon:
             config.exchange,
         )
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
+        self.books = Books(home.books_file if home else None)
         self.store = Store(self.rpc, self.directory.view, library, config, self.directory.announce_soon)
         self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
         folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
@@ -129,6 +130,7 @@ class Daemon:
             turnover=Turnover(world.wall_clock),
             understands=world.understands,
             presence=self.presence,
+            books=self.books,
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)
@@ -139,8 +141,7 @@ class Daemon:
         self.health = Health(network.peer_id, version("swarmd"), world.wall_clock)
         owned = (self.gateway, self.reachability, self.health, self.prober)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
-        self._certificate = member.certificate
-        self._understands = world.understands
+        self._certificate, self._understands = member.certificate, world.understands
         self._home, self._metrics = home, config.metrics
         self.stopping, self._hurry = trio.Event(), trio.Event()
 
@@ -165,6 +166,7 @@ class Daemon:
                 nursery.start_soon(self.reachability.run)
             await nursery.start(self.hosts.run)
             nursery.start_soon(self.prober.run)
+            nursery.start_soon(self.books.keep)
             task_status.started()
             await self.stopping.wait()
             async with trio.open_nursery() as last:

@@ -71,6 +71,11 @@ class Home:
         return self.folder / "checks.json"
 
     @property
+    def books_file(self) -> Path:
+        """What this machine gave to others and took from them."""
+        return self.folder / "books.db"
+
+    @property
     def pause_file(self) -> Path:
         """Until when its owner has paused this machine."""
         return self.folder / "pause.json"
@@ -138,6 +143,9 @@ class Home:
             "peers.json",
             "standing.json",
             "checks.json",
+            "books.db",
+            "books.db-wal",
+            "books.db-shm",
             "pause.json",
         ):
             (self.folder / name).unlink(missing_ok=True)

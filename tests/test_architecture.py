@@ -24,6 +24,7 @@ LAYERS = {
     "swarmd.protocol": 1,
     "swarmd.plan": 1,
     "swarmd.home": 2,
+    "swarmd.books": 2,
     "swarmd.compute": 2,
     "swarmd.wire": 2,
     "swarmd.net": 2,
@@ -145,7 +146,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 50
 LONG_FILES = {
     "swarmd/protocol/messages.py": (540, "every header of the wire, in one place to look it up"),
     "swarmd/node/hosting.py": (457, "one thing that is served, from choosing to pausing"),
-    "swarmd/node/server.py": (445, "what peers and the worker say of sessions, one method for each message"),
+    "swarmd/node/server.py": (450, "what peers and the worker say of sessions, one method for each message"),
     "swarmd/compute/training.py": (420, "block-by-block fine-tuning, one state"),
     "swarmd/client/lane.py": (460, "one lane, forward and backward"),
     "swarmd/train/joining.py": (455, "one peer's part in rounds, whoever leads"),

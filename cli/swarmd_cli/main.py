@@ -11,7 +11,21 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import bugreport, chat, gateway, generate, look, member, models, policy, service, top, train, tune
+from swarmd_cli import (
+    bugreport,
+    chat,
+    credit,
+    gateway,
+    generate,
+    look,
+    member,
+    models,
+    policy,
+    service,
+    top,
+    train,
+    tune,
+)
 from swarmd_cli.context import set_home
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -59,6 +73,7 @@ app.command()(member.resume)
 app.command()(look.status)
 app.command()(look.peers)
 app.command()(look.ps)
+app.command()(credit.credit)
 app.command()(look.ping)
 app.command()(look.why)
 app.command()(look.doctor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +23,7 @@ from swarmd.client.chain import Chain
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.links import Doubt, Link, Swarm, Terms
 from swarmd.client.receipts import Account, are_seen, digests, same
-from swarmd.errors import Code, NoRoute, Refused, RemoteProtocolError, SwarmError
+from swarmd.errors import Code, NoRoute, PeerError, Refused, RemoteProtocolError, SwarmError
 from swarmd.plan.audits import next_window
 from swarmd.plan.equality import Verdict, bound_of, errors, is_equal, two_of_three
 from swarmd.plan.standing import Fault
@@ -96,6 +97,9 @@ class Auditor:
             while self._is_busy:
                 await trio.sleep(0.01)
             await self._look()
+            for link in self._session.hops.links:  # the last bill
+                with suppress(PeerError):
+                    await self._session.hops.ask_receipt(link)
         self._opens.checks.save()
 
     async def _look_quietly(self) -> None:

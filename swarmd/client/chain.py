@@ -35,7 +35,7 @@ from swarmd.plan.routing import Hop, Route, best_route
 from swarmd.plan.standing import Fault
 from swarmd.plan.trust import Trust
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs, WantReceipt
+from swarmd.protocol.messages import CloseSession, Opened, ReceiptIs, Taken, WantReceipt
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
@@ -258,24 +258,30 @@ class Chain:
         if not isinstance(reply, ReceiptIs):
             raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
         try:
-            return self._enter_receipt(hop, reply, frame)
+            return await self._enter_receipt(hop, reply, frame)
         except Forged as error:
             self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
             raise
 
-    def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
+    async def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
         """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""
         link = self.link_at(message.start)
         if link is None or link.hop.peer != peer:
             return Account()  # of a hop that is no more
-        return self._enter_receipt(link.hop, message, frame)
+        return await self._enter_receipt(link.hop, message, frame)
 
-    def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
-        place = (hop.peer, hop.span.start)
+    async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
+        """Enter it, and sign the bill that came with it."""
+        place, end = (hop.peer, hop.span.start), hop.span.end
         try:
-            return self.books.take_untrusted(place, hop.span.end, bytes(frame.payload), message.signature)
+            account = self.books.take_untrusted(place, end, bytes(frame.payload), message.signature)
+            taken = self.books.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
+        channel = self.swarm.rpc.existing(hop.peer)
+        if channel is not None:
+            await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
+        return account
 
     def convict(self, link: Link, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""

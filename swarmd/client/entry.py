@@ -30,7 +30,8 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
     swarm = state.swarm()
     certificate = state.client_certificate(identity.public_key)
     near = _members_near(state)
-    return Membership(swarm.keys, identity, certificate, near, state.folders(), state.weights, state.checks_file)
+    kept = (state.folders(), state.weights, state.checks_file, state.books_file)
+    return Membership(swarm.keys, identity, certificate, near, *kept)
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:

@@ -18,6 +18,7 @@ from swarmd.plan.standing import SECOND_CHANCE_S
 from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tensors import CODECS
@@ -42,6 +43,7 @@ class Swarm(Protocol):
     rpc: Rpc
     wall_clock: Callable[[], float]
     audits: bool
+    identity: Identity
 
     def view(self) -> SwarmView: ...
 

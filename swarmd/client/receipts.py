@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmd.errors import IntegrityError
+from swarmd.protocol import bill as bills
 from swarmd.protocol import receipt
+from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.fields import TensorMeta
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, cropped, digests_of
 from swarmd.values import PeerId
 from swarmd.wire.history import Sent
@@ -43,11 +46,15 @@ class Account:
 
 
 class Books:
-    """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``."""
+    """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``.
+
+    ``bills`` are the last of each hop, as both have signed them.
+    """
 
     def __init__(self, session: bytes, client: PeerId, max_tokens: int) -> None:
         self.n_tokens = 0
         self.low = 0
+        self.n_sent = 0  # with those that were cropped again
         self.is_reordered = False
         self.is_padded = False
         self.answers = bytearray()  # digests of what the last hop gave
@@ -55,6 +62,7 @@ class Books:
         self._client = client
         self._max_tokens = max_tokens
         self._accounts: dict[Place, Account] = {}
+        self.bills: dict[Place, tuple[Bill, Signed]] = {}
 
     def mark(self) -> None:
         """Begin to notice crops."""
@@ -67,7 +75,9 @@ class Books:
         self.is_padded |= sent.mask is not None
         self.n_tokens -= cropped(sent.edits)
         self.low = min(self.low, self.n_tokens)
-        self.n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+        n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
+        self.n_tokens += n_tokens
+        self.n_sent += n_tokens
 
     def answered(self, sent: Sent, meta: TensorMeta | None, payload: memoryview) -> None:
         """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
@@ -91,6 +101,18 @@ class Books:
             raise IntegrityError(f"a receipt up to op {said.seq} after one up to op {account.last.seq}")
         account.add(said, body, signature)
         return account
+
+    def take_bill_untrusted(self, place: Place, end: int, body: bytes, given: bytes, me: Identity) -> bytes:
+        """Sign a hop's bill, if it is no more than was sent. Raises IntegrityError."""
+        bill = bills.read_offer_untrusted(body, given)
+        about = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
+        if about != (place[0], self._client, self._session, place[1], end):
+            raise IntegrityError(f"a bill of {bill.giver} for another session or hop")
+        if bill.n_tokens > self.n_sent:
+            raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {self.n_sent} were sent")
+        taken = bills.accept(body, me)
+        self.bills[place] = bill, Signed(body, given, taken)
+        return taken
 
     def account(self, place: Place) -> Account:
         return self._accounts.get(place, Account())

@@ -199,7 +199,7 @@ class ChainSession:
         elif isinstance(message, Leaving):
             self._on_leaving(peer, message)
         elif isinstance(message, ReceiptIs):
-            self.hops.take_receipt(peer, message, frame)
+            await self.hops.take_receipt(peer, message, frame)
 
     def _on_leaving(self, peer: PeerId, message: Leaving) -> None:
         """A hop will stop serving: move it now, or in the pause between two steps."""

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
+from swarmd.books import Books
 from swarmd.client.audit import Auditor
 from swarmd.client.checks import Checks
 from swarmd.client.lane import Lane
@@ -67,7 +68,7 @@ class Membership:
     """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are.
 
     ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept, and
-    ``checks`` what was found of servers.
+    ``checks`` what was found of servers, and ``books`` what they gave.
     """
 
     keys: SwarmKeys
@@ -77,6 +78,7 @@ class Membership:
     folders: dict[ModelId, Path]
     weights: Path
     checks: Path | None = None
+    books: Path | None = None
 
 
 class RunGuest(Protocol):
@@ -99,6 +101,8 @@ class AsyncSwarm:
             Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None), None
         )
         self._membership = membership
+        self.identity = membership.identity
+        self.books = Books(membership.books)
         self._network = network
         self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
@@ -156,6 +160,8 @@ class AsyncSwarm:
     async def close_session(self, session: ChainSession) -> None:
         if session.auditor is not None:
             await session.auditor.last_look()
+            for (peer, _), (bill, signed) in session.hops.books.bills.items():
+                self.books.add(bill, signed, self.voucher_of(peer))
         if session.second is not None and session.second.session is not None:
             await self.close_session(session.second.session)
         self._listeners.pop(session.key, None)
@@ -230,10 +236,6 @@ class AsyncSwarm:
                 tried.append(str(error))
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
 
-    @property
-    def identity(self) -> Identity:
-        return self._membership.identity
-
     def take_part(self, run: str, guest: RunGuest | None) -> None:
         """Let ``guest`` have what comes about a training run; None: no longer."""
         if guest is None:
@@ -259,6 +261,7 @@ class AsyncSwarm:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             await nursery.start(self.rpc.run)
+            nursery.start_soon(self.books.keep)
             await self._join()
             task_status.started()
             while True:

@@ -81,6 +81,10 @@ class Exchange:
         if self._revoked and self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, "the membership was revoked by the founder")
 
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._wall_clock()
+
     def voucher_of(self, peer: PeerId) -> bytes:
         """The key that brought a member in: its invite's, or its own when the founder certified it himself."""
         entry = self.book.entries.get(f"{peer}/peer")

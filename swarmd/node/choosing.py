@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import psutil
 import trio
 
+from swarmd.books import Books
 from swarmd.config import Config, Serve
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -54,6 +55,7 @@ class Around:
     turnover: Turnover
     understands: Understanding
     presence: Presence
+    books: Books
     spill_folder: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
 

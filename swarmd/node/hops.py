@@ -19,6 +19,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.plan import timing
 from swarmd.plan.session import HopState, Watch
 from swarmd.protocol import messages
+from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Refusal
 from swarmd.protocol.receipt import Trail
@@ -38,7 +39,7 @@ Deliver = Callable[[PeerId, AnyMessage, Frame], Awaitable[None]]
 class SessionHop:
     """One hop of one session on this server. ``successor`` is None when outputs go to the client.
 
-    ``trail``: what receipts are made of; None when the client wants none.
+    ``trail``: what receipts are made of; None when the client wants none. ``bill``: the last that it has signed.
     """
 
     state: HopState
@@ -55,6 +56,7 @@ class SessionHop:
     inherit_from: PeerId | None = None
     limit_bytes: int = 0
     trail: Trail | None = None
+    bill: tuple[Bill, Signed] | None = None
     unfinished: deque[tuple[int, int]] = field(default_factory=deque)
     passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
 

@@ -238,7 +238,7 @@ class Hosting:
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         around, wanted, config = self._around, self.wanted, self._around.config
-        mine = (around.identity, model, placement.action, wanted.dtype)
+        mine = (around.identity, around.books, model, placement.action, wanted.dtype)
         served = Served(*mine, config.tuning_mib << 20, around.understands)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
         ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmd.errors import Code, Refused
+from swarmd.errors import Code, Forged, IntegrityError, Refused
+from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
 from swarmd.node.hops import Key, SessionHop
 from swarmd.node.outbox import Outbox
 from swarmd.node.served import Served
 from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
-from swarmd.protocol import receipt
+from swarmd.protocol import bill, receipt
+from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.messages import ReceiptIs, Refusal, TokensAre, WantReceipt, WantTokens, framed
+from swarmd.protocol.messages import ReceiptIs, Refusal, Taken, TokensAre, WantReceipt, WantTokens, framed
 from swarmd.protocol.receipt import Receipt
 from swarmd.values import PeerId
 
@@ -25,7 +27,8 @@ OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a di
 class Receipts:
     """Those of one server. ``outbox`` reaches clients."""
 
-    def __init__(self, served: Served, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+    def __init__(self, exchange: Exchange, served: Served, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+        self._exchange = exchange
         self._served = served
         self._worker = worker
         self._outbox = outbox
@@ -38,6 +41,26 @@ class Receipts:
         hop.trail.leave(seq, tensor, payload)
         if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
             self._outbox.tell(hop.state.client, self._signed(key, hop))
+
+    def taken(self, hop: SessionHop, message: Taken, body: bytes) -> None:
+        """The client has signed a bill that it was given. Raises RemoteProtocolError."""
+        identity = self._served.identity
+        try:
+            said = bill.read_offer_untrusted(body, bill.given_by(identity, body))
+            about = (said.giver, said.taker, said.session, said.start, said.end)
+            if about != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
+                raise IntegrityError("a bill of another session")
+            if hop.trail is None or said.n_tokens > hop.trail.n_computed:
+                raise IntegrityError(f"a bill for {said.n_tokens} tokens, more than were computed")
+            bill.verify_taken_untrusted(said, body, message.taken)
+        except IntegrityError as error:
+            raise Forged(str(error)) from None
+        hop.bill = said, Signed(body, bill.given_by(identity, body), message.taken)
+
+    def ended(self, hop: SessionHop) -> None:
+        """A session is over: what it came to goes into the books."""
+        if hop.bill is not None:
+            self._served.books.add(*hop.bill, self._exchange.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
@@ -80,4 +103,16 @@ class Receipts:
             ),
             self._served.identity,
         )
-        return framed(ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature), body)
+        so_far = Bill(
+            giver=self._served.identity.peer_id,
+            taker=hop.state.client,
+            session=key[0],
+            model=self._served.model,
+            start=hop.span.start,
+            end=hop.span.end,
+            n_tokens=hop.trail.n_computed,
+            at=int(self._exchange.now()),
+        )
+        offered, given = bill.offer(so_far, self._served.identity)
+        at = ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=given)
+        return framed(at, body)

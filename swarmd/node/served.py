@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmd.books import Books
 from swarmd.errors import Code, Refused
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.understanding import OURS, Understanding
@@ -12,9 +13,13 @@ from swarmd.values import ModelId, Span
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Blocks of a model, in one dtype, by ``identity``. ``limit_bytes`` may wait here for fine-tuning."""
+    """Blocks of a model, in one dtype, by ``identity``; what was given is in ``books``.
+
+    ``limit_bytes`` may wait here for fine-tuning.
+    """
 
     identity: Identity
+    books: Books
     model: ModelId
     span: Span
     dtype: str

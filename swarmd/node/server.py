@@ -47,6 +47,7 @@ from swarmd.protocol.messages import (
     Refusal,
     Replay,
     Reroute,
+    Taken,
     WantReceipt,
     WantTokens,
     framed,
@@ -97,7 +98,7 @@ class Server:
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
         self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
         self._replies = Replies(rpc, exchange, worker, self._outbox)
-        self._receipts = Receipts(served, worker, self._outbox, self._tasks)
+        self._receipts = Receipts(exchange, served, worker, self._outbox, self._tasks)
         self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
         self._refused: Counter[str] = Counter()
@@ -164,6 +165,8 @@ class Server:
                 await self._on_close(peer, message)
             elif isinstance(message, WantReceipt | WantTokens):
                 await self._receipts.answer(self._own_hop(peer, message.session, message.start), message)
+            elif isinstance(message, Taken):
+                self._receipts.taken(self._own_hop(peer, message.session, message.start), message, bytes(frame.payload))
             elif isinstance(message, HandOver):
                 await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
@@ -436,8 +439,9 @@ class Server:
             return
 
     def _forget(self, key: Key) -> None:
-        if self._hops.pop(key) is None:
+        if (hop := self._hops.pop(key)) is None:
             return
+        self._receipts.ended(hop)
         self.ledger.release(key)
         self._ended.set()
         self._ended = trio.Event()

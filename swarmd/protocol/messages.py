@@ -311,12 +311,25 @@ class WantReceipt(Message, tag="want_receipt", frozen=True):
 
 
 class ReceiptIs(Message, tag="receipt", frozen=True):
-    """A hop's receipt (protocol.receipt), which is the payload; unasked (``re`` 0) every so many ops."""
+    """A hop's receipt (protocol.receipt), which is the payload; unasked (``re`` 0) every so many ops.
+
+    With it comes its ``bill`` (protocol.bill) so far, as the hop has signed it.
+    """
 
     re: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    bill: Annotated[bytes, msgspec.Meta(max_length=1_024)] = b""
+    given: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Taken(Message, tag="taken", frozen=True):
+    """The client signs the last bill of a hop, too; the payload is the bill."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    taken: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class WantTokens(Message, tag="want_tokens", frozen=True):
@@ -382,6 +395,7 @@ Known = (
     | CloseSession
     | WantReceipt
     | ReceiptIs
+    | Taken
     | WantTokens
     | TokensAre
     | Accuse

@@ -19,6 +19,7 @@ from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
+from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Refusal, Replay, Replayed, Reroute, Rerouted
 from swarmd.protocol.records import Catalog, SpanRecord
 from swarmd.values import ModelId, PeerId, Span
@@ -42,6 +43,7 @@ class PlayedSwarm:
         self.network: Any = self
         self.peer_id = PeerId("me")
         self.audits = True
+        self.identity = Identity(bytes(32))
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()

@@ -1,0 +1,155 @@
+"""Who gave what to whom: the bills of one machine in one file, and their sums.
+
+SQLite keeps them (the standard library's): one row for each hop of a session, the largest bill of it. Several
+processes of one home write to it. Sums are of bills with both signatures, which were checked when they came in, and
+can be checked again (``check``).
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarmd.errors import IntegrityError
+from swarmd.protocol import bill as bills
+from swarmd.protocol.bill import Bill, Signed
+
+logger = logging.getLogger(__name__)
+
+SAVE_INTERVAL_S = 5.0  # what is lost in a crash are the last bills only
+BUSY_TIMEOUT_S = 5.0  # for another process of this home to finish writing
+MOST_NAMED = 3  # peers of a voucher
+DAY_S = 86_400  # what the plot counts by
+_SCHEMA = """
+create table if not exists bills (
+    giver text, taker text, voucher blob, session blob, start integer, amount integer, n_tokens integer, at integer,
+    body blob, given blob, taken blob, primary key (giver, taker, session, start)
+) without rowid;
+"""
+_ADD = """
+insert into bills values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict do update set
+    amount = excluded.amount, n_tokens = excluded.n_tokens, at = excluded.at,
+    body = excluded.body, given = excluded.given, taken = excluded.taken
+    where excluded.amount > bills.amount;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What passed between this machine and the guests of one voucher: tokens times blocks, and when last.
+
+    ``peers`` are those of them that gave.
+    """
+
+    voucher: bytes
+    peers: tuple[str, ...]
+    gave: int
+    took: int
+    n_sessions: int
+    last_at: int
+
+
+class Books:
+    """The bills of one home; None as file keeps them while the process lives."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._waiting: list[tuple[Bill, Signed, bytes]] = []
+
+    def add_untrusted(self, signed: Signed, voucher: bytes) -> None:
+        """Enter a bill with someone whom ``voucher`` brought in. Raises IntegrityError."""
+        self.add(bills.read_untrusted(signed), signed, voucher)
+
+    def add(self, bill: Bill, signed: Signed, voucher: bytes) -> None:
+        """Enter one whose signatures were checked."""
+        if self._file is not None:
+            self._waiting.append((bill, signed, voucher))
+
+    async def keep(self) -> None:
+        """Write what came now and then, until cancelled, and at the end."""
+        try:
+            while True:
+                await trio.sleep(SAVE_INTERVAL_S)
+                self.save()
+        finally:
+            self.save()
+
+    def save(self) -> None:
+        """Write what waits; a disk that is full costs bills, and nothing else."""
+        if self._file is None or not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        try:
+            with closing(self._open()) as database, database:
+                database.executemany(_ADD, [_row(*entry) for entry in waiting])
+        except sqlite3.Error as error:
+            logger.warning("%d bills are not kept in %s: %s", len(waiting), self._file, error)
+
+    def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[Sum]:
+        """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.
+
+        Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
+        is damaged.
+        """
+        found: dict[bytes, list[int]] = {}
+        others: dict[bytes, list[str]] = {}
+        query = (
+            "select giver, voucher, sum(amount), count(distinct session), max(at) from bills "
+            "where at >= ? and voucher != ? group by 1, 2 order by 3 desc"
+        )
+        for giver, voucher, amount, n, at in self._query(query, since, own_voucher):
+            row = found.setdefault(voucher, [0, 0, 0, 0])
+            row[giver != me] += amount
+            row[2], row[3] = row[2] + n, max(row[3], at)
+            others.setdefault(voucher, []).extend([giver] if giver != me else [])
+        sums = [Sum(voucher, tuple(others[voucher][:MOST_NAMED]), *row) for voucher, row in found.items()]
+        return sorted(sums, key=lambda s: -s.gave - s.took)
+
+    def days(self, me: str, own_voucher: bytes, since: int = 0) -> dict[int, tuple[int, int]]:
+        """What was given and taken each day, by days since 1970."""
+        days: dict[int, tuple[int, int]] = {}
+        query = f"select giver = ?, at / {DAY_S}, sum(amount) from bills where at >= ? and voucher != ? group by 1, 2"
+        for is_given, day, amount in self._query(query, me, since, own_voucher):
+            gave, took = days.get(day, (0, 0))
+            days[day] = (gave + amount, took) if is_given else (gave, took + amount)
+        return days
+
+    def check(self) -> int:
+        """Verify every signature again; returns how many bills there are. Raises IntegrityError."""
+        n = 0
+        for giver, taker, amount, body, given, taken in self._query(
+            "select giver, taker, amount, body, given, taken from bills"
+        ):
+            bill = bills.read_untrusted(Signed(body, given, taken))
+            if (bill.giver, bill.taker, bill.amount) != (giver, taker, amount):
+                raise IntegrityError(f"the books say {amount} for a bill of {bill.amount}: they were changed")
+            n += 1
+        return n
+
+    def _query(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        if self._file is None or not self._file.is_file():
+            return []
+        try:
+            with closing(self._open()) as database:
+                return database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise IntegrityError(f"{self._file} cannot be read: {error}; move it away to begin anew") from None
+
+    def _open(self) -> sqlite3.Connection:
+        assert self._file is not None
+        database = sqlite3.connect(self._file, timeout=BUSY_TIMEOUT_S)
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = normal")
+        database.executescript(_SCHEMA)
+        return database
+
+
+def _row(bill: Bill, signed: Signed, voucher: bytes) -> tuple[object, ...]:
+    about = (bill.giver, bill.taker, voucher, bill.session, bill.start, bill.amount, bill.n_tokens, bill.at)
+    return *about, signed.body, signed.given, signed.taken

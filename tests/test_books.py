@@ -1,0 +1,116 @@
+"""The books: what was given and taken, and that no bill counts that is forged, doubled, withheld or replayed."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from swarmd.books import DAY_S, Books
+from swarmd.errors import IntegrityError
+from swarmd.protocol import bill as bills
+from swarmd.protocol.bill import Bill, Signed
+from swarmd.protocol.identity import Identity
+
+ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
+OWN, ANNES, BERTS = b"own voucher", b"anne's voucher", b"bert's voucher"
+
+
+def signed(
+    giver: Identity, taker: Identity, n_tokens: int, session: int = 0, at: int = DAY_S, **other: object
+) -> Signed:
+    made = Bill(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, at)
+    body, given = bills.offer(msgspec.structs.replace(made, **other), giver)
+    return Signed(body, given, bills.accept(body, taker))
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Books:
+    return Books(tmp_path / "books.db")
+
+
+def add(books: Books, *entries: tuple[Signed, bytes]) -> list[tuple[bytes, int, int]]:
+    for bill, voucher in entries:
+        books.add_untrusted(bill, voucher)
+    books.save()
+    return [(s.voucher, s.gave, s.took) for s in books.sums(ME.peer_id, OWN)]
+
+
+def test_what_was_given_and_taken_is_summed_by_voucher(books: Books) -> None:
+    assert add(
+        books,
+        (signed(ME, ANNE, 10), ANNES),
+        (signed(ME, ANNE, 5, session=1), ANNES),
+        (signed(BERT, ME, 7), BERTS),
+    ) == [(ANNES, 60, 0), (BERTS, 0, 28)]
+    (_, bert) = books.sums(ME.peer_id, OWN)
+    assert bert.peers == (BERT.peer_id,)
+    assert books.days(ME.peer_id, OWN) == {1: (60, 28)}
+    assert books.sums(ME.peer_id, OWN, since=DAY_S + 1) == []
+
+
+def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: Books) -> None:
+    early, late = signed(ME, ANNE, 10), signed(ME, ANNE, 25)
+    for entries in ([early], [late], [early], [late, early, late]):
+        found = add(books, *((bill, ANNES) for bill in entries))
+    assert found == [(ANNES, 100, 0)]
+    assert books.check() == 1
+
+
+def test_what_is_withheld_by_one_side_is_in_the_others_books(tmp_path: Path) -> None:
+    bill, mine, annes = signed(ME, ANNE, 10), Books(tmp_path / "mine"), Books(tmp_path / "annes")
+    add(mine, (bill, ANNES))
+    annes.add_untrusted(bill, OWN)
+    annes.save()
+    assert [(s.gave, s.took) for s in annes.sums(ANNE.peer_id, ANNES)] == [(0, 40)]
+    assert [(s.gave, s.took) for s in mine.sums(ME.peer_id, OWN)] == [(40, 0)]
+
+
+def test_between_guests_of_one_voucher_nothing_counts(books: Books) -> None:
+    assert add(books, (signed(ME, ANNE, 10**9), OWN), (signed(BERT, ME, 1), BERTS)) == [(BERTS, 0, 4)]
+
+
+def test_forged_bills_do_not_get_in(books: Books) -> None:
+    true = signed(ME, ANNE, 10)
+    more = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
+    wrong = [
+        Signed(more, true.given, true.taken),
+        Signed(more, bills.given_by(ME, more), true.taken),
+        Signed(true.body, true.taken, true.given),
+        Signed(true.body, true.given, bills.accept(true.body, BERT)),
+        Signed(true.body[:-1], true.given, true.taken),
+        signed(ME, ANNE, 10, end=0),
+    ]
+    for bill in wrong:
+        with pytest.raises(IntegrityError):
+            books.add_untrusted(bill, ANNES)
+    assert add(books) == []
+
+
+def test_a_bill_of_one_session_is_none_of_another(books: Books) -> None:
+    """A replay under another session's name would need both signatures again."""
+    true = signed(ME, ANNE, 10)
+    other = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), session=bytes([9]) * 16))
+    with pytest.raises(IntegrityError):
+        books.add_untrusted(Signed(other, true.given, true.taken), ANNES)
+
+
+def test_books_that_were_changed_are_found_out(books: Books, tmp_path: Path) -> None:
+    add(books, (signed(ME, ANNE, 10), ANNES))
+    database = sqlite3.connect(tmp_path / "books.db")
+    with database:
+        database.execute("update bills set amount = 4000")
+    database.close()
+    with pytest.raises(IntegrityError, match="changed"):
+        books.check()
+
+
+def test_damaged_books_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "books.db").write_bytes(b"x" * 5_000)
+    books = Books(tmp_path / "books.db")
+    with pytest.raises(IntegrityError, match="move it away"):
+        books.sums(ME.peer_id, OWN)
+    books.add_untrusted(signed(ME, ANNE, 1), ANNES)
+    books.save()
