@@ -106,9 +106,10 @@ class BlockingSession:
                     self._answers.put(error)
         finally:
             self._answers.put(Unreachable("the connection to the swarm was closed"))
-            with trio.CancelScope(shield=True):
+            try:
                 await self._swarm.close_session(self.chain_session)
-            self._is_over.set()
+            finally:
+                self._is_over.set()
 
 
 class BlockingLanes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Checks:
     def __init__(self, rng: random.Random, file: Path | None = None) -> None:
         self.n_served_tokens = 0  # tokens times blocks, of sessions that are checked
         self.n_computed_tokens = 0  # the same, computed again
+        self.outcomes: Counter[str] = Counter()
         self.findings: deque[Finding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
@@ -56,6 +57,11 @@ class Checks:
         self._records[key] = self._records.pop(key, Record()).after(is_right)
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
+
+    def tell(self, finding: Finding) -> None:
+        """Keep how a check ended, decided or not."""
+        self.findings.append(finding)
+        self.outcomes[finding.outcome] += 1
 
     def share(self) -> float:
         """What checking computed, as a share of what was served."""

@@ -158,14 +158,18 @@ class AsyncSwarm:
         return Pipeline(self, self._listeners, terms)
 
     async def close_session(self, session: ChainSession) -> None:
-        if session.auditor is not None:
-            await session.auditor.last_look()
-            for (peer, _), (bill, signed) in session.hops.books.bills.items():
-                self.books.add(bill, signed, self.voucher_of(peer))
-        if session.second is not None and session.second.session is not None:
-            await self.close_session(session.second.session)
-        self._listeners.pop(session.key, None)
-        await session.close()
+        """Check what is left to check, unless this is cancelled, and give the hops back in any case."""
+        try:
+            if session.auditor is not None:
+                await session.auditor.last_look()
+        finally:
+            with trio.CancelScope(shield=True):
+                for (peer, _), (bill, signed) in session.hops.books.bills.items():
+                    self.books.add(bill, signed, self.voucher_of(peer))
+                if session.second is not None and session.second.session is not None:
+                    await self.close_session(session.second.session)
+                self._listeners.pop(session.key, None)
+                await session.close()
 
     async def resolve(self, name: str) -> tuple[ModelId, int]:
         """Find a model by its name in the catalog, or by hash. Raises ConfigError, or SwarmUnavailable for a hash."""
