@@ -5,6 +5,7 @@ Nothing is decided here: each answer is gathered from whoever knows it (``status
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -99,6 +100,7 @@ class Owner:
     def peers(self) -> answers.PeersAnswer:
         """One row for each member that is known, with what it serves."""
         view, trips = self._directory.view(), self._directory.links.round_trip_s
+        found = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
             spans = tuple(
@@ -135,6 +137,9 @@ class Owner:
                     reach=record.reach or "unknown",
                     way=self._around.rpc.network.way_to(peer),
                     standing=self._around.rpc.standing.row(peer),
+                    voucher=self._around.exchange.invite_of(peer).hex(),
+                    found_right=found[peer, True],
+                    found_wrong=found[peer, False],
                 )
             )
         return answers.PeersAnswer(peers=tuple(rows))

@@ -152,6 +152,8 @@ class PeerRow(Status, frozen=True, kw_only=True):
     """A member of the swarm, by its own record; None is not measured.
 
     ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
+    ``voucher``: the key of the invite that brought it in, in hex; "" is the founder himself. So many others say that
+    they found its blocks right, or wrong.
     """
 
     peer: str
@@ -172,6 +174,9 @@ class PeerRow(Status, frozen=True, kw_only=True):
     reach: str = "unknown"
     way: str | None = None
     standing: StandingRow | None = None
+    voucher: str = ""
+    found_right: int = 0
+    found_wrong: int = 0
 
 
 class DownloadRow(Status, frozen=True, kw_only=True):

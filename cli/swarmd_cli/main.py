@@ -19,6 +19,7 @@ from swarmd_cli import (
     generate,
     look,
     member,
+    members,
     models,
     policy,
     service,
@@ -86,6 +87,7 @@ app.command("open")(gateway.open_page)
 app.command()(tune.tune)
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(models.app, name="models")
+app.add_typer(members.app, name="members")
 app.add_typer(train.app, name="train")
 app.add_typer(policy.app, name="policy")
 app.add_typer(service.app, name="service")

@@ -87,11 +87,19 @@ class Exchange:
 
     def voucher_of(self, peer: PeerId) -> bytes:
         """The key that brought a member in: its invite's, or its own when the founder certified it himself."""
-        entry = self.book.entries.get(f"{peer}/peer")
-        membership = self.members.get(peer) or (entry.membership if entry is not None else None)
+        membership = self._membership_of(peer)
         if membership is None:
             return peer.encode()
         return membership.keys[1] if len(membership.keys) > 1 else membership.keys[0]
+
+    def invite_of(self, peer: PeerId) -> bytes:
+        """The key of the invite that brought a member in; b"" where there was none, or nothing is known."""
+        membership = self._membership_of(peer)
+        return membership.vouchers[0] if membership is not None and membership.vouchers else b""
+
+    def _membership_of(self, peer: PeerId) -> Membership | None:
+        entry = self.book.entries.get(f"{peer}/peer")
+        return self.members.get(peer) or (entry.membership if entry is not None else None)
 
     def principal(self, peer: PeerId) -> bytes:
         """The key that answers for a peer: its own, or for a throw-away client the one that certified it."""

@@ -54,3 +54,23 @@ def test_what_was_computed_is_checked_and_in_the_books_of_both(
     assert took == credit["took"] > 0
     why = swarmd(holders[0], "why", "demo")
     assert why["chains"]["demo"]["readers"]  # type: ignore[index]
+
+
+def test_a_member_that_is_revoked_is_gone_everywhere(around: tuple[LocalSwarm, list[Volunteer], int]) -> None:
+    swarm, holders, _ = around
+    founder, *_, last = holders
+    rows = {row["peer"]: row for row in swarmd(founder, "members", "ls")["members"]}  # type: ignore[attr-defined]
+    assert rows[founder.peer]["voucher"] == ""
+    assert rows[last.peer]["voucher"]
+    assert rows[last.peer]["found_right"]
+    assert rows[last.peer]["found_wrong"] == 0
+    words = ("members", "revoke", last.peer[-8:])
+    refused = Command("--home", str(holders[1].home.folder), *words).finish()
+    assert refused.returncode == 2, "only the founder can"
+    done = Command("--home", str(founder.home.folder), *words).finish()
+    assert done.returncode == 0, done.stderr
+    swarm.wait(
+        lambda: all(last.peer not in [row["peer"] for row in v.ask("peers")["peers"]] for v in holders[:-1]),
+        "all to have forgotten it",
+    )
+    assert Command("--home", str(founder.home.folder), "members", "revoke", "nobody").finish().returncode == 2
