@@ -96,7 +96,7 @@ class Auditor:
         self._is_over = True
         with trio.move_on_after(LAST_LOOK_TIMEOUT_S):
             await self._idle.wait()
-            await self._look()
+            await self._look(self._session.hops.books.n_tokens)
             async with trio.open_nursery() as nursery:
                 for link in self._session.hops.links:
                     nursery.start_soon(self._settle, link)
@@ -110,21 +110,20 @@ class Auditor:
 
     async def _look_quietly(self) -> None:
         try:
-            await self._look()
+            await self._look(self._session.hops.books.n_before)
         finally:
             self._idle.set()
             self._next_ops = next_window(self._session.n_ops)
 
-    async def _look(self) -> None:
+    async def _look(self, n_tokens: int) -> None:
         """Draw for each hop whether this window of it is audited, and do so."""
         books, checks = self._session.hops.books, self._opens.checks
-        first, self._n_looked = min(self._n_looked, books.n_tokens), books.n_tokens
-        if books.n_tokens <= first or books.is_reordered or books.is_padded:
+        first, self._n_looked = min(self._n_looked, n_tokens), n_tokens
+        if n_tokens <= first or books.is_reordered or books.is_padded:
             return
         books.mark()
         least = self._session.terms.verify
         least = 0.0 if least == 1 else least  # then a second chain checks every token
-        n_tokens = books.n_tokens
         for link in list(self._session.hops.links):
             n_blocks = len(link.hop.span)
             checks.n_served_tokens += (n_tokens - first) * n_blocks

@@ -54,6 +54,7 @@ class Books:
     def __init__(self, session: bytes, client: PeerId, max_tokens: int) -> None:
         self.n_tokens = 0
         self.low = 0
+        self.n_before = 0  # the last op, whose tokens may have been tried ahead
         self.n_sent = 0  # with those that were cropped again
         self.is_reordered = False
         self.is_padded = False
@@ -75,6 +76,7 @@ class Books:
         self.is_padded |= sent.mask is not None
         self.n_tokens -= cropped(sent.edits)
         self.low = min(self.low, self.n_tokens)
+        self.n_before = self.n_tokens
         n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
         self.n_tokens += n_tokens
         self.n_sent += n_tokens
