@@ -83,10 +83,21 @@ async def test_who_is_left_out_as_it_leads_still_clips_for_all(virtual_time: Moc
     async with training(seed=6, n=3, optimizer=Optimizer(kind="sgd", learning_rate=0.001, clip_norm=1.0)) as world:
         liar = world.add()
         assert liar.source is not None
-        liar.source.spoil = lambda v: v * math.nan
-        while not liar.trainer.joining.counters.led:
+        peers = [member.peer for member in world.trainers()]
+
+        def leads() -> bool:  # else it would be left out before its turn comes
+            return leader_order(liar.trainer.ledger.head, peers)[0] == liar.peer
+
+        liar.source.spoil = lambda v: v * math.nan if leads() else v
+        await world.until(1)
+        while not (leads() or liar.trainer.joining.counters.led):
+            await trio.sleep(0.1)
+        n_led = liar.trainer.joining.counters.led
+        while liar.trainer.joining.counters.led == n_led:
             await trio.sleep(1)
         assert all(s.commit.clip < 0.5 for s in liar.trainer.ledger.sealed)
+        led = [s.commit for s in liar.trainer.ledger.sealed if leader_order(s.commit.parent, peers)[0] == liar.peer]
+        assert liar.peer not in {c.peer for c in led[-1].contributors}
 
 
 # --- what it says --------------------------------------------------------------------------------------------------
