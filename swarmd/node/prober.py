@@ -55,6 +55,7 @@ LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
 N_TOKENS = 32  # of a probe
 PROBE_TIMEOUT_S = 30.0  # a server that is busy is probed later
 AGAIN_S = 60.0  # after a probe to which there was no answer
+EVIDENCE_LIFETIME_S = 3_600.0  # who was repaired since is not accused again
 MAX_REMEMBERED = 1_024  # servers, the newest
 MAX_FOUND = 32  # of a record: wrong ones first
 
@@ -68,6 +69,7 @@ class Prober:
         self._probed_at: dict[tuple[str, bytes], float] = {}
         self._found: dict[tuple[str, bytes], tuple[Found, str]] = {}
         self._judging = trio.Lock()
+        self._judged: dict[tuple[str, bytes], None] = {}  # whom, and of which session
         self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
 
     def announced(self) -> tuple[Found, ...]:
@@ -130,9 +132,16 @@ class Prober:
             raise Refused(Code.NO_CAPACITY, "another accusation is looked at", AGAIN_S)
         async with self._judging:
             shown = read_untrusted(payload, message.peer)
+            about_session = (message.peer, shown.receipt.session)
+            age_s = self._around.wall_clock() - shown.receipt.at
+            if about_session in self._judged or abs(age_s) > EVIDENCE_LIFETIME_S:
+                raise Refused(Code.REFUSED, f"evidence of {age_s:.0f} s ago, or judged before")
             if not Span(mine[0].start, mine[0].end).covers(shown.span) or shown.receipt.model != accused.model:
                 raise Refused(Code.NOT_HERE, f"blocks {shown.span} are not served here")
             decision = await self._recomputed(shown, accused, mine[0])
+            self._judged[about_session] = None
+            while len(self._judged) > MAX_REMEMBERED:
+                del self._judged[next(iter(self._judged))]
         if decision.action:
             self._around.rpc.standing.fault(channel.peer, Fault.FALSE_ACCUSATION, decision.reason)
         else:

@@ -95,6 +95,7 @@ class Receipts:
                 end=hop.span.end,
                 seq=hop.trail.seq,
                 n_computed=hop.trail.n_computed,
+                at=int(self._exchange.now()),
                 adapter=hop.trail.adapter,
                 tuned=hop.trail.tuned,
                 first=first,

@@ -30,7 +30,7 @@ Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """``peer`` computed blocks [start, end) of ``model`` for a client's session, up to op ``seq``.
+    """``peer`` computed blocks [start, end) of ``model`` for a client's session, up to op ``seq``, by ``at`` (unix s).
 
     The cache holds ``first`` tokens and those whose digests are here, as they ``entered`` and ``left``;
     ``n_computed`` counts all that was computed in this session, what was cropped again included. An ``adapter``, or
@@ -45,6 +45,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     end: Block
     seq: Count
     n_computed: Count
+    at: Count
     adapter: Name
     tuned: Digest
     first: Annotated[int, msgspec.Meta(ge=0, le=MAX_FIRST)]

@@ -18,7 +18,7 @@ from swarmd.client.accuse import evidence_of
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.verify import merged
-from swarmd.errors import Unreachable, WrongAnswer
+from swarmd.errors import Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
 from swarmd.plan.audits import FIRST_WINDOW_OPS
 from swarmd.plan.routing import Hop
@@ -153,6 +153,9 @@ async def test_who_accuses_wrongly_loses_standing(virtual_time: MockClock) -> No
         await accused(run)
         assert judge_of(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 1
         assert judge_of(run).count(run.peers[0]) == 0
+        with pytest.raises(Refused, match="judged before"):
+            await accused(run)
+        assert judge_of(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 1
 
 
 def other_numbers(shown: Evidence) -> Evidence:

@@ -116,7 +116,7 @@ def test_a_payload_that_is_not_what_its_header_says_ends_the_trail() -> None:
 
 
 def signed(**changed: object) -> tuple[bytes, bytes]:
-    said = Receipt(SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, "", b"", 0, b"e" * 32, b"l" * 32)
+    said = Receipt(SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, 1, "", b"", 0, b"e" * 32, b"l" * 32)
     return receipt.sign(msgspec.structs.replace(said, **changed), SERVER)
 
 
