@@ -198,8 +198,8 @@ def note(
     again: torch.Tensor,
 ) -> None:
     arrays = [t.float().numpy() for t in (entered, left, again)]
-    small = [projected(values, 7) for values in arrays]
-    found.setdefault(name, []).append((errors(*arrays), errors(small[0], small[1], small[2])))
+    small, bound = [projected(values, 7) for values in arrays], BOUNDS["float32"]
+    found.setdefault(name, []).append((errors(*arrays, bound), errors(*small, bound)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from swarmd.protocol.bill import Bill, Signed
 logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 5.0  # what is lost in a crash are the last bills only
+MAX_WAITING = 10_000  # bills, the newest, while the disk is full or another process writes
 BUSY_TIMEOUT_S = 5.0  # for another process of this home to finish writing
 MOST_NAMED = 3  # peers of a voucher
 DAY_S = 86_400  # what the plot counts by
@@ -76,7 +77,8 @@ class Books:
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                self.save()
+                if self._waiting:
+                    await trio.to_thread.run_sync(self.save)
         finally:
             self.save()
 
@@ -89,7 +91,8 @@ class Books:
             with closing(self._open()) as database, database:
                 database.executemany(_ADD, [_row(*entry) for entry in waiting])
         except sqlite3.Error as error:
-            logger.warning("%d bills are not kept in %s: %s", len(waiting), self._file, error)
+            logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
+            self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
 
     def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[Sum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarmd.client.links import Link, Swarm, Terms
-from swarmd.client.receipts import Account
+from swarmd.client.links import Link, Swarm, Terms, suits
 from swarmd.errors import PeerError
 from swarmd.plan.trust import shared
 from swarmd.protocol import evidence
@@ -25,27 +24,30 @@ ACCUSE_TIMEOUT_S = 60.0  # to receive and compute it: others' work comes first
 
 
 def evidence_of(
-    terms: Terms, account: Account, entered: tuple[torch.Tensor, torch.Tensor], left: tuple[torch.Tensor, torch.Tensor]
+    terms: Terms,
+    signed: tuple[tuple[bytes, bytes], ...],
+    entered: tuple[torch.Tensor, torch.Tensor],
+    left: tuple[torch.Tensor, torch.Tensor],
 ) -> bytes | None:
     """What shows it, as a payload; None where nobody else could compute it: own parameters, coded, or too much."""
-    (hidden, positions), n = entered, len(account.signed)
-    is_plain = not terms.adapter and terms.own is None and n <= MAX_RECEIPTS
+    hidden, positions = entered
+    is_plain = not terms.adapter and terms.own is None and len(signed) <= MAX_RECEIPTS
     if not is_plain or not torch.equal(positions, torch.arange(hidden.shape[1]).expand_as(positions).int()):
         return None
-    payload = evidence.encode(Evidence(tuple(account.signed), pack(*entered, None), pack(*left, None)))
+    payload = evidence.encode(Evidence(signed, pack(*entered, None), pack(*left, None)))
     return payload if len(payload) <= MAX_EVIDENCE_BYTES else None
 
 
 async def accuse(
-    swarm: Swarm, voucher_of: Callable[[PeerId], bytes], link: Link, record: SpanRecord, payload: bytes
+    swarm: Swarm, voucher_of: Callable[[PeerId], bytes], terms: Terms, link: Link, record: SpanRecord, payload: bytes
 ) -> None:
-    """Tell some who hold the blocks, and say what they found."""
+    """Tell some who hold the blocks, and may read the text, and say what they found."""
     known = set[bytes]()
     for span in swarm.view().serving(ModelId(record.model)):
         peer, common = PeerId(span.peer), shared(record, span)
-        if common is None or not common.covers(link.hop.span) or voucher_of(peer) in known or len(known) >= MOST_TOLD:
+        is_able = common is not None and common.covers(link.hop.span) and suits(span, terms, "")
+        if not is_able or voucher_of(peer) in known or len(known) >= MOST_TOLD:
             continue
-        known.add(voucher_of(peer))
 
         def request(call_id: int) -> Accuse:
             return Accuse(id=call_id, model=record.model, peer=record.peer, slot=record.slot)
@@ -57,4 +59,5 @@ async def accuse(
             logger.info("%s was not told of %s: %s", peer[-8:], link.hop, error)
             continue
         if isinstance(reply, Believed):
+            known.add(voucher_of(peer))
             logger.warning("%s computed it too: %s is %s", peer[-8:], link.hop, "wrong" if reply.is_wrong else "right")

@@ -74,7 +74,8 @@ class Chain:
         self.trouble: str | None = None
         self.changed = trio.Event()
         self.statistics = Statistics()
-        self.books = Books(self.key, swarm.rpc.network.peer_id, terms.max_tokens)
+        about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
+        self.books = Books(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
@@ -143,6 +144,7 @@ class Chain:
         request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
         self.books.reopened((link.hop.peer, link.hop.span.start))
+        link.joined = self.books.n_tokens
         try:
             if self.terms.own is not None:
                 await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
@@ -272,14 +274,14 @@ class Chain:
 
     async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
         """Enter it, and sign the bill that came with it."""
-        place, end = (hop.peer, hop.span.start), hop.span.end
+        place, end, now = (hop.peer, hop.span.start), hop.span.end, self.swarm.wall_clock()
         try:
-            account = self.books.take_untrusted(place, end, bytes(frame.payload), message.signature)
+            account = self.books.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
             taken = self.books.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
         channel = self.swarm.rpc.existing(hop.peer)
-        if channel is not None:
+        if channel is not None and taken is not None:
             await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
         return account
 

@@ -40,6 +40,7 @@ class Checks:
         self.n_served_tokens = 0  # tokens times blocks, of sessions that are checked
         self.n_computed_tokens = 0  # the same, computed again
         self.outcomes: Counter[str] = Counter()
+        self._n_evasions: Counter[str] = Counter()
         self.findings: deque[Finding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
@@ -62,6 +63,11 @@ class Checks:
         """Keep how a check ended, decided or not."""
         self.findings.append(finding)
         self.outcomes[finding.outcome] += 1
+
+    def is_evading(self, key: str) -> bool:
+        """Somebody would not show what it did; was that more than once?"""
+        self._n_evasions[key] += 1
+        return self._n_evasions[key] > 1
 
     def share(self) -> float:
         """What checking computed, as a share of what was served."""

@@ -96,6 +96,8 @@ class Terms:
             raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, {CHANGES}, not {self.codec!r}")
         if not 0 <= self.verify <= 1:
             raise ConfigError(f"verify is a share from 0 to 1, not {self.verify:g}")
+        if self.verify == 1 and self.codec not in ("auto", "raw"):
+            raise ConfigError(f"verify=1 compares numbers as they are: codec raw, or auto, not {self.codec}")
 
 
 def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
@@ -124,7 +126,7 @@ def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
 class Link:
     """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop.
 
-    An heir has its caches from another server.
+    An heir has its caches from another server. ``joined``: how many tokens the session had when the hop was opened.
     """
 
     hop: Hop
@@ -132,6 +134,7 @@ class Link:
     is_lost: bool = False
     is_leaving: bool = False
     is_heir: bool = False
+    joined: int = 0
     received: int | None = None
 
 

@@ -39,7 +39,7 @@ def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
     records = [view.peers.get(peer) for peer in peers]
     rates = [rate for r in records if r for rate in (r.up_bytes_per_s, r.down_bytes_per_s) if rate is not None]
     known_to_all = frozenset(CODECS).intersection(*(understanding_of(r).codecs for r in records))
-    asked = "auto" if terms.codec == CHANGES else terms.codec
+    asked = "raw" if terms.verify == 1 else "auto" if terms.codec == CHANGES else terms.codec
     return choose_codec(asked, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from swarmd.errors import IntegrityError
 from swarmd.protocol import bill as bills
 from swarmd.protocol import receipt
 from swarmd.protocol.bill import Bill, Signed
+from swarmd.protocol.evidence import MAX_RECEIPTS
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, cropped, digests_of
+from swarmd.protocol.records import MAX_SKEW_S
 from swarmd.values import PeerId
 from swarmd.wire.history import Sent
 from swarmd.wire.tensors import pack
@@ -38,6 +41,9 @@ class Account:
         return len(self.left) // DIGEST_BYTES
 
     def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
+        """Take what is newer; receipts whose tokens it tells of, too, are not needed any more."""
+        if self.last is not None and said.first < self.last.first:
+            self.signed = [(b, s) for b, s in self.signed if msgspec.msgpack.decode(b, type=Receipt).first < said.first]
         for digests, more in ((self.entered, said.entered), (self.left, said.left)):
             digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
             digests[said.first * DIGEST_BYTES :] = more
@@ -51,7 +57,7 @@ class Books:
     ``bills`` are the last of each hop, as both have signed them.
     """
 
-    def __init__(self, session: bytes, client: PeerId, max_tokens: int) -> None:
+    def __init__(self, session: bytes, client: PeerId, max_tokens: int, about: tuple[str, str, bytes]) -> None:
         self.n_tokens = 0
         self.low = 0
         self.n_before = 0  # the last op, whose tokens may have been tried ahead
@@ -62,6 +68,7 @@ class Books:
         self._session = session
         self._client = client
         self._max_tokens = max_tokens
+        self._about = about  # model, adapter and the version of own parameters
         self._accounts: dict[Place, Account] = {}
         self.bills: dict[Place, tuple[Bill, Signed]] = {}
 
@@ -90,23 +97,29 @@ class Books:
         digests = b"" if meta is None else digests_of(meta, payload)
         self.answers += UNSEEN * (n_tokens - len(digests) // DIGEST_BYTES) + digests
 
-    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes) -> Account:
+    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes, now: float) -> Account:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
         said = receipt.read_untrusted(body, signature)
-        expected = (place[0], self._client, self._session, place[1], end)
-        if (said.peer, said.client, said.session, said.start, said.end) != expected:
+        account = self._accounts.setdefault(place, Account())
+        if said.end != end or (account.last is not None and said.seq <= account.last.seq):
+            return account  # on its way when the hop began anew, or overtaken
+        expected = (place[0], self._client, self._session, place[1], *self._about)
+        if (said.peer, said.client, said.session, said.start, said.model, said.adapter, said.tuned) != expected:
             raise IntegrityError(f"a receipt of {said.peer} for [{said.start},{said.end}) of another session or hop")
         if said.first + len(said.left) // DIGEST_BYTES > self._max_tokens:
             raise IntegrityError(f"a receipt beyond the {self._max_tokens} tokens of the session")
-        account = self._accounts.setdefault(place, Account())
-        if account.last is not None and said.seq < account.last.seq:
-            raise IntegrityError(f"a receipt up to op {said.seq} after one up to op {account.last.seq}")
+        if abs(now - said.at) > MAX_SKEW_S:
+            return account  # it would convince nobody
+        if len(account.signed) >= MAX_RECEIPTS:
+            raise IntegrityError(f"more than {MAX_RECEIPTS} receipts for one session")
         account.add(said, body, signature)
         return account
 
-    def take_bill_untrusted(self, place: Place, end: int, body: bytes, given: bytes, me: Identity) -> bytes:
-        """Sign a hop's bill, if it is no more than was sent. Raises IntegrityError."""
+    def take_bill_untrusted(self, place: Place, end: int, body: bytes, given: bytes, me: Identity) -> bytes | None:
+        """Sign a hop's bill, if it is no more than was sent; None: of a hop that began anew. Raises IntegrityError."""
         bill = bills.read_offer_untrusted(body, given)
+        if bill.end != end:
+            return None
         about = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
         if about != (place[0], self._client, self._session, place[1], end):
             raise IntegrityError(f"a bill of {bill.giver} for another session or hop")
@@ -135,13 +148,21 @@ def digests(hidden: torch.Tensor, positions: torch.Tensor, codec: str) -> bytes:
     return digests_of(meta, payload)
 
 
-def same(one: bytes | bytearray, other: bytes | bytearray, first: int, end: int) -> bool:
-    """Are two parties' digests the same for tokens ``first`` to ``end``, where both have seen them?"""
-    for token in range(first, end):
+def disagreement(
+    gave: bytes | bytearray, took: bytes | bytearray, end: int, joined: int, is_picky: bool = False
+) -> int | None:
+    """The first token before ``end`` of which two parties' digests differ.
+
+    A giver has not seen tokens from before it ``joined``. A picky taker asked for some only, and has not seen others.
+    """
+    for token in range(min(end, len(gave) // DIGEST_BYTES, len(took) // DIGEST_BYTES)):
         window = slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES)
-        if one[window] != other[window] and UNSEEN not in (one[window], other[window]):
-            return False
-    return True
+        if gave[window] == took[window]:
+            continue
+        is_excused = (gave[window] == UNSEEN and token < joined) or (took[window] == UNSEEN and is_picky)
+        if not is_excused:
+            return token
+    return None
 
 
 def are_seen(known: bytes | bytearray, first: int, end: int) -> bool:

@@ -143,7 +143,7 @@ class ChainSession:
         self._is_busy = self._is_broken = False
         out = None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         if self.second is not None:
-            self.second.follow(whole, out)
+            self.second.follow(whole, out, want)
         return out
 
     def _prefill_speeds(self) -> list[float]:

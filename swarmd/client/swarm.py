@@ -42,6 +42,7 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
+from swarmd.net.tasks import Tasks
 from swarmd.plan.routing import trips_of
 from swarmd.plan.trust import Trust, trust_in
 from swarmd.plan.view import SwarmView, coverage
@@ -111,7 +112,7 @@ class AsyncSwarm:
         self.checks = Checks(self._rng, membership.checks)
         self.audits = True  # False: nobody's answers are checked
         self._runs: dict[str, RunGuest] = {}
-        self._nursery: trio.Nursery
+        self._tasks = Tasks()
 
     def view(self) -> SwarmView:
         """The frozen picture of all records."""
@@ -121,7 +122,9 @@ class AsyncSwarm:
         """How servers are regarded, by what members found of each other; made anew with each view."""
         view = self.view()
         if self._trusted is None or self._trusted[0] is not view:
-            self._trusted = view, trust_in(view.spans, view.peers.values(), self.voucher_of)
+            listed = {model for model, _ in view.catalog.models.values()}
+            spans = [span for span in view.spans if span.model in listed]
+            self._trusted = view, trust_in(spans, view.peers.values(), self.voucher_of)
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
@@ -148,6 +151,7 @@ class AsyncSwarm:
         try:
             await session.open()
         except BaseException:
+            session.auditor = None  # there is nothing to check
             with trio.CancelScope(shield=True):
                 await self.close_session(session)
             raise
@@ -257,13 +261,12 @@ class AsyncSwarm:
         return self._membership.certificate
 
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
-        """Start work that goes on beside whoever asked for it."""
-        self._nursery.start_soon(function)
+        """Start work that goes on beside whoever asked for it; what goes wrong in it ends nothing else."""
+        self._tasks.start_soon(function)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Join, then keep the view fresh until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+        async with self._tasks.open(), trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)
             nursery.start_soon(self.books.keep)
             await self._join()

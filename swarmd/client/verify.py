@@ -15,13 +15,14 @@ import torch
 import trio
 
 from swarmd.client.links import Terms
-from swarmd.errors import SwarmError, WrongAnswer
-from swarmd.plan.equality import Bound, bound_of, errors
+from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
+from swarmd.plan.equality import Bound, bound_of, errors, is_equal
 from swarmd.wire.history import Sent
 
 if TYPE_CHECKING:
     from swarmd.client.session import ChainSession
 
+LARGEST = 0.5  # of a bound, through however many hops
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
 OpenSecond = Callable[[Terms], Awaitable["ChainSession"]]
 
@@ -45,15 +46,19 @@ class Second:
     def session(self) -> ChainSession | None:
         return self._session
 
-    def follow(self, sent: Sent, out: torch.Tensor | None) -> None:
+    def follow(self, sent: Sent, out: torch.Tensor | None, want: int | None) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.append((sent, torch.empty(0) if out is None else out))
+        self._waiting.append((sent, _wanted(out, want)))
         self._n_waiting += 0 if sent.hidden is None else sent.hidden.shape[1]
         if self._n_waiting >= TOKENS_BEHIND and self._idle.is_set():
             self._idle = trio.Event()
             self._start(self._look)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     async def finish(self) -> None:
         """Check what is left. Raises as ``follow`` does."""
@@ -71,37 +76,58 @@ class Second:
                 await self._check(sent, out)
         except SwarmError as error:
             self._failure = error
+        except BaseException:
+            self._failure = SwarmUnavailable("what checks this session failed")
+            raise
         finally:
             self._idle.set()
 
     async def _check(self, sent: Sent, out: torch.Tensor) -> None:
-        if self._session is None:
-            used = frozenset(link.hop.peer for link in self._first.hops.links)
-            terms = replace(self._first.terms, route=(), without=self._first.terms.without | used, verify=0.0)
-            self._session = await self._open(terms)
-        again = await self._session.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
+        second = await self._apart()
+        again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
         self._n_checked -= sum(edit.crop or 0 for edit in sent.edits)
         if again is None or sent.hidden is None:
             return
-        entered, first, second = (t.detach().float().numpy() for t in (sent.hidden, out, again))
-        found = errors(entered, first, second)
-        found[~np.any(first, axis=(0, 2))] = 0.0  # what the client did not want did not come
+        entered, came, checked = (t.detach().float().numpy() for t in (sent.hidden, out, again))
         bound = self._bound()
-        if (wrong := np.flatnonzero(found > bound.token)).size:
-            at = self._n_checked + int(wrong[0])
+        found = errors(entered, came, checked, bound)
+        found[np.isnan(came).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
+        if not (equal := is_equal(found, bound)).action:
+            first_wrong = int(np.argmax(found > min(bound.token, bound.most)))
+            at = self._n_checked + first_wrong
             raise WrongAnswer(
-                f"token {at + 1} of the session is not what {self._session.hops} computes: they differ by "
-                f"{found[wrong[0]]:.2g}, the bound is {bound.token:.2g}; it came through {self._first.hops}",
+                f"token {at + 1} of the session is not what {second.hops} computes: {equal.reason}; it came through "
+                f"{self._first.hops}",
                 at,
             )
         self._n_checked += sent.hidden.shape[1]
 
+    async def _apart(self) -> ChainSession:
+        """The second chain, of none who are in the first: opened anew when a repair has brought one over."""
+        used = frozenset(link.hop.peer for link in self._first.hops.links)
+        if self._session is not None and used & {link.hop.peer for link in self._session.hops.links}:
+            raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
+        if self._session is None:
+            without = self._first.terms.without | used
+            self._session = await self._open(replace(self._first.terms, route=(), without=without, verify=0.0))
+        return self._session
+
     def _bound(self) -> Bound:
         """A hop rounds, and the next one computes with that."""
-        quantize = "none" if self._first.terms.quantize == "none" else "any"
+        links = [*self._first.hops.links, *(self._session.hops.links if self._session else ())]
+        peers, view = {link.hop.peer for link in links}, self._first.hops.swarm.view()
+        kinds = {span.quantize for span in view.serving(self._first.terms.model) if span.peer in peers}
+        quantize = "none" if kinds <= {"none"} else "any"
         n_hops = len(self._first.hops.links)
         bound = bound_of(self._first.terms.dtype, quantize)
-        return Bound(n_hops * bound.token, n_hops * bound.mean)
+        return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
+
+
+def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
+    """An answer [b, t, d] with no numbers where none were asked for; nothing else can be that, it was checked."""
+    if out is None or want is None or want >= out.shape[1]:
+        return torch.empty(0) if out is None else out
+    return torch.cat([torch.full_like(out[:, : out.shape[1] - want], float("nan")), out[:, out.shape[1] - want :]], 1)
 
 
 def merged(ops: list[tuple[Sent, torch.Tensor]]) -> list[tuple[Sent, torch.Tensor]]:

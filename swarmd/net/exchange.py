@@ -48,6 +48,7 @@ class Exchange:
         self.book = RecordBook()
         self.keys = keys
         self.members: dict[PeerId, Membership] = {}
+        self._seen: dict[PeerId, Membership] = {}  # of whose records were verified, those that have left, too
         self._catalog_news = trio.Event()
         self._wall_clock = wall_clock
         self.book.talked_with = self.members
@@ -98,8 +99,7 @@ class Exchange:
         return membership.vouchers[0] if membership is not None and membership.vouchers else b""
 
     def _membership_of(self, peer: PeerId) -> Membership | None:
-        entry = self.book.entries.get(f"{peer}/peer")
-        return self.members.get(peer) or (entry.membership if entry is not None else None)
+        return self.members.get(peer) or self._seen.get(peer)
 
     def principal(self, peer: PeerId) -> bytes:
         """The key that answers for a peer: its own, or for a throw-away client the one that certified it."""
@@ -126,6 +126,10 @@ class Exchange:
         except Refused:
             return False
         news = self.book.add(verified).action
+        self._seen.pop(PeerId(claim.peer), None)
+        self._seen[PeerId(claim.peer)] = verified.membership
+        if len(self._seen) > MAX_REMEMBERED_MEMBERS:
+            del self._seen[next(iter(self._seen))]
         if news:
             self._view = None
             self._note_taken(verified.key, now)

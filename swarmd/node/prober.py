@@ -55,6 +55,7 @@ LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
 N_TOKENS = 32  # of a probe
 PROBE_TIMEOUT_S = 30.0  # a server that is busy is probed later
 AGAIN_S = 60.0  # after a probe to which there was no answer
+CLEARLY_BELOW = 0.1  # of the bound: who accuses at its edge has seen what another machine sees otherwise
 EVIDENCE_LIFETIME_S = 3_600.0  # who was repaired since is not accused again
 MAX_REMEMBERED = 1_024  # servers, the newest
 MAX_FOUND = 32  # of a record: wrong ones first
@@ -87,8 +88,9 @@ class Prober:
         around = self._around
         while True:
             await trio.sleep(LOOK_INTERVAL_S * around.rng.uniform(0.75, 1.25))
-            now = around.wall_clock()
-            spans = around.directory.view().spans
+            now, view = around.wall_clock(), around.directory.view()
+            listed = {model for model, _ in view.catalog.models.values()}
+            spans = [span for span in view.spans if span.model in listed]
             due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now)
             for target, mine in due:
                 key = target.peer, name_of(target)
@@ -99,6 +101,8 @@ class Prober:
                     self._probed_at[key] = around.wall_clock() - 3_600.0 + AGAIN_S
                     continue
                 self._probed_at[key] = around.wall_clock()
+                while len(self._probed_at) > MAX_REMEMBERED:
+                    del self._probed_at[next(iter(self._probed_at))]
                 self._note(target, decision)
 
     def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
@@ -133,30 +137,36 @@ class Prober:
         async with self._judging:
             shown = read_untrusted(payload, message.peer)
             about_session = (message.peer, shown.receipt.session)
-            age_s = self._around.wall_clock() - shown.receipt.at
+            age_s = self._around.wall_clock() - shown.at
             if about_session in self._judged or abs(age_s) > EVIDENCE_LIFETIME_S:
                 raise Refused(Code.REFUSED, f"evidence of {age_s:.0f} s ago, or judged before")
             if not Span(mine[0].start, mine[0].end).covers(shown.span) or shown.receipt.model != accused.model:
                 raise Refused(Code.NOT_HERE, f"blocks {shown.span} are not served here")
-            decision = await self._recomputed(shown, accused, mine[0])
+            if (shown.receipt.numerics, shown.dtype) != (accused.numerics, accused.dtype):
+                raise Refused(Code.REFUSED, "the accused computes otherwise by now than it did then")
+            decision, is_clear = await self._recomputed(shown, accused, mine[0])
+        if decision.action and is_clear:
+            self._around.rpc.standing.fault(channel.peer, Fault.FALSE_ACCUSATION, decision.reason)
+        if not decision.action:
             self._judged[about_session] = None
             while len(self._judged) > MAX_REMEMBERED:
                 del self._judged[next(iter(self._judged))]
-        if decision.action:
-            self._around.rpc.standing.fault(channel.peer, Fault.FALSE_ACCUSATION, decision.reason)
-        else:
             self._around.rpc.standing.fault(PeerId(accused.peer), Fault.WRONG_RESULTS, decision.reason)
             self._note(accused, decision)
         await channel.send(Believed(re=message.id, is_wrong=not decision.action, why=decision.reason))
 
-    async def _recomputed(self, shown: Shown, accused: SpanRecord, mine: SpanRecord) -> Decision[bool]:
+    async def _recomputed(self, shown: Shown, accused: SpanRecord, mine: SpanRecord) -> tuple[Decision[bool], bool]:
+        """Is it equal, and clearly so?"""
         try:
             here = await self._server_of(mine).own.compute(shown.span, shown.entered)
         except (SwarmUnavailable, PeerTimeout) as error:
             raise Refused(Code.NO_CAPACITY, str(error), AGAIN_S) from None
         last = slice(-shown.left.shape[1], None)
-        found = errors(shown.entered[:, last], shown.left, here[:, last])
-        return is_equal(found, bound_of(accused.dtype, accused.quantize))
+        if not np.isfinite(here).all():
+            raise Refused(Code.REFUSED, "these numbers overflow here, too")
+        bound = bound_of(accused.dtype, accused.quantize)
+        found = errors(shown.entered[:, last], shown.left, here[:, last], bound)
+        return is_equal(found, bound), float(found.max()) < CLEARLY_BELOW * bound.token
 
     # --- one probe -------------------------------------------------------------------------------------------
 
@@ -174,7 +184,8 @@ class Prober:
             there = await self._ask(target, span, entered)
             if there.shape != here.shape:
                 return Decision(False, f"expected hidden states {here.shape}, got {there.shape}")
-            return is_equal(errors(entered, there, here), bound_of(target.dtype, target.quantize))
+            bound = bound_of(target.dtype, target.quantize)
+            return is_equal(errors(entered, there, here, bound), bound)
         raise PeerTimeout(f"{target.peer[-8:]} did not answer within {PROBE_TIMEOUT_S:.0f} s")
 
     async def _ask(self, target: SpanRecord, span: Span, entered: Floats) -> Floats:

@@ -17,8 +17,8 @@ from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
 from swarmd.protocol import bill, receipt
 from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.messages import ReceiptIs, Refusal, Taken, TokensAre, WantReceipt, WantTokens, framed
-from swarmd.protocol.receipt import Receipt
+from swarmd.protocol.messages import OpenSession, ReceiptIs, Refusal, Taken, TokensAre, WantReceipt, WantTokens, framed
+from swarmd.protocol.receipt import Receipt, Trail
 from swarmd.values import PeerId
 
 OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
@@ -33,6 +33,13 @@ class Receipts:
         self._worker = worker
         self._outbox = outbox
         self._tasks = tasks
+
+    def trail(self, opening: OpenSession) -> Trail | None:
+        """What receipts of a session will be made of; None where its client wants none."""
+        loaded = self._worker.loaded
+        if loaded is None or not opening.receipts:
+            return None
+        return Trail(shape=(opening.batch, loaded.hidden), adapter=opening.adapter, tuned=opening.tuned)
 
     def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
         """An op has left a hop, or ended in it without output."""
@@ -96,6 +103,8 @@ class Receipts:
                 seq=hop.trail.seq,
                 n_computed=hop.trail.n_computed,
                 at=int(self._exchange.now()),
+                numerics=self._worker.loaded.numerics if self._worker.loaded else "",
+                is_heir=hop.trail.is_heir,
                 adapter=hop.trail.adapter,
                 tuned=hop.trail.tuned,
                 first=first,

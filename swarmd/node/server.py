@@ -52,7 +52,6 @@ from swarmd.protocol.messages import (
     WantTokens,
     framed,
 )
-from swarmd.protocol.receipt import Trail
 from swarmd.protocol.worker import Done, Loaded
 from swarmd.status import ServerStatus, SessionRow
 from swarmd.values import PeerId, Span
@@ -246,7 +245,7 @@ class Server:
             used_at=trio.current_time(),
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes,
-            trail=Trail(adapter=opening.adapter, tuned=opening.tuned) if opening.receipts else None,
+            trail=self._receipts.trail(opening),
         )
         self._hops.put(key, hop)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))

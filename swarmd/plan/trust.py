@@ -1,7 +1,8 @@
 """What holders of the same blocks say of each other, and whether a server may be routed to.
 
-Each probes some others: the same seeded input through the same blocks. Who was found right by one is proven; who more
-vouchers found wrong than right is doubted; who nobody could ask, since nobody else holds its blocks, is not held back.
+Each probes some others: the same seeded input through the same blocks. Whom no more vouchers found wrong than right is
+proven; whom two found wrong, and fewer right, is doubted; who alone holds its blocks, and nobody could ask, is not held
+back.
 Blame climbs: whoever brings in liars again and again has all his guests doubted.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from swarmd.protocol.records import Found, PeerRecord, SpanRecord
@@ -17,6 +19,7 @@ from swarmd.values import PeerId, Span
 
 PROBES_OF_EACH = 2  # holders that probe a server: one may be wrong itself
 PROBE_LIFETIME_S = 3_600.0  # memory breaks, and so do members
+MAX_BLOCKS = 1_024  # of a model, as catalogs have them
 WRONG_GUESTS = 3  # of one voucher: one may have bad memory, and two
 AGREEING = 2  # vouchers who say so: nobody's guests are banned by one member's word
 VOUCHER_BYTES = 8  # of a voucher's key, in records
@@ -56,15 +59,20 @@ def to_probe(
     says when (peer, name) was probed.
     """
     own = [span for span in spans if span.peer == me and span.state == "online"]
+    kinds = {(span.model, span.dtype, span.quantize) for span in own}
+    online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
     chosen = []
-    for target in spans:
+    for target in online:
         mine = next((span for span in own if shared(span, target) is not None), None)
-        if mine is None or target.state != "online":
+        if mine is None or now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
             continue
-        if now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
-            continue
-        able = {s.peer for s in spans if s.state == "online" and shared(s, target) is not None}
-        if me in sorted(able, key=lambda peer: _rank(peer, target, voucher_of))[:PROBES_OF_EACH]:
+        rank, better = _rank(me, target, voucher_of), set[str]()
+        for other in online:  # most often two are found soon
+            if other.peer not in better and shared(other, target) and _rank(other.peer, target, voucher_of) < rank:
+                better.add(other.peer)
+                if len(better) == PROBES_OF_EACH:
+                    break
+        else:
             chosen.append((target, mine))
     return chosen
 
@@ -77,37 +85,64 @@ def _rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) 
 def trust_in(
     spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], voucher_of: Callable[[PeerId], bytes]
 ) -> dict[tuple[str, int], Trust]:
-    """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything."""
-    said: dict[tuple[str, bytes], tuple[set[bytes], set[bytes]]] = defaultdict(lambda: (set(), set()))
+    """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything.
+
+    Who came by the same voucher counts where nobody else says anything. Of whom nothing is known nothing is believed:
+    ``voucher_of`` must give what a finding says.
+    """
+    said: dict[tuple[str, bytes], Said] = defaultdict(Said)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in peers:
         speaker = voucher_of(PeerId(record.peer))
         for found in record.found:
-            if found.peer != record.peer:
-                said[found.peer, found.name][found.is_right].add(speaker)
-            if not found.is_right and found.voucher:
+            host = voucher_of(PeerId(found.peer))
+            if found.peer == record.peer:
+                continue
+            said[found.peer, found.name].add(found.is_right, speaker, is_kin=host == speaker)
+            if not found.is_right and found.voucher and host[:VOUCHER_BYTES] == found.voucher and host != speaker:
                 guests[found.voucher][speaker].add(found.peer)
     if not said:
         return {}
     leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
-    n_holders = _holders(spans)
-    trust = {}
+    n_holders, trust = _holders(spans), {}
     for span in spans:
-        wrong, right = said.get((span.peer, name_of(span)), (set(), set()))
         kind = (span.model, span.dtype, span.quantize)
-        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, span.end))
-        if len(wrong) > len(right) or voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky:
-            trust[span.peer, span.slot] = Trust.DOUBTED
-        else:
-            trust[span.peer, span.slot] = Trust.PROVEN if right or is_alone else Trust.UNKNOWN
+        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
+        is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
+        about = said.get((span.peer, name_of(span)), Said())
+        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone)
     return trust
+
+
+@dataclass(slots=True)
+class Said:
+    """Vouchers that found a server right, and wrong; of its own voucher apart."""
+
+    right: set[bytes] = field(default_factory=set)
+    wrong: set[bytes] = field(default_factory=set)
+    kin: set[bool] = field(default_factory=set)
+
+    def add(self, is_right: bool, speaker: bytes, is_kin: bool) -> None:
+        if is_kin:
+            self.kin.add(is_right)
+        else:
+            (self.right if is_right else self.wrong).add(speaker)
+
+    def trust(self, is_alone: bool) -> Trust:
+        """One word against a server is no proof: then it is as if nobody had looked."""
+        if not self.right and not self.wrong:
+            is_known_right = self.kin == {True}
+            return Trust.PROVEN if is_known_right or (is_alone and not self.kin) else Trust.UNKNOWN
+        if len(self.wrong) >= AGREEING and len(self.wrong) > len(self.right):
+            return Trust.DOUBTED
+        return Trust.PROVEN if len(self.right) >= len(self.wrong) else Trust.UNKNOWN
 
 
 def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
     """How many peers hold each block, of one model, dtype and format."""
     holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
     for span in spans:
-        for block in range(span.start, span.end):
+        for block in range(span.start, min(span.end, MAX_BLOCKS)):
             holders[span.model, span.dtype, span.quantize, block].add(span.peer)
     return {where: len(peers) for where, peers in holders.items()}
 

@@ -21,7 +21,7 @@ from swarmd.protocol.untrusted import decode
 from swarmd.values import Span
 
 MAX_EVIDENCE_BYTES = 8 * 2**20  # of one payload: half a frame
-MAX_RECEIPTS = 64  # of a session: each window of it twice as long
+MAX_RECEIPTS = 1_024  # of a session, each of 32 ops: 0.1 s to verify
 Body = Annotated[bytes, msgspec.Meta(max_length=2 * receipt.MAX_TOKENS * DIGEST_BYTES + 1_024)]
 Values = Annotated[bytes, msgspec.Meta(max_length=MAX_EVIDENCE_BYTES)]
 
@@ -39,6 +39,8 @@ class Shown:
     """Evidence that holds together: ``left`` [b, t, d] is said to be the last of what a span makes of ``entered``."""
 
     receipt: Receipt
+    at: int
+    dtype: str
     span: Span
     entered: Floats
     left: Floats
@@ -54,14 +56,16 @@ def read_untrusted(payload: memoryview, accused: str) -> Shown:
     first = said[0]
     entered, left = bytearray(), bytearray()
     for one in said:
-        same = (one.peer, one.session, one.model, one.start, one.end)
-        if same != (accused, first.session, first.model, first.start, first.end) or one.start >= one.end:
+        same = (one.peer, one.session, one.model, one.start, one.end, one.numerics, one.is_heir)
+        expected = (accused, first.session, first.model, first.start, first.end, first.numerics, False)
+        if same != expected or one.start >= one.end:
             raise RemoteProtocolError("evidence with receipts of several hops")
         for digests, more in ((entered, one.entered), (left, one.left)):
             if one.first * DIGEST_BYTES > len(digests):
                 raise RemoteProtocolError("evidence that lacks a receipt")
             digests[one.first * DIGEST_BYTES :] = more
-    if any(meta.has_mask or meta.codec != "raw" for meta, _ in (evidence.entered, evidence.left)):
+    metas = [meta for meta, _ in (evidence.entered, evidence.left)]
+    if any(m.has_mask or not m.has_positions or m.codec != "raw" or m.dtype != metas[0].dtype for m in metas):
         raise RemoteProtocolError("expected evidence of tokens as they are, without padding")
     shown = [unpack_array_untrusted(meta, memoryview(raw)) for meta, raw in (evidence.entered, evidence.left)]
     (b, n, d), (b_left, n_left, d_left) = shown[0].shape, shown[1].shape
@@ -73,7 +77,9 @@ def read_untrusted(payload: memoryview, accused: str) -> Shown:
     positions = np.frombuffer(evidence.entered[1][-4 * b * n :], np.int32).reshape(b, n)
     if first.adapter or first.tuned or (positions != np.arange(n)).any():
         raise RemoteProtocolError("expected evidence of plain blocks, and of all tokens from the first on")
-    return Shown(first, Span(first.start, first.end), shown[0], shown[1])
+    return Shown(
+        first, max(one.at for one in said), evidence.left[0].dtype, Span(first.start, first.end), shown[0], shown[1]
+    )
 
 
 def encode(evidence: Evidence) -> bytes:

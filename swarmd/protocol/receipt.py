@@ -34,7 +34,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
     The cache holds ``first`` tokens and those whose digests are here, as they ``entered`` and ``left``;
     ``n_computed`` counts all that was computed in this session, what was cropped again included. An ``adapter``, or
-    the client's own parameters (``tuned``), took part.
+    the client's own parameters (``tuned``), took part. An heir has its cache from another server.
     """
 
     peer: Name
@@ -46,6 +46,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     seq: Count
     n_computed: Count
     at: Count
+    numerics: Name
+    is_heir: bool
     adapter: Name
     tuned: Digest
     first: Annotated[int, msgspec.Meta(ge=0, le=MAX_FIRST)]
@@ -102,30 +104,35 @@ class _Under:
 class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
-    It is broken once rows were reordered: nothing is signed any more.
+    Ops are of ``shape``: so many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
     """
 
     entered: bytearray = field(default_factory=bytearray)
     left: bytearray = field(default_factory=bytearray)
+    shape: tuple[int, int] = (1, 0)
     adapter: str = ""
     tuned: bytes = b""
     n_computed: int = 0
     n_ops: int = 0  # that left since the last receipt
     seq: int = 0  # the last that left
     is_broken: bool = False
+    is_heir: bool = False
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
         self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
-        self.seq, self._first = seq, n_tokens
+        self.seq, self._first, self.is_heir = seq, n_tokens, True
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""
         if any(edit.rows is not None and list(edit.rows) != list(range(len(edit.rows))) for edit in op.edits):
             self.is_broken = True
         if self.is_broken:
+            return
+        if op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape:  # whoever computes it will say so
+            self.is_broken = True
             return
         n_cropped = min(cropped(op.edits), self.n_entered)
         self._drop(self.entered, n_cropped)

@@ -60,7 +60,7 @@ Steps = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 
 @given(Steps)
 def test_receipts_one_after_the_other_give_what_the_cache_holds(steps: list[tuple[int, int, int, bool]]) -> None:
     """Each step crops, appends tokens, of which only the last so many leave, and perhaps a receipt is made."""
-    trail = Trail()
+    trail = Trail(shape=(1, 4))
     entered: list[bytes] = []
     left: list[bytes] = []
     known: tuple[bytearray, bytearray] = (bytearray(), bytearray())
@@ -89,7 +89,7 @@ def test_receipts_one_after_the_other_give_what_the_cache_holds(steps: list[tupl
 
 
 def test_what_is_under_way_is_not_signed_yet() -> None:
-    trail = Trail()
+    trail = Trail(shape=(1, 4))
     meta, payload = packed(torch.randn(1, 3, 4))
     trail.enter(Op(seq=1, tensor=meta), payload)
     trail.leave(1, meta, payload)
@@ -101,7 +101,7 @@ def test_what_is_under_way_is_not_signed_yet() -> None:
 
 
 def test_reordered_rows_end_the_trail() -> None:
-    trail = Trail()
+    trail = Trail(shape=(1, 4))
     trail.enter(Op(seq=1, edits=(Edit(rows=(0, 1)),)), b"")
     assert not trail.is_broken
     trail.enter(Op(seq=2, edits=(Edit(rows=(1, 0)),)), b"")
@@ -110,13 +110,15 @@ def test_reordered_rows_end_the_trail() -> None:
 
 def test_a_payload_that_is_not_what_its_header_says_ends_the_trail() -> None:
     meta, payload = packed(torch.randn(1, 3, 4))
-    trail = Trail()
+    trail = Trail(shape=(1, 4))
     trail.enter(Op(seq=1, tensor=meta), payload[:-1])
     assert trail.is_broken
 
 
 def signed(**changed: object) -> tuple[bytes, bytes]:
-    said = Receipt(SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, 1, "", b"", 0, b"e" * 32, b"l" * 32)
+    said = Receipt(
+        SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, 1, "n", False, "", b"", 0, b"e" * 32, b"l" * 32
+    )
     return receipt.sign(msgspec.structs.replace(said, **changed), SERVER)
 
 
