@@ -31,6 +31,7 @@ from swarmd.values import Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
 KINDS = (("float32", "none"), ("bfloat16", "none"), ("float32", "int8"))
+CODECS = ("raw", "raw", "float16", "int8")
 N_OF_EACH, HALF, N_BLOCKS, WIDTH = 3, 3, 6, 128
 N_STEPS = (20, 60)  # tokens of a session, one by one
 BLOW_EVERY_S = 45.0
@@ -65,7 +66,8 @@ class Load:
         chain = (Hop(first.peer, Span(0, HALF)), Hop(last.peer, Span(HALF, N_BLOCKS)))
         model, _ = await self._client.resolve("demo")
         n_steps = self._rng.randint(*N_STEPS)
-        terms = Terms(model, N_BLOCKS, 1, 200, kind[0], route=chain, codec="raw", quantize=kind[1], verify=0.999)
+        codec = self._rng.choice(CODECS)
+        terms = Terms(model, N_BLOCKS, 1, 200, kind[0], route=chain, codec=codec, quantize=kind[1], verify=0.999)
         session = await self._client.open_session(terms)
         try:
             n = self._rng.randint(5, 60)

@@ -18,8 +18,9 @@ from swarmd.client.accuse import evidence_of
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.verify import merged
-from swarmd.errors import Refused, Unreachable, WrongAnswer
+from swarmd.errors import Code, Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
+from swarmd.node.receipts import Receipts
 from swarmd.plan.audits import FIRST_WINDOW_OPS
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
@@ -69,7 +70,7 @@ class Chat:
 
 @asynccontextmanager
 async def chat(
-    *spans: Span, is_pinned: bool = True, only: tuple[int, ...] = (), verify: float = 0.0
+    *spans: Span, is_pinned: bool = True, only: tuple[int, ...] = (), verify: float = 0.0, codec: str = "raw"
 ) -> AsyncIterator[Chat]:
     with trio.fail_after(300):
         async with trio.open_nursery() as nursery:
@@ -80,7 +81,9 @@ async def chat(
                 await trio.sleep(0.5)
             route = tuple(Hop(peers[spans.index(half)], half) for half in HALVES)
             readers = frozenset(peers[place] for place in only)
-            terms = replace(swarm.terms(256), route=route if is_pinned else (), only=readers, verify=verify)
+            terms = replace(
+                swarm.terms(256), route=route if is_pinned else (), only=readers, verify=verify, codec=codec
+            )
             session = await client.open_session(terms)
             yield Chat(swarm, peers, client, session)
             nursery.cancel_scope.cancel()
@@ -96,6 +99,46 @@ async def test_honest_servers_are_found_right(virtual_time: MockClock) -> None:
         assert run.outcomes() == ["right"] * 4, [f.reason for f in run.client.checks.findings]
         assert run.n_wrong == 0
         assert run.client.checks.n_served_tokens == 6 * (FIRST_WINDOW_OPS + 3 + 4)
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8"])
+async def test_what_a_codec_loses_is_nobodys_lie(virtual_time: MockClock, codec: str) -> None:
+    async with chat(*THREE, codec=codec) as run:
+        await run.generate(FIRST_WINDOW_OPS + 3)
+        await run.client.close_session(run.session)
+        assert run.outcomes() == ["right"] * 4, [f.reason for f in run.client.checks.findings]
+
+
+def receipts_of(run: Chat, place: int) -> Receipts:
+    (hosting,) = run.swarm.daemons[run.peers[place]][0].hosts
+    assert hosting.server is not None
+    return hosting.server._receipts
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockClock, place: int) -> None:
+    async with chat(*THREE) as run:
+        receipts = receipts_of(run, place)
+        left = receipts.left
+        receipts.left = lambda key, hop, seq, tensor, payload: left(key, hop, seq, None, payload)  # type: ignore[method-assign]
+        await run.generate(FIRST_WINDOW_OPS + 10)
+        assert run.session.statistics.doubts
+        assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
+        assert not any(run.faults(Fault.WRONG_RESULTS)), "one of two lies, and nobody knows which"
+
+
+async def test_who_shows_nothing_again_and_again_loses_standing(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        receipts = receipts_of(run, 0)
+
+        async def refuse(hop: object, request: object) -> None:
+            raise Refused(Code.NO_CAPACITY, "not now")
+
+        receipts.answer = refuse  # type: ignore[method-assign, assignment]
+        await run.generate(FIRST_WINDOW_OPS * 2 + 3)
+        await run.client.close_session(run.session)
+        assert run.faults(Fault.UNACCOUNTED)[0] >= 1
+        assert sum(run.faults(Fault.UNACCOUNTED)[1:]) == 0
 
 
 async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time: MockClock) -> None:
