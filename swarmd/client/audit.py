@@ -87,7 +87,7 @@ class Auditor:
         self._is_over = True
         with trio.move_on_after(LAST_LOOK_TIMEOUT_S):
             await self._idle.wait()
-            await self._look(self._session.hops.books.n_tokens)
+            await self._look(self._session.hops.accounts.n_tokens)
             async with trio.open_nursery() as nursery:
                 for link in self._session.hops.links:
                     nursery.start_soon(self._settle, link)
@@ -101,18 +101,18 @@ class Auditor:
 
     async def _look_quietly(self) -> None:
         try:
-            await self._look(self._session.hops.books.n_before)
+            await self._look(self._session.hops.accounts.n_before)
         finally:
             self._idle.set()
             self._next_ops = next_window(self._session.n_ops)
 
     async def _look(self, n_tokens: int) -> None:
         """Draw for each hop whether this window of it is audited, and do so."""
-        books, checks = self._session.hops.books, self._opens.checks
+        passed, checks = self._session.hops.accounts, self._opens.checks
         first, self._n_looked = min(self._n_looked, n_tokens), n_tokens
-        if n_tokens <= first or books.is_reordered or books.is_padded:
+        if n_tokens <= first or passed.is_reordered or passed.is_padded:
             return
-        books.mark()
+        passed.mark()
         second = self._session.second
         least = self._session.terms.verify if second is None else float(second.has_failed)
         for link in list(self._session.hops.links):

@@ -18,7 +18,7 @@ import trio
 from swarmd.client.links import Declined, Doubt, Link, Statistics, Swarm, Terms, suits, understands
 from swarmd.client.ops import codec_for
 from swarmd.client.own import give
-from swarmd.client.receipts import Account, Books
+from swarmd.client.receipts import Account, Accounts
 from swarmd.client.requests import Requests
 from swarmd.errors import (
     CacheExhausted,
@@ -75,7 +75,7 @@ class Chain:
         self.changed = trio.Event()
         self.statistics = Statistics()
         about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
-        self.books = Books(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
+        self.accounts = Accounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
@@ -143,8 +143,8 @@ class Chain:
         numerics = self._numerics if is_exact else ""
         request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
-        self.books.reopened((link.hop.peer, link.hop.span.start))
-        link.joined = self.books.n_tokens
+        self.accounts.reopened((link.hop.peer, link.hop.span.start))
+        link.joined = self.accounts.n_tokens
         try:
             if self.terms.own is not None:
                 await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
@@ -276,8 +276,8 @@ class Chain:
         """Enter it, and sign the bill that came with it."""
         place, end, now = (hop.peer, hop.span.start), hop.span.end, self.swarm.wall_clock()
         try:
-            account = self.books.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
-            taken = self.books.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
+            account = self.accounts.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
+            taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
         channel = self.swarm.rpc.existing(hop.peer)

@@ -51,7 +51,7 @@ class Account:
         self.signed.append((body, signature))
 
 
-class Books:
+class Accounts:
     """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``.
 
     ``bills`` are the last of each hop, as both have signed them.

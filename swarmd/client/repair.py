@@ -156,7 +156,7 @@ class Repairs:
         heir.received = self._inherited.pop(hop.span.start)
         with suppress(PeerError):  # of an older version, or gone: its heir is not checked
             await self._chain.ask_receipt(link)
-        self._chain.books.pass_on((hop.peer, hop.span.start), (heir.hop.peer, hop.span.start))
+        self._chain.accounts.pass_on((hop.peer, hop.span.start), (heir.hop.peer, hop.span.start))
 
     async def _tell_neighbours(self) -> bool:
         """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""

@@ -158,7 +158,7 @@ class ChainSession:
         self._entered[sent.seq] = sent, want
         self._position.seq = sent.seq
         if self._swarm.audits:
-            self.hops.books.sent(sent)
+            self.hops.accounts.sent(sent)
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
@@ -248,7 +248,7 @@ class ChainSession:
             try:
                 self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
                 if self._swarm.audits:
-                    self.hops.books.answered(sent, op.tensor, frame.payload)
+                    self.hops.accounts.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:
                 self._doubt_all(str(error))
                 return

@@ -60,7 +60,7 @@ class Statements:
 
     async def take(self, link: Link, first: int, end: int) -> Statement:
         """Ask for tokens ``first`` to ``end`` of a hop. Raises Inconclusive, NotShown or PeerError."""
-        links, epoch, books = self._hops.links, self._hops.epoch, self._hops.books
+        links, epoch, passed = self._hops.links, self._hops.epoch, self._hops.accounts
         if link not in links:
             raise Inconclusive("the hop was replaced")
         at = links.index(link)
@@ -74,7 +74,7 @@ class Statements:
         entered = await self._entered(before, end)
         seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
         left = await self._shown(link, seen[0], seen[-1] + 1) if seen else None
-        if self._hops.epoch != epoch or books.low < end or books.is_reordered or link not in self._hops.links:
+        if self._hops.epoch != epoch or passed.low < end or passed.is_reordered or link not in self._hops.links:
             raise Inconclusive("the session went on otherwise meanwhile")
         self._require_agreement((before, others[0]), (link, own), (after, others[1]), end)
         if not are_seen(own.entered, 0, end) or not self._are(entered, own.entered):
@@ -102,7 +102,7 @@ class Statements:
             return None
 
     def _refusal(self, error: Refused) -> Inconclusive:
-        is_excused = error.code in NOBODYS_FAULT or self._hops.books.is_reordered
+        is_excused = error.code in NOBODYS_FAULT or self._hops.accounts.is_reordered
         return Inconclusive(str(error)) if is_excused else NotShown(str(error))
 
     def _require_agreement(
@@ -118,7 +118,7 @@ class Statements:
             at = disagreement(gave.left, account.entered, end, giver.joined)
             self._do_without(at, [giver, link])
         if taker is None:
-            at = disagreement(account.left, self._hops.books.answers, end, link.joined, is_picky=True)
+            at = disagreement(account.left, self._hops.accounts.answers, end, link.joined, is_picky=True)
             self._do_without(at, [link])
         elif took is not None:
             at = disagreement(account.left, took.entered, end, link.joined)

@@ -168,7 +168,7 @@ class AsyncSwarm:
                 await session.auditor.last_look()
         finally:
             with trio.CancelScope(shield=True):
-                for (peer, _), (bill, signed) in session.hops.books.bills.items():
+                for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
                 if session.second is not None and session.second.session is not None:
                     await self.close_session(session.second.session)

@@ -50,7 +50,7 @@ RULES: Mapping[Fault, Rule] = {
     Fault.FORGED: Rule(1.0, True, "a signature, certificate or commit that does not verify"),
     Fault.BAD_CHUNK: Rule(2.0, True, "weights or state that are not what their hash says"),
     Fault.FAULTY_NUMBERS: Rule(1.0, False, "hidden states, gradients or averages that cannot be right"),
-    Fault.WRONG_RESULTS: Rule(3.0, True, "others, or this machine, computed something else from the same input", 3_600.0),
+    Fault.WRONG_RESULTS: Rule(3.0, True, "others, or this machine, compute something else from its input", 3_600.0),
     Fault.UNACCOUNTED: Rule(1.0, False, "no receipt for what it computed, or other numbers than it signed"),
     Fault.FALSE_ACCUSATION: Rule(1.0, True, "evidence against another that computes rightly"),
     Fault.SILENT: Rule(0.0, False, "no sign of life while something was outstanding: left out for a while, no more"),
