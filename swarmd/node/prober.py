@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
 N_TOKENS = 32  # of a probe
-PROBE_TIMEOUT_S = 30.0  # a server that is busy is probed later
+PROBE_TIMEOUT_S = 10.0  # a server that is busy is probed later
 AGAIN_S = 60.0  # after a probe to which there was no answer
 CLEARLY_BELOW = 0.1  # of the bound: who accuses at its edge has seen what another machine sees otherwise
 EVIDENCE_LIFETIME_S = 3_600.0  # who was repaired since is not accused again
@@ -157,8 +157,12 @@ class Prober:
 
     async def _recomputed(self, shown: Shown, accused: SpanRecord, mine: SpanRecord) -> tuple[Decision[bool], bool]:
         """Is it equal, and clearly so?"""
+        b, n, _ = shown.entered.shape
         try:
-            here = await self._server_of(mine).own.compute(shown.span, shown.entered)
+            server = self._server_of(mine)
+            if b * n > server.ledger.room_tokens:
+                raise Refused(Code.NO_CAPACITY, f"no room for {b * n} tokens now", AGAIN_S)
+            here = await server.own.compute(shown.span, shown.entered)
         except (SwarmUnavailable, PeerTimeout) as error:
             raise Refused(Code.NO_CAPACITY, str(error), AGAIN_S) from None
         last = slice(-shown.left.shape[1], None)
