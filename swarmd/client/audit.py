@@ -85,12 +85,15 @@ class Auditor:
     async def last_look(self) -> None:
         """Look at what is left, before the hops are given back."""
         self._is_over = True
-        with trio.move_on_after(LAST_LOOK_TIMEOUT_S):
+        with trio.move_on_after(LAST_LOOK_TIMEOUT_S) as scope:
             await self._idle.wait()
             await self._look(self._session.hops.accounts.n_tokens)
             async with trio.open_nursery() as nursery:
                 for link in self._session.hops.links:
                     nursery.start_soon(self._settle, link)
+        if scope.cancelled_caught:
+            reason = f"not done within {LAST_LOOK_TIMEOUT_S:.0f} s"
+            self._opens.checks.tell(Finding("the end of a session", "inconclusive", reason))
         self._opens.checks.save()
 
     async def _settle(self, link: Link) -> None:
