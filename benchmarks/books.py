@@ -58,7 +58,6 @@ def main() -> None:
             books.add(msgspec.structs.replace(bill, **fields), signed, vouchers[taker])
             if number % BATCH == BATCH - 1:
                 books.save()
-        begun = time.perf_counter()
         books.save()
         n_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
         begun = time.perf_counter()

@@ -174,17 +174,17 @@ class Auditor:
                 self._swarm.rpc.standing.fault(peer, Fault.WRONG_RESULTS, f"as a reference: {doubt.reason}")
         elif verdict is Verdict.UNDECIDED:
             hops.statistics.doubts.append(doubt)
-            if link in hops.links and not self._has_moved:  # once: the other one may be wrong
+            if (behind := hops.links_from(link)) and not self._has_moved:  # once: the other one may be wrong
                 self._has_moved = True
-                hops.dispute(hops.links[hops.links.index(link) :], f"{hop} and another disagree")
+                hops.dispute(behind, f"{hop} and another disagree")
         else:
             checks.note(self._key(link), is_right=False)
             if not link.is_heir:
                 hops.convict(link, doubt)
                 return
             hops.statistics.doubts.append(doubt)
-            if link in hops.links:  # or who gave it its caches: that one does not serve any more
-                hops.dispute(hops.links[hops.links.index(link) :], doubt.reason)
+            if behind := hops.links_from(link):  # or who gave it its caches: that one does not serve any more
+                hops.dispute(behind, doubt.reason)
 
     async def _tell(self, link: Link, record: SpanRecord, said: Statement, found: np.ndarray) -> None:
         """Tell others: all that entered up to the token that is most wrong, and that token."""

@@ -93,6 +93,10 @@ class Chain:
     def index_at(self, start: int) -> int | None:
         return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
 
+    def links_from(self, link: Link) -> list[Link]:
+        """A hop and all behind it; none when it was replaced."""
+        return self.links[self.links.index(link) :] if link in self.links else []
+
     def link_at(self, start: int) -> Link | None:
         index = self.index_at(start)
         return None if index is None else self.links[index]
@@ -289,9 +293,9 @@ class Chain:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
         self.statistics.doubts.append(doubt)
         self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
-        if link in self.links:
-            for behind in self.links[self.links.index(link) :]:
-                behind.is_lost = True
+        if behind := self.links_from(link):
+            for lost in behind:
+                lost.is_lost = True
             self.lose(link, doubt.reason, is_silent=False)
 
     def dispute(self, links: list[Link], reason: str) -> None:

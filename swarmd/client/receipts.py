@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
 from swarmd.errors import IntegrityError
@@ -17,7 +16,8 @@ from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.evidence import MAX_RECEIPTS
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, cropped, digests_of
+from swarmd.protocol.messages import cropped, is_reordered
+from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, digests_of
 from swarmd.protocol.records import MAX_SKEW_S
 from swarmd.values import PeerId
 from swarmd.wire.history import Sent
@@ -34,21 +34,26 @@ class Account:
     entered: bytearray = field(default_factory=bytearray)
     left: bytearray = field(default_factory=bytearray)
     last: Receipt | None = None
-    signed: list[tuple[bytes, bytes]] = field(default_factory=list)  # bodies and signatures, for others to see
+    _signed: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # from which token on, body, signature
 
     @property
     def n_tokens(self) -> int:
         return len(self.left) // DIGEST_BYTES
 
+    @property
+    def signed(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Bodies and signatures, for others to see."""
+        return tuple((body, signature) for _, body, signature in self._signed)
+
     def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
         """Take what is newer; receipts whose tokens it tells of, too, are not needed any more."""
         if self.last is not None and said.first < self.last.first:
-            self.signed = [(b, s) for b, s in self.signed if msgspec.msgpack.decode(b, type=Receipt).first < said.first]
+            self._signed = [entry for entry in self._signed if entry[0] < said.first]
         for digests, more in ((self.entered, said.entered), (self.left, said.left)):
             digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
             digests[said.first * DIGEST_BYTES :] = more
         self.last = said
-        self.signed.append((body, signature))
+        self._signed.append((said.first, body, signature))
 
 
 class Accounts:
@@ -78,8 +83,7 @@ class Accounts:
 
     def sent(self, sent: Sent) -> None:
         """An op is on its way."""
-        for edit in sent.edits:
-            self.is_reordered |= edit.rows is not None and list(edit.rows) != list(range(len(edit.rows)))
+        self.is_reordered |= is_reordered(sent.edits)
         self.is_padded |= sent.mask is not None
         self.n_tokens -= cropped(sent.edits)
         self.low = min(self.low, self.n_tokens)

@@ -86,7 +86,7 @@ class Statements:
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
             self._hops.convict(link, doubt, Fault.UNACCOUNTED)
             raise Inconclusive(doubt.reason)
-        return Statement(self._travelled(entered), left[0], window, tuple(own.signed))
+        return Statement(self._travelled(entered), left[0], window, own.signed)
 
     async def _own_account(self, link: Link) -> Account:
         try:

@@ -122,9 +122,7 @@ class AsyncSwarm:
         """How servers are regarded, by what members found of each other; made anew with each view."""
         view = self.view()
         if self._trusted is None or self._trusted[0] is not view:
-            listed = {model for model, _ in view.catalog.models.values()}
-            spans = [span for span in view.spans if span.model in listed]
-            self._trusted = view, trust_in(spans, view.peers.values(), self.voucher_of)
+            self._trusted = view, trust_in(view.listed(), view.peers.values(), self.voucher_of)
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:

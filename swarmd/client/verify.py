@@ -17,6 +17,7 @@ import trio
 from swarmd.client.links import Terms
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.equality import Bound, bound_of, errors, is_equal
+from swarmd.protocol.messages import cropped
 from swarmd.wire.history import Sent
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Second:
         self._open = open_second
         self._start = start
         self._session: ChainSession | None = None
-        self._waiting: list[tuple[Sent, torch.Tensor]] = []  # ops, and what came of them; zeros were not asked for
+        self._waiting: list[tuple[Sent, torch.Tensor]] = []  # ops, and what came of them; nan was not asked for
         self._n_waiting = 0
         self._n_checked = 0  # tokens in the second chain's caches
         self._failure: SwarmError | None = None
@@ -85,7 +86,7 @@ class Second:
     async def _check(self, sent: Sent, out: torch.Tensor) -> None:
         second = await self._apart()
         again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
-        self._n_checked -= sum(edit.crop or 0 for edit in sent.edits)
+        self._n_checked -= cropped(sent.edits)
         if again is None or sent.hidden is None:
             return
         entered, came, checked = (t.detach().float().numpy() for t in (sent.hidden, out, again))
@@ -103,7 +104,7 @@ class Second:
         self._n_checked += sent.hidden.shape[1]
 
     async def _apart(self) -> ChainSession:
-        """The second chain, of none who are in the first: opened anew when a repair has brought one over."""
+        """The second chain, of none who are in the first. Raises SwarmUnavailable once a repair brought one over."""
         used = frozenset(link.hop.peer for link in self._first.hops.links)
         if self._session is not None and used & {link.hop.peer for link in self._session.hops.links}:
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
@@ -134,7 +135,7 @@ def merged(ops: list[tuple[Sent, torch.Tensor]]) -> list[tuple[Sent, torch.Tenso
     """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
     whole: list[tuple[Sent, torch.Tensor]] = []
     for sent, out in ops:
-        n_cropped, has_rows = sum(e.crop or 0 for e in sent.edits), any(e.rows is not None for e in sent.edits)
+        n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
         last = whole[-1] if whole else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:
             whole.append((sent, out))

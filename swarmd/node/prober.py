@@ -30,7 +30,7 @@ from swarmd.node.hosts import Hosts
 from swarmd.node.server import Server
 from swarmd.plan.equality import bound_of, errors, is_equal
 from swarmd.plan.standing import Fault
-from swarmd.plan.trust import finding, name_of, shared, to_probe
+from swarmd.plan.trust import PROBE_LIFETIME_S, finding, name_of, shared, to_probe
 from swarmd.protocol.arrays import Floats, pack_array, rounded, unpack_array_untrusted
 from swarmd.protocol.evidence import Shown, read_untrusted
 from swarmd.protocol.frames import Frame
@@ -88,9 +88,7 @@ class Prober:
         around = self._around
         while True:
             await trio.sleep(LOOK_INTERVAL_S * around.rng.uniform(0.75, 1.25))
-            now, view = around.wall_clock(), around.directory.view()
-            listed = {model for model, _ in view.catalog.models.values()}
-            spans = [span for span in view.spans if span.model in listed]
+            now, spans = around.wall_clock(), around.directory.view().listed()
             due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now)
             for target, mine in due:
                 key = target.peer, name_of(target)
@@ -98,7 +96,7 @@ class Prober:
                     decision = await self._probe(target, mine)
                 except SwarmError as error:  # gone, busy, or this machine's own worker is
                     logger.info("no probe of %s: %s", target.peer[-8:], error)
-                    self._probed_at[key] = around.wall_clock() - 3_600.0 + AGAIN_S
+                    self._probed_at[key] = around.wall_clock() - PROBE_LIFETIME_S + AGAIN_S
                     continue
                 self._probed_at[key] = around.wall_clock()
                 while len(self._probed_at) > MAX_REMEMBERED:

@@ -53,7 +53,7 @@ class Receipts:
         """The client has signed a bill that it was given. Raises RemoteProtocolError."""
         identity = self._served.identity
         try:
-            said = bill.read_offer_untrusted(body, bill.given_by(identity, body))
+            said = bill.read_body_untrusted(body)
             about = (said.giver, said.taker, said.session, said.start, said.end)
             if about != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
                 raise IntegrityError("a bill of another session")

@@ -58,6 +58,11 @@ class SwarmView:
         """Spans of a model that take new sessions."""
         return [s for s in self.spans if s.model == model and s.state == "online"]
 
+    def listed(self) -> list[SpanRecord]:
+        """Spans of the catalog's models: of others anybody could announce as many as he likes."""
+        models = {model for model, _ in self.catalog.models.values()}
+        return [s for s in self.spans if s.model in models]
+
     def coverage(self, model: ModelId, n_blocks: int) -> list[int]:
         """Count for each block the servers that hold it."""
         return coverage(self.spans, model, n_blocks)

@@ -49,7 +49,7 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
 def offer(bill: Bill, giver: Identity) -> tuple[bytes, bytes]:
     """The body of a bill, and the signature of who computed."""
     body = msgspec.msgpack.encode(bill)
-    return body, giver.sign(_GIVEN, body)
+    return body, given_by(giver, body)
 
 
 def given_by(giver: Identity, body: bytes) -> bytes:
@@ -62,11 +62,17 @@ def accept(body: bytes, taker: Identity) -> bytes:
     return taker.sign(_TAKEN, body)
 
 
-def read_offer_untrusted(body: bytes, given: bytes) -> Bill:
-    """Check what a giver has signed. Raises IntegrityError."""
+def read_body_untrusted(body: bytes) -> Bill:
+    """A bill whose signatures are another question. Raises IntegrityError."""
     bill = decode(body, Bill, "a bill", IntegrityError)
     if bill.start >= bill.end:
         raise IntegrityError(f"a bill for blocks [{bill.start},{bill.end})")
+    return bill
+
+
+def read_offer_untrusted(body: bytes, given: bytes) -> Bill:
+    """Check what a giver has signed. Raises IntegrityError."""
+    bill = read_body_untrusted(body)
     verify(public_key_of_untrusted(bill.giver), _GIVEN, body, given, f"a bill of {bill.giver}")
     return bill
 

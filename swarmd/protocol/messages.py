@@ -6,6 +6,7 @@ understood is listed in ``needs`` and refused as UNSUPPORTED when it is not. Unk
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, get_args
 
 import msgspec
@@ -158,6 +159,16 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     crop: Annotated[int, msgspec.Meta(ge=0, le=2**22)] | None = None
     rows: Rows | None = None
+
+
+def cropped(edits: Sequence[Edit]) -> int:
+    """How many of the last tokens some edits drop."""
+    return sum(edit.crop or 0 for edit in edits)
+
+
+def is_reordered(edits: Sequence[Edit]) -> bool:
+    """Do some edits put rows elsewhere than they were?"""
+    return any(edit.rows is not None and tuple(edit.rows) != tuple(range(len(edit.rows))) for edit in edits)
 
 
 class Op(Message, tag="op", frozen=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -17,7 +16,7 @@ import msgspec
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.identity import Identity, public_key_of_untrusted, verify
-from swarmd.protocol.messages import Edit, Op
+from swarmd.protocol.messages import Op, cropped, is_reordered
 from swarmd.protocol.tensors import layout_untrusted, token_parts
 from swarmd.protocol.untrusted import decode
 
@@ -86,11 +85,6 @@ def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
     return bytes(found)
 
 
-def cropped(edits: Sequence[Edit]) -> int:
-    """How many of the last tokens some edits drop."""
-    return sum(edit.crop or 0 for edit in edits)
-
-
 @dataclass(slots=True)
 class _Under:
     """An op that entered, until its tokens have left."""
@@ -127,12 +121,9 @@ class Trail:
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""
-        if any(edit.rows is not None and list(edit.rows) != list(range(len(edit.rows))) for edit in op.edits):
-            self.is_broken = True
+        is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
+        self.is_broken |= is_other or is_reordered(op.edits)
         if self.is_broken:
-            return
-        if op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape:  # whoever computes it will say so
-            self.is_broken = True
             return
         n_cropped = min(cropped(op.edits), self.n_entered)
         self._drop(self.entered, n_cropped)

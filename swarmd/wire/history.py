@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.messages import Edit
+from swarmd.protocol.messages import Edit, cropped
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 
@@ -122,7 +122,7 @@ class History:
     @property
     def n_kept(self) -> int:
         """Tokens that no op has cropped, merged or not."""
-        n_cropped = sum(edit.crop or 0 for sent in self._recent for edit in sent.edits)
+        n_cropped = sum(cropped(sent.edits) for sent in self._recent)
         return self.n_tokens + self.recent_tokens - n_cropped
 
     def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,7 +131,7 @@ class History:
         if self._hidden is not None and self._positions is not None:
             whole.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
         for sent in self._recent:
-            _crop(whole, sum(edit.crop or 0 for edit in sent.edits))
+            _crop(whole, cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
                 whole.append((sent.hidden, sent.positions))
         wanted, at = [], 0

@@ -179,7 +179,7 @@ async def accused(run: Chat, change: Callable[[Evidence], Evidence] = lambda evi
     assert isinstance(shown, TokensAre)
     assert shown.tensor is not None
     left = unpack_untrusted(shown.tensor, frame.payload)[:2]
-    payload = evidence_of(run.session.terms, tuple(account.signed), (hidden, positions), left)
+    payload = evidence_of(run.session.terms, account.signed, (hidden, positions), left)
     assert payload is not None
     changed = evidence.encode(change(msgspec.msgpack.decode(payload, type=Evidence)))
     about = partial(Accuse, model=run.swarm.model, peer=link.hop.peer)
