@@ -29,6 +29,21 @@ class RoundRow(Status, frozen=True, kw_only=True):
     left_out: tuple[str, ...]
 
 
+class AuditsRow(Status, frozen=True, kw_only=True):
+    """What members gave, computed again here: contributions, samples, how many were wrong.
+
+    ``one_in``: the recipe's; ``why_not``: why nothing is computed again; ``trouble``: what others found in what this
+    machine gave.
+    """
+
+    one_in: int
+    why_not: str
+    checked: int
+    samples: int
+    wrong: int
+    trouble: str
+
+
 class RunRow(Status, frozen=True, kw_only=True):
     """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
 
@@ -69,6 +84,7 @@ class RunRow(Status, frozen=True, kw_only=True):
     death_costs_at_most_s: float
     peers: tuple[RunPeerRow, ...]
     shunned: tuple[str, ...]
+    audits: AuditsRow
     measured_samples_per_s: float | None = None
     predicted_samples_per_s: float | None = None
     device: str = ""

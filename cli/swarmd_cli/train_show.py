@@ -85,8 +85,14 @@ def show_run(row: dict[str, Any]) -> None:
         [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
     ]
     table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+    audits = row["audits"]
+    if not audits["why_not"]:
+        found = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
+        print(f"  computed again here: {audits['checked']} contributions of others, {found}")
+    if audits["trouble"]:
+        print(f"  {audits['trouble']}")
     if row["shunned"]:
-        print(f"  done without for ten minutes, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
+        print(f"  done without, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
     if len(row["losses"]) > 1:
         print("\n".join(terminal_curve(row["losses"])))
 

@@ -32,8 +32,17 @@ from swarmd.compute.inner import take_step
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages, shards, worker
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.recipe import LOCAL, Recipe, read_run_untrusted
-from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
+from swarmd.protocol.recipe import AGAIN, LOCAL, Recipe, read_run_untrusted
+from swarmd.protocol.worker import (
+    Compute,
+    ComputeAgain,
+    ComputedRows,
+    LoadRun,
+    MapRun,
+    RunLoaded,
+    RunMapped,
+    WorkerFailed,
+)
 from swarmd.weights.folder import MANIFEST
 
 _RECEIVE_BYTES = 1 << 20  # a micro-batch of token ids and much more
@@ -50,7 +59,6 @@ class Trained:
         self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._device = device
         self._shared: dict[str, torch.Tensor] = {}
-        self._map: mmap.mmap | None = None
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -58,11 +66,7 @@ class Trained:
 
     def map(self, path: Path, init: bool) -> None:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
-        n, names = sum(math.prod(shape) for _, shape in self.layout), self._recipe.shared_vectors
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
-        whole = torch.frombuffer(self._map, dtype=self.dtype)
-        self._shared = {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
+        self._shared = self._vectors_at(path, self._recipe.shared_vectors)
         if init:
             self._shared["parameters"].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
         if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
@@ -82,6 +86,38 @@ class Trained:
                 torch.add(old, gradient, out=total)
             parameter.grad = None
         return loss
+
+    def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
+        """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
+        others = self._vectors_at(path, AGAIN)
+        with self._standing_in(self._pieces(others["parameters"])):
+            loss = self._backward(rows, seed)
+            for (_, parameter), total in zip(self.parameters, self._pieces(others["sum"]), strict=True):
+                if parameter.grad is not None:
+                    total += parameter.grad.to("cpu")
+                parameter.grad = None
+        return loss
+
+    @contextlib.contextmanager
+    def _standing_in(self, pieces: list[torch.Tensor]) -> Iterator[None]:
+        """Compute on other parameters for a while."""
+        own = [parameter.data for _, parameter in self.parameters]
+        try:
+            for (_, parameter), piece in zip(self.parameters, pieces, strict=True):
+                parameter.data = piece.to(self._device)
+            yield
+        finally:
+            for (_, parameter), values in zip(self.parameters, own, strict=True):
+                parameter.data = values
+                parameter.grad = None
+
+    def _vectors_at(self, path: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
+        n = sum(math.prod(shape) for _, shape in self.layout)
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
+        whole = torch.frombuffer(mapped, dtype=self.dtype)
+        return {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
 
     def step(self, rows: torch.Tensor, seed: int, number: int, learning_rate: float) -> float:
         """Take a step of the recipe's optimizer by the mean gradient of ``rows`` [n, t + 1], on the peer's own vectors.
@@ -157,6 +193,15 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
         raise ConfigError(f"lora.targets {', '.join(recipe.lora.targets)}: {error}") from None
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Does training it draw random numbers? Modules say so, and configs, for attention without a module of its own."""
+    drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    names = [k for k in settings if k.endswith(("dropout", "pdrop")) or k.startswith("layerdrop")]
+    return drops or any(isinstance(settings[k], float) and settings[k] > 0 for k in names)
+
+
 @contextlib.contextmanager
 def _with_index(folder: Path) -> Iterator[Path]:
     """A checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
@@ -199,9 +244,11 @@ class GradientWorker:
         if isinstance(message, MapRun):
             self._trained.map(Path(message.path), message.init)
             return messages.framed(RunMapped())
-        assert isinstance(message, Compute), "the daemon sends nothing else"
+        assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
         rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
-        if message.step:
+        if isinstance(message, ComputeAgain):
+            loss = self._trained.compute_again(rows, message.seed, Path(message.path))
+        elif message.step:
             loss = self._trained.step(rows, message.seed, message.step, message.learning_rate)
         else:
             loss = self._trained.compute(rows, message.seed, message.into, message.is_fresh)
@@ -214,7 +261,11 @@ class GradientWorker:
         device = pick_device()
         model = build(Path(message.path), recipe)
         self._trained = Trained(model, recipe, device)
-        loaded = RunLoaded(device=device_description(device)[0], vocabulary=int(model.config.vocab_size))  # type: ignore[union-attr,arg-type]
+        loaded = RunLoaded(
+            device=device_description(device)[0],
+            vocabulary=int(model.config.vocab_size),  # type: ignore[union-attr,arg-type]
+            is_repeatable=not has_dropout(model),
+        )
         return messages.framed(loaded, msgspec.msgpack.encode(self._trained.layout))
 
 

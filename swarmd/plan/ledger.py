@@ -17,11 +17,15 @@ RATE_TOLERANCE = 1e-6  # relative; all compute the rate from the same recipe, in
 
 @dataclass(slots=True)
 class Ledger:
-    """See the module. ``steps`` counts updates as the optimizer does: a restored state brings back its own count."""
+    """See the module. ``steps`` counts updates as the optimizer does: a restored state brings back its own count.
+
+    ``n_contributions``: in how many commits each peer was counted.
+    """
 
     run: Run
     sealed: list[Sealed] = field(default_factory=list)
     next_draw: dict[str, int] = field(default_factory=dict)
+    n_contributions: dict[str, int] = field(default_factory=dict)
     _steps: list[int] = field(default_factory=lambda: [0])
     _epochs: dict[bytes, int] = field(default_factory=dict)
 
@@ -56,6 +60,7 @@ class Ledger:
         self.check_next(commit)
         for counted in commit.contributors:
             self.next_draw[counted.peer] = counted.first + counted.n
+            self.n_contributions[counted.peer] = self.n_contributions.get(counted.peer, 0) + 1
         self.sealed.append(sealed)
         self._epochs[sealed.digest] = self.epoch
         restored = self.restored_epoch(commit)

@@ -437,6 +437,7 @@ Known = (
     | rounds.Beat
     | rounds.Check
     | rounds.Pulse
+    | rounds.Contradict
 )
 
 

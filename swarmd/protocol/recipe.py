@@ -24,6 +24,7 @@ from swarmd.values import PeerId, RunId, is_model_hash
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_ANCHORS = 31  # a majority of them signs each commit
+AGAIN = ("parameters", "sum")  # shared vectors where somebody's draws are computed once more
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
 _OF_CODECS = {  # which codecs a key of [parts] is for
     "keep": ("topk",),
@@ -31,6 +32,7 @@ _OF_CODECS = {  # which codecs a key of [parts] is for
     "threshold": ("significance",),
     "decay": ("topk", "powersgd", "significance"),
 }
+DEFAULT_AUDIT = 32  # 3 % of what a run computes, once its members are known
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -130,7 +132,11 @@ class Checkpoints(Part, frozen=True):
 
 
 class Recipe(Part, frozen=True):
-    """What a run is. In a file, ``model`` and ``data`` may be paths; in a signed run they are hashes."""
+    """What a run is. In a file, ``model`` and ``data`` may be paths; in a signed run they are hashes.
+
+    ``audit``: one contribution in so many is computed again by another member (plan.gradient_audits); 0: none. Runs of
+    before say nothing; where a file says nothing, it is ``DEFAULT_AUDIT`` if it can be.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     model: Text
@@ -149,6 +155,18 @@ class Recipe(Part, frozen=True):
     stop: Stop = Stop()
     checkpoints: Checkpoints = Checkpoints()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
+    audit: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
+
+    @property
+    def why_not_audited(self) -> str:
+        """Why what its members give cannot be computed again by others; "" when it can."""
+        if self.steps_inside:
+            return "diloco's inner moments are each peer's own"
+        if self.overlaps:
+            return "delayed draws were computed on two states"
+        if self.parts.codec in _OF_CODECS["decay"]:
+            return f"what {self.parts.codec} has left out is each peer's own"
+        return ""
 
     @property
     def overlaps(self) -> bool:
@@ -228,6 +246,10 @@ def read_toml(path: Path) -> Recipe:
         if recipe.parts.codec not in (codecs := _OF_CODECS.get(key, (recipe.parts.codec,))):
             expected = " or ".join(f'"{codec}"' for codec in codecs)
             raise ConfigError(f'{path}: parts.{key} needs codec = {expected}, got "{recipe.parts.codec}"')
+    if recipe.audit and recipe.why_not_audited:
+        raise ConfigError(f"{path}: audit = {recipe.audit} cannot be: {recipe.why_not_audited}; expected 0")
+    if "audit" not in written and not recipe.why_not_audited:
+        recipe = msgspec.structs.replace(recipe, audit=DEFAULT_AUDIT)
     return recipe
 
 

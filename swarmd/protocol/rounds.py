@@ -292,3 +292,14 @@ class Pulse(Message, tag="pulse", frozen=True):
     retry_ms: Count | None = None
     successor: Name = ""
     is_awaited: bool = False
+
+
+class Contradict(Message, tag="contradict", frozen=True):
+    """Member to all: I computed again what ``peer`` gave to the commit after ``parent``, and something else came of it.
+
+    The payload is its share, which it has signed; the state that it was computed on can be had from me.
+    """
+
+    run: Name = ""
+    peer: Name = ""
+    parent: Digest = b""

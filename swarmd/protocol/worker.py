@@ -117,10 +117,14 @@ class LoadRun(Message, tag="load_run", frozen=True):
 
 
 class RunLoaded(Message, tag="run_loaded", frozen=True):
-    """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector."""
+    """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector.
+
+    ``is_repeatable``: the same rows give the same gradients however they are divided, as without dropout.
+    """
 
     device: Text = ""
     vocabulary: Count = 0
+    is_repeatable: bool = True
 
 
 class MapRun(Message, tag="map_run", frozen=True):
@@ -148,6 +152,17 @@ class Compute(Message, tag="compute", frozen=True):
     learning_rate: float = 0.0
 
 
+class ComputeAgain(Message, tag="compute_again", frozen=True):
+    """Daemon to worker: add the gradients of rows to a sum, both on the memory at ``path``: parameters, then the sum.
+
+    The payload is as of ``Compute``.
+    """
+
+    path: FilePath = ""
+    n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
+    seed: Count = 0
+
+
 class ComputedRows(Message, tag="computed", frozen=True):
     """Worker to daemon: the sum is written; ``loss`` is the rows' sum, nats a token each."""
 
@@ -170,6 +185,7 @@ WorkerMessage = (
     | MapRun
     | RunMapped
     | Compute
+    | ComputeAgain
     | ComputedRows
     | messages.Refusal
     | messages.OpenSession

@@ -182,9 +182,13 @@ def _has_average(peer: PeerId, seen: Seen) -> bool:
 
 
 class Member:
-    """What a member signs: its share of an average, and the commit that its leader shows it."""
+    """What a member signs: its share of an average, and the commit that its leader shows it.
+
+    ``backed``: the commit that it stood for last, with all shares.
+    """
 
     def __init__(self, ledger: Ledger, identity: Identity, clip: Callable[[bytes], float]) -> None:
+        self.backed: Backed | None = None
         self._ledger = ledger
         self._identity = identity
         self._clip = clip
@@ -210,4 +214,5 @@ class Member:
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
         if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
+        self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

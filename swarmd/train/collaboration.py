@@ -29,7 +29,7 @@ from swarmd.run_status import RunRow
 from swarmd.train import recovery
 from swarmd.train.recovery import Get
 from swarmd.train.report import report
-from swarmd.train.source import Computed, InnerStep
+from swarmd.train.source import Again, Computed, InnerStep
 from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
@@ -71,6 +71,11 @@ class Collaboration:
         self.run, self._order = self._call(_find_run, self._swarm, run)
         if self.run.recipe.steps_inside:
             raise ConfigError(f"{run} takes steps inside its peers (diloco): take part with swarmd train join {run}")
+        if self.run.recipe.audit:
+            raise ConfigError(
+                f"{run} computes again what its members give, and a loop of your own computes on data of its own: have "
+                f"the run started with audit = 0 in its recipe, or take part with swarmd train join {run}"
+            )
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -198,8 +203,8 @@ class Collaboration:
         )
         await self._swarm.announce(record)
 
-    def _getter(self, layout: Layout) -> Get:
-        folder = Path(self._folder.name)
+    def _getter(self, layout: Layout, into: str) -> Get:
+        folder = Path(self._folder.name) / into
         return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
 
@@ -257,6 +262,16 @@ class _LoopSource:
         """No gradients are wanted any more."""
         self._failure = failure
         self._wanted.set()
+
+    @property
+    def why_not_again(self) -> str:
+        return "what computes here is a loop of its user's"
+
+    def again(self, parameters: Vector) -> Again:
+        raise AssertionError("it cannot compute the run's draws")
+
+    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+        raise AssertionError("it cannot compute the run's draws")
 
     async def close(self) -> None: ...
 

@@ -13,6 +13,7 @@ from swarmd.plan.arrivals import Arrivals
 from swarmd.plan.ledger import MOST_TARGETS, Ledger
 from swarmd.protocol.commit import Commit
 from swarmd.train.feedback import Feedback
+from swarmd.train.gradient_audits import GradientAudits
 from swarmd.train.inner import Inner, Memory
 from swarmd.train.source import Computed, InnerStep, Source
 from swarmd.train.state import RunState
@@ -46,14 +47,22 @@ class Computing:
         self._is_allowed = False
         self._announced_rate = 0.0
 
-    async def run(self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None) -> None:
-        """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.inner)."""
+    async def run(
+        self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
+    ) -> None:
+        """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.inner).
+
+        What others gave comes first: it is of a state that is held for it alone (train.gradient_audits).
+        """
         self._feedback = feedback
         if self._recipe.steps_inside:
             self.inner = Inner(state, source.inner_vectors(), memory)
         while True:
-            while not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
+            if await self._audit(audits):
+                continue
+            if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
+                continue
             self._is_computing = True
             try:
                 await self._micro_batch(source, state)
@@ -67,6 +76,20 @@ class Computing:
             finally:
                 self._is_computing = False
                 self._news.notify()
+
+    async def _audit(self, audits: GradientAudits) -> bool:
+        """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
+        begun = trio.current_time()
+        try:
+            n = await audits.advance()
+        except SwarmError as error:
+            self.trouble = str(error)
+            logger.warning("what another gave is not computed again: %s", error)
+            await trio.sleep(RETRY_S)
+            return True
+        if rest_s := duty.rest_s(trio.current_time() - begun, self._world.share()) if n else 0.0:
+            await trio.sleep(rest_s)
+        return n > 0
 
     async def _micro_batch(self, source: Source, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""

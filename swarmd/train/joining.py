@@ -69,7 +69,7 @@ class Joining:
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
-        self._signer = assents.Member(chronicle.ledger, world.identity, self._clip)
+        self.signer = assents.Member(chronicle.ledger, world.identity, self._clip)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
@@ -374,7 +374,7 @@ class Joining:
             return
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
-        sign = partial(self._signer.share, group.parent, state.root if state is not None else b"", offered)
+        sign = partial(self.signer.share, group.parent, state.root if state is not None else b"", offered)
         self.round = Round(self._world.rpc, group, codec_of(recipe), offered.given, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
@@ -401,7 +401,7 @@ class Joining:
             return
         try:
             if payload:
-                live.assent(self._signer.assent_untrusted(payload, live, self._chronicle.order.generation, state.root))
+                live.assent(self.signer.assent_untrusted(payload, live, self._chronicle.order.generation, state.root))
             else:
                 await live.give_share(message.average)
         except IntegrityError as error:

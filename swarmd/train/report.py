@@ -13,7 +13,7 @@ from swarmd.plan.partition import Member
 from swarmd.plan.progress import Progress
 from swarmd.plan.synchronisation import Prediction, choose
 from swarmd.protocol.records import PeerRecord
-from swarmd.run_status import PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
+from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
 from swarmd.train.codecs import codec_of
 from swarmd.train.synchronisation import predictions
 from swarmd.train.trainer import Trainer
@@ -72,6 +72,12 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         death_costs_at_most_s=round(joining.longest_wait_s, 2),
         peers=others,
         shunned=tuple(trainer.members.shunned()),
+        audits=AuditsRow(
+            one_in=recipe.audit,
+            why_not=trainer.audits.why_not,
+            trouble=trainer.audits.trouble,
+            **asdict(trainer.audits.counts),
+        ),
         measured_samples_per_s=trainer.pace.samples_per_s,
         predicted_samples_per_s=trainer.pace.predicted,
         device=device,

@@ -290,10 +290,8 @@ class Runs:
             if taken.source is not None:
                 await taken.source.close()
 
-    def _getter(self, folder: RunFolder, layout: Layout) -> Get:
-        pace = Pace(lambda: None)
-        incoming = folder.folder / "incoming"
-        return recovery.getter(self._rpc, incoming, layout.dtype, pace)
+    def _getter(self, folder: RunFolder, layout: Layout, into: str) -> Get:
+        return recovery.getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
 
     async def _save(self, taken: _Taken) -> None:
         try:

@@ -30,6 +30,19 @@ class InnerStep:
     number: int
 
 
+@dataclass(slots=True)
+class Again:
+    """Somebody's draws that are computed once more: on which parameters, and the sum of gradients so far.
+
+    ``memory`` is what both lie in, where that must live as long; ``path`` where another process finds it.
+    """
+
+    parameters: Vector
+    total: Vector
+    memory: object = None
+    path: str = ""
+
+
 class Source(Protocol):
     """Computes gradients of draws on the parameters as they are, or takes steps of its own by them (train.inner)."""
 
@@ -46,5 +59,15 @@ class Source(Protocol):
 
     def inner_vectors(self) -> dict[str, Vector]:
         """What a peer's own steps need (inner.inner_vectors), shared with who calls. Raises SwarmError."""
+
+    @property
+    def why_not_again(self) -> str:
+        """Why what others gave cannot be computed again here; "" when it can."""
+
+    def again(self, parameters: Vector) -> Again:
+        """Get ready to compute on a copy of other parameters. Call it in a thread. Raises ConfigError."""
+
+    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+        """Add the gradients of a peer's draws from ``first`` on; returns their summed loss. Raises SwarmError."""
 
     async def close(self) -> None: ...

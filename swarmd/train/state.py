@@ -80,6 +80,7 @@ class RunState:
         self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
         self.averages: dict[int, Average] = {}
+        self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
         self._decayed = [(start, end) for _, shape, start, end in layout.places() if len(shape) > 1]
 
@@ -135,6 +136,11 @@ class RunState:
             self.snapshots[self.root] = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
         return self.snapshots[self.root]
 
+    def hold(self) -> Snapshot:
+        """The state as it is, for who is to look at it once the next update is applied; for as long as it is kept."""
+        self._held.append(Snapshot(self.version.manifest, dict(enumerate(self.vectors.values()))))
+        return self._held[-1]
+
     def thaw(self, root: bytes) -> None:
         """Nobody fetches that snapshot any more."""
         self.snapshots.pop(root, None)
@@ -145,7 +151,8 @@ class RunState:
 
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
-        live = [s for s in list(self.snapshots.values()) if s.is_live]
+        live = [s for s in [*self.snapshots.values(), *self._held] if s.is_live]
+        self._held = []
         low, high = fragment_of(self.run.recipe, steps, len(self.parameters))
         size = CHUNK_BYTES // self.parameters.itemsize
         for chunk in range(-(-len(self.parameters) // size)):
@@ -169,7 +176,7 @@ class RunState:
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
         """Take over other values; snapshots of the old ones end."""
-        self.snapshots, self.averages = {}, {}
+        self.snapshots, self.averages, self._held = {}, {}, []
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
@@ -248,6 +255,12 @@ class Snapshot:
         data = self._live(index, chunk)
         with self._lock:  # what was copied before it changed is right; else what was read is
             return self._kept.get((index, chunk), data)
+
+    def vector(self, name: str) -> Vector:
+        """One of its vectors, put together. Call it in a thread."""
+        index, entry = next((i, t) for i, t in enumerate(self.manifest.tensors) if t.name == name)
+        raw = b"".join(self.read((index, chunk)) for chunk in range(len(entry.chunks)))
+        return np.frombuffer(raw, self._vectors[index].dtype)
 
     @property
     def kept_bytes(self) -> int:

@@ -31,6 +31,7 @@ from swarmd.train.catching_up import CatchingUp
 from swarmd.train.chronicle import Chronicle
 from swarmd.train.computing import Computing
 from swarmd.train.disk import RunFolder, read_vectors
+from swarmd.train.gradient_audits import GradientAudits
 from swarmd.train.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.members import Members
 from swarmd.train.memories import Memories
@@ -58,7 +59,7 @@ class Trainer:
         role: str,
         source: Source | None,
         folder: RunFolder | None,
-        make_get: Callable[[Layout], Get],
+        make_get: Callable[[Layout, str], Get],
     ) -> None:
         self.run_spec = run
         self.role = role
@@ -77,6 +78,10 @@ class Trainer:
         own = (self._averages, self._news, lambda: (self.state, self.work.offered))
         self.joining = Joining(world, self.chronicle, self.members, *own)
         self.catching_up: CatchingUp | None = None
+        stood_for = self.joining.signer
+        self.audits = GradientAudits(
+            world, self.ledger, self.members, self._news, lambda: stood_for.backed, self.why_idle
+        )
         self._world = world
         self._source = source
         self._folder = folder
@@ -105,7 +110,9 @@ class Trainer:
             if self._source is not None:
                 state = await self._load(self._source)
                 recalled = await self.memories.recall(state)
-                nursery.start_soon(self.computing.run, self._source, state, *recalled)
+                nursery.start_soon(self.computing.run, self._source, state, *recalled, self.audits)
+                get = self._make_get(state.layout, "evidence")
+                nursery.start_soon(self.audits.run, self._source, state, get, lambda: self.computing.samples_per_s)
             nursery.start_soon(self._keep_house)
             self._world.announce()
             while True:
@@ -121,7 +128,7 @@ class Trainer:
         state = RunState(self.run_spec, layout, parameters, KEPT_AVERAGES * layout.n_bytes)
         await self._world.off_loop(state.measure)
         await self._resume_from_disk(state)
-        get = self._make_get(layout)
+        get = self._make_get(layout, "incoming")
         self.catching_up = CatchingUp(
             self._world,
             self.chronicle,
@@ -229,6 +236,8 @@ class Trainer:
     def _settle(self, commit: Commit | None) -> None:
         self.joining.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
+        if commit is not None and commit.contributors:
+            self.audits.consider(commit)
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
@@ -283,6 +292,8 @@ class Trainer:
             await self.joining.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
             await self.joining.take(peer, message, bytes(frame.payload))
+        elif isinstance(message, rounds.Contradict):
+            self.audits.take_untrusted(peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.JoinRound):
             if idle := self.why_idle():
                 raise Refused(Code.NO_CAPACITY, idle, 5.0)
@@ -320,7 +331,8 @@ class Trainer:
 
     def find(self, wanted: bytes) -> Snapshot | Average | None:
         """What of this run's state a hash names here."""
-        return self.state.find(wanted) if self.state is not None else None
+        found = self.state.find(wanted) if self.state is not None else None
+        return found or self.audits.find(wanted)
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended."""

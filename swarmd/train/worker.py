@@ -19,11 +19,20 @@ from swarmd.plan.arrivals import Arrivals
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.recipe import LOCAL, Run
+from swarmd.protocol.recipe import AGAIN, LOCAL, Run
 from swarmd.protocol.untrusted import decode
-from swarmd.protocol.worker import Compute, ComputedRows, LoadRun, MapRun, RunLoaded, RunMapped, WorkerFailed
+from swarmd.protocol.worker import (
+    Compute,
+    ComputeAgain,
+    ComputedRows,
+    LoadRun,
+    MapRun,
+    RunLoaded,
+    RunMapped,
+    WorkerFailed,
+)
 from swarmd.train.data import Data
-from swarmd.train.source import Computed, InnerStep, SourceLost
+from swarmd.train.source import Again, Computed, InnerStep, SourceLost
 from swarmd.train.state import Layout, Vector
 from swarmd.values import ModelId
 from swarmd.weights.supply import Supply
@@ -55,6 +64,7 @@ class WorkerSource:
         self._layout: Layout | None = None
         self._memory: _Memory | None = None
         self._into = 0
+        self._is_repeatable = True
         self._took = Arrivals(LEAST_PATIENCE_S, FIRST_BATCH_S)
 
     @property
@@ -74,32 +84,51 @@ class WorkerSource:
 
     async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
         rows = await self._data.read(self._peer, first, n)
-        begun = trio.current_time()
-        try:
-            if self._process is None:
-                await self._start()
-            assert self._memory is not None
-            into = 1 - self._into
-            request = Compute(
-                n=n,
-                seed=self._data.seed(self._peer, first),
-                into=into,
-                is_fresh=is_fresh,
-                step=step.number if step is not None else 0,
-                learning_rate=step.learning_rate if step is not None else 0.0,
-            )
-            answer, _ = await self._ask(request, rows.tobytes(), 10 * self._took.limit_s(), ComputedRows)
-        except (WorkerLost, RemoteProtocolError) as error:
-            await self.close()
-            raise SourceLost(f"the training worker was lost: {error}") from None
+        begun, into = trio.current_time(), 1 - self._into
+        request = Compute(
+            n=n,
+            seed=self._data.seed(self._peer, first),
+            into=into,
+            is_fresh=is_fresh,
+            step=step.number if step is not None else 0,
+            learning_rate=step.learning_rate if step is not None else 0.0,
+        )
+        answer = await self._compute(request, rows.tobytes())
         self._took.add(trio.current_time() - begun)
         self._into = into
+        assert self._memory is not None
         return Computed(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
+
+    @property
+    def why_not_again(self) -> str:
+        return "" if self._is_repeatable else "its model drops out at random"
+
+    def again(self, parameters: Vector) -> Again:
+        assert self._layout is not None
+        memory = _Memory(self._layout, AGAIN)
+        memory.vectors["parameters"][:] = parameters
+        return Again(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
+
+    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+        rows = await self._data.read(peer, first, n)
+        request = ComputeAgain(path=again.path, n=n, seed=self._data.seed(peer, first))
+        return (await self._compute(request, rows.tobytes())).loss
 
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+    async def _compute(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
+        """Have the worker compute, started again if need be. Raises SourceLost."""
+        try:
+            if self._process is None:
+                await self._start()
+            answer, _ = await self._ask(request, rows, 10 * self._took.limit_s(), ComputedRows)
+        except (WorkerLost, RemoteProtocolError) as error:
+            await self.close()
+            raise SourceLost(f"the training worker was lost: {error}") from None
+        return answer
 
     async def _start(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
@@ -108,7 +137,7 @@ class WorkerSource:
         self._incoming = self._process.received()
         request = LoadRun(path=str(folder.folder), threads=self._threads)
         loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
-        self.device = loaded.device
+        self.device, self._is_repeatable = loaded.device, loaded.is_repeatable
         layout = Layout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
         is_new = self._memory is None
         if self._memory is None or self._layout != layout:

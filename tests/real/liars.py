@@ -117,14 +117,17 @@ def main() -> None:
             return
 
 
-def up(home: Path, listen: str, model: str, blocks: str) -> None:
-    """``swarmd up``, with a lying worker."""
+def up(home: Path, **flags: str | bool | None) -> None:
+    """``swarmd up``, with lying workers."""
     import trio
 
     from swarmd import config, daemon, logs
     from swarmd.home import Home
+    from swarmd.train import worker as training
 
-    settings = config.load(home, listen=listen, model=model, blocks=blocks)
+    training.MODULE = "tests.real.lying_trainers"  # it is honest unless a lie of its own is asked for
+
+    settings = config.load(home, **flags)
     logs.configure(settings.log_format, verbose=False)
     trio.run(daemon.main, Home(home), settings, lambda running: None, "tests.real.liars")
 
@@ -137,5 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("verb", choices=["up"])
     for option in ("--listen", "--serve", "--blocks"):
         parser.add_argument(option)
+    parser.add_argument("--no-serve", action="store_true")
     given = parser.parse_args()
-    up(given.home, given.listen, given.serve, given.blocks)
+    serves = False if given.no_serve else None
+    up(given.home, listen=given.listen, model=given.serve, blocks=given.blocks, serve=serves)

@@ -14,8 +14,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.liars import VARIABLE
 from tests.real.training import (
     MODES,
+    ROOT,
     check_ledgers,
     check_states,
     command,
@@ -226,3 +228,30 @@ def test_run_pauses_without_its_anchors_and_goes_on_with_them(tmp_path: Path) ->
         swarm.wait(lambda: "stopped" in run_of(c)["state"], "all hear that it is stopped", c)
         command(a, "train", "resume", "run", "--all")
         wait_update(swarm, [a, b], run_of(a)["update"] + 2)
+
+
+def test_wrong_gradients_are_found_and_everybody_sees_for_themselves(tmp_path: Path) -> None:
+    """One of four gives other gradients than its draws': the first to look tells all, who compute it themselves."""
+    with local_swarm(tmp_path) as swarm:
+        honest = trainers(swarm, 3)
+        liar = swarm.prepare("--no-serve", **{VARIABLE: "gradients: sign flipped", "PYTHONPATH": str(ROOT)})
+        liar.program = "tests.real.liars"
+        liar.start()
+        swarm.wait_online()
+        start_together(swarm, [*honest, liar], "run", target=N_SAMPLES, steps=400, audit=32)
+
+        def believers() -> list[Volunteer]:
+            return [v for v in honest if liar.peer in run_of(v)["shunned"]]
+
+        swarm.wait(lambda: len(believers()) == 3, "everybody to have found the liar")
+        found_at = run_of(honest[0])["update"]
+        print(f"found by all at update {found_at}")
+        wait_update(swarm, honest, found_at + 5)
+        for volunteer in honest:
+            said = run_of(volunteer)
+            assert said["shunned"] == [liar.peer]
+            assert said["audits"]["wrong"] >= 1
+        assert "contributions of others" in command(honest[0], "train", "status", "run")
+        last = ledger_of(honest[0]).sealed[-2:]
+        assert all(c.peer != liar.peer for s in last for c in s.commit.contributors)
+        check_ledgers(honest)

@@ -33,7 +33,7 @@ from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_ru
 from swarmd.protocol.records import Catalog, RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
-from swarmd.train.source import Computed, InnerStep, SourceLost
+from swarmd.train.source import Again, Computed, InnerStep, SourceLost
 from swarmd.train.state import Layout, Vector
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
@@ -77,6 +77,7 @@ class ToySource:
         self.began_at = 0.0
         self.lose = False
         self.spoil: Callable[[Vector], Vector] = lambda vector: vector
+        self.gradient_of = gradient
         self._recipe, self._seed, self._peer = recipe, recipe.seed, peer
         self.inner = {name: np.zeros(n_elements, dtype) for name in recipe.shared_vectors[1:]}
         self._gathered: Vector = np.zeros(n_elements, dtype)
@@ -101,11 +102,27 @@ class ToySource:
         total = np.zeros_like(self._gathered) if is_fresh else self._gathered.copy()
         loss = 0.0
         for draw in range(first, first + n):
-            value, change = gradient(frozen, self._seed, self._peer, draw)
+            value, change = self.gradient_of(frozen, self._seed, self._peer, draw)
             loss += value
             total += change
         self._gathered = self.spoil(total)
         return Computed(n, loss, self._gathered)
+
+    @property
+    def why_not_again(self) -> str:
+        return ""
+
+    def again(self, parameters: Vector) -> Again:
+        return Again(parameters.copy(), np.zeros_like(parameters))
+
+    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+        await trio.sleep(n * self.sample_s)
+        loss = 0.0
+        for draw in range(first, first + n):
+            value, change = gradient(again.parameters, self._seed, peer, draw)
+            loss += value
+            again.total += change
+        return loss
 
     async def close(self) -> None: ...
 
@@ -322,7 +339,7 @@ class TrainingWorld:
                 seen.append(known)
         return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer))), until
 
-    def _getter(self, me: PeerId, layout: Layout) -> Get:
+    def _getter(self, me: PeerId, layout: Layout, into: str) -> Get:
         async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> dict[str, Vector]:
             await trio.sleep(0.2)
             for peer in donors:

@@ -1,0 +1,290 @@
+"""Computes again what other members gave to a run, and tells when something else comes of it (plan.gradient_audits).
+
+A member looks at one contribution at a time: the state of before is held until it is done, which costs memory and
+nobody's wait. Whoever gave something else loses its standing here; the others are told, and compute it themselves, on
+the state that the accuser holds for them, before they believe: one of two members signed what is not so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import trio
+
+from swarmd.errors import IntegrityError, RemoteProtocolError, SwarmError
+from swarmd.net.tasks import Tasks
+from swarmd.plan import gradient_audits
+from swarmd.plan.gradient_audits import Came
+from swarmd.plan.ledger import Ledger
+from swarmd.plan.standing import Fault
+from swarmd.protocol import backing
+from swarmd.protocol import commit as commits
+from swarmd.protocol.backing import Backed, Share
+from swarmd.protocol.commit import Commit
+from swarmd.protocol.rounds import Contradict
+from swarmd.protocol.untrusted import decode
+from swarmd.train.codecs import codec_of
+from swarmd.train.directions import Directions
+from swarmd.train.members import Members
+from swarmd.train.recovery import Get
+from swarmd.train.source import Again, Source
+from swarmd.train.state import RunState, Snapshot, Vector
+from swarmd.train.sums import squares_of
+from swarmd.train.world import News, World, tell
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+LONGEST_S = 600.0  # for one contribution: who would take longer leaves it to others
+EVIDENCE_S = 300.0  # that the state of a wrong contribution is held for who wants to see
+MAX_ACCUSED = 4  # accusations that wait here; the next are left to others
+
+
+@dataclass(slots=True)
+class Case:
+    """One contribution to be computed again. ``accuser``: who asks for it; None: it was drawn here.
+
+    ``parameters``: those that it was computed on, once they are here.
+    """
+
+    peer: PeerId
+    share: Share
+    commit: Commit
+    accuser: PeerId | None = None
+    snapshot: Snapshot | None = None
+    parameters: Vector | None = None
+    again: Again | None = None
+    done: int = 0
+    loss: float = 0.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """For people: contributions that were computed again here, how many samples that took, and how many were wrong."""
+
+    checked: int = 0
+    samples: int = 0
+    wrong: int = 0
+
+
+class GradientAudits:
+    """See the module. ``backed``: the commit that this peer stood for last, with everybody's shares.
+
+    ``trouble``: what others found in what this machine gave, for people.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ledger: Ledger,
+        members: Members,
+        news: News,
+        backed: Callable[[], Backed | None],
+        why_idle: Callable[[], str],
+    ) -> None:
+        self.counts = Counts()
+        self.trouble = ""
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._ledger = ledger
+        self._recipe = ledger.run.recipe
+        self._members = members
+        self._news = news
+        self._backed = backed
+        self._why_idle = why_idle
+        self._source: Source | None = None
+        self._state: RunState | None = None
+        self._get: Get
+        self._speed: Callable[[], float] = lambda: 0.0
+        self._own: Case | None = None
+        self._accused: list[Case] = []
+        self._wrong_at: dict[PeerId, int] = {}
+        self._evidence: dict[bytes, tuple[Snapshot, float]] = {}
+        self._tasks = Tasks()
+
+    async def run(self, source: Source, state: RunState, get: Get, speed: Callable[[], float]) -> None:
+        """Own what is fetched and told, until cancelled. ``speed``: samples/s of this peer."""
+        self._source, self._state, self._get, self._speed = source, state, get, speed
+        async with self._tasks.open():
+            await trio.sleep_forever()
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing is computed again here; "" when it is."""
+        if not self._recipe.audit:
+            return self._recipe.why_not_audited or "the recipe asks for none"
+        return self._source.why_not_again if self._source is not None else "this peer does not compute"
+
+    # --- whom to look at -----------------------------------------------------------------------------------------
+
+    def consider(self, commit: Commit) -> None:
+        """A commit is about to be applied: is one of its contributions computed again here?"""
+        state, backed = self._state, self._backed()
+        if state is None or self.why_not or self._own is not None or backed is None:
+            return
+        if backed.body != commits.encode(commit):
+            return
+        shares = {PeerId(c.peer): s for c, s in zip(commit.contributors, backed.shares, strict=True)}
+        now = trio.current_time()
+        speeds = {m.peer: m.samples_per_s for m in self._members.progress(now)} | {self._me: self._speed()}
+        rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
+        decision = gradient_audits.draw(rates, speeds, self._me, self._world.rng.random())
+        if (peer := decision.action) is None or not self._is_able(shares[peer]):
+            return
+        logger.debug("%s: %s", peer[-8:], decision.reason)
+        self._own = Case(peer, shares[peer], commit, snapshot=state.hold())
+
+    def _n_right(self, peer: PeerId) -> int:
+        return self._ledger.n_contributions.get(peer, 0) - self._wrong_at.get(peer, 0)
+
+    def _is_able(self, share: Share) -> bool:
+        """Can this contribution be computed here, and in a while?"""
+        speed = self._speed()
+        return not share.late and speed > 0 and share.n / speed <= LONGEST_S
+
+    # --- what others say -----------------------------------------------------------------------------------------
+
+    def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
+        """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say."""
+        peer = PeerId(message.peer)
+        try:
+            share = decode(payload, Share, "a share", IntegrityError)
+            commit = self._commit_of(peer, share, message.parent)
+            if commit is None:
+                return  # not known here
+            backing.check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
+        except IntegrityError as error:
+            raise RemoteProtocolError(f"evidence against {peer[-8:]} that does not count: {error}") from None
+        standing = self._members.standing
+        if peer == self._me:
+            self.trouble = (
+                f"{accuser[-8:]} computed again what this machine gave to update {commit.epoch}, and something else "
+                "came of it: if others say so, too, test its memory"
+            )
+        if peer == self._me or standing.is_shunned(accuser) or standing.is_shunned(peer):
+            return
+        if any(case.accuser == accuser or case.peer == peer for case in self._accused):
+            return
+        if self.why_not or not self._is_able(share):
+            standing.fault(peer, Fault.FAULTY_NUMBERS, f"its gradients, says {accuser[-8:]}", accuser)
+        elif len(self._accused) < MAX_ACCUSED:
+            case = Case(peer, share, commit, accuser)
+            self._accused.append(case)
+            self._tasks.start_soon(self._fetch, case)
+
+    def _commit_of(self, peer: PeerId, share: Share, parent: bytes) -> Commit | None:
+        """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
+        sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
+        if sealed is None:
+            return None
+        if share.n < 1 or share.counted(peer) not in sealed.commit.contributors:
+            raise IntegrityError("no such contribution is counted")
+        return sealed.commit
+
+    async def _fetch(self, case: Case) -> None:
+        """Get the state that a contribution was computed on from who found it wrong; its hash is the commit's."""
+        state = self._state
+        assert state is not None
+        assert case.accuser is not None
+        try:
+            vectors = await self._get(case.commit.state, (case.accuser,), tuple(state.vectors), state.layout.n_elements)
+            case.parameters = vectors["parameters"]
+        except SwarmError as error:
+            logger.info("%s accuses %s, and shows nothing: %s", case.accuser[-8:], case.peer[-8:], error)
+            self._accused.remove(case)
+        self._news.notify()
+
+    # --- computing -----------------------------------------------------------------------------------------------
+
+    async def advance(self) -> int:
+        """Compute a micro-batch of what is to be looked at; returns its samples, 0 when there is none. SwarmError."""
+        case = self._next()
+        if case is None or self._source is None or self._why_idle():
+            return 0
+        n = min(self._recipe.batch.micro, case.share.n - case.done)
+        try:
+            if case.again is None:
+                case.again = await self._world.off_loop(self._begin, case)
+            case.loss += await self._source.compute_again(case.again, case.peer, case.share.first + case.done, n)
+        except SwarmError:
+            self._drop(case)
+            raise
+        case.done += n
+        self.counts.samples += n
+        if case.done == case.share.n:
+            self._drop(case)
+            await self._judge(case)
+        return n
+
+    def _next(self) -> Case | None:
+        """What others say comes first: they have reason to."""
+        if self._own is not None and self._own.snapshot is not None and self._own.snapshot.is_live:
+            return next((c for c in self._accused if c.parameters is not None), None)
+        ready = [c for c in self._accused if c.parameters is not None]
+        return next(iter(ready), self._own)
+
+    def _drop(self, case: Case) -> None:
+        if case is self._own:
+            self._own = None
+        else:
+            self._accused.remove(case)
+
+    def _begin(self, case: Case) -> Again:
+        assert self._source is not None
+        if case.snapshot is not None:
+            return self._source.again(case.snapshot.vector("parameters"))
+        assert case.parameters is not None
+        return self._source.again(case.parameters)
+
+    async def _judge(self, case: Case) -> None:
+        """It has been computed: is it what its contributor signed?"""
+        found, rounding = await self._world.off_loop(self._look_at, case)
+        case.again = case.parameters = None
+        share = case.share
+        said = Came(share.loss, math.sqrt(share.squares), share.sums)
+        decision = gradient_audits.is_same(said, found, rounding)
+        self.counts.checked += 1
+        who, update = case.peer[-8:], case.commit.epoch
+        if decision.action:
+            logger.info("what %s gave to update %d, computed again: %s", who, update, decision.reason)
+            if case.accuser is not None:
+                why = f"{who} gave to update {update} what comes of its draws"
+                self._members.standing.fault(case.accuser, Fault.FALSE_ACCUSATION, why)
+            return
+        logger.warning("what %s gave to update %d is wrong: %s", who, update, decision.reason)
+        self.counts.wrong += 1
+        self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
+        if case.snapshot is not None:
+            await self._tell(case, case.snapshot)
+        self._members.standing.fault(case.peer, Fault.WRONG_RESULTS, f"its gradients of update {update}")
+
+    def _look_at(self, case: Case) -> tuple[Came, float]:
+        """What a contribution comes to along its average's directions, as its codec would have it. In a thread."""
+        assert case.again is not None
+        codec, total = codec_of(self._recipe), case.again.total
+        if not codec.is_plain:
+            total = codec.code(total).values
+        seed = case.commit.parent + case.commit.average
+        sums = Directions(seed, len(total)).of(total, 0)
+        return Came(case.loss, math.sqrt(squares_of(total)), sums), 0.0 if codec.is_plain else codec.rounding(total)
+
+    # --- telling -------------------------------------------------------------------------------------------------
+
+    async def _tell(self, case: Case, snapshot: Snapshot) -> None:
+        """Have the others see for themselves, and the contributor know: its machine may be broken."""
+        now = trio.current_time()
+        self._evidence = {root: (s, until) for root, (s, until) in self._evidence.items() if until > now}
+        self._evidence[case.commit.state] = snapshot, now + EVIDENCE_S
+        message = Contradict(run=self._ledger.run.id, peer=case.peer, parent=case.commit.parent)
+        payload = msgspec.msgpack.encode(case.share)
+        async with trio.open_nursery() as nursery:
+            for peer in self._members.look(now):
+                nursery.start_soon(tell, self._world.rpc, peer, lambda channel: channel.send(message, payload))
+
+    def find(self, wanted: bytes) -> Snapshot | None:
+        """A state that is held as evidence."""
+        return self._evidence[wanted][0] if wanted in self._evidence else None

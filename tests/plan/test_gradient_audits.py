@@ -1,0 +1,75 @@
+"""Who is checked how often, by whom, and what counts as the same."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from swarmd.plan.gradient_audits import Came, draw, is_same, rate
+from swarmd.protocol.backing import N_DIRECTIONS
+from swarmd.train.directions import Directions
+from swarmd.values import PeerId
+
+PEERS = [PeerId(f"peer-{i}") for i in range(8)]
+
+
+def test_rate_is_all_at_first_then_less_and_never_nothing() -> None:
+    assert [rate(n, 32) for n in (0, 9, 10, 20, 32, 5_000)] == [1.0, 1.0, 0.1, 0.05, 1 / 32, 1 / 32]
+    assert rate(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_all_together_check_as_many_as_the_rate_says(share: float) -> None:
+    rng = random.Random(1)
+    speeds = {p: 1.0 + i for i, p in enumerate(PEERS)}
+    rates = dict.fromkeys(PEERS, share)
+    n_rounds, checked = 2_000, dict.fromkeys(PEERS, 0)
+    by: dict[PeerId, int] = dict.fromkeys(PEERS, 0)
+    for _ in range(n_rounds):
+        for me in PEERS:
+            found = draw(rates, speeds, me, rng.random()).action
+            assert found != me
+            if found is not None:
+                checked[found] += 1
+                by[me] += 1
+    # with all to be checked the fastest cannot do their part: they look at one contribution at a time
+    low, high = (0.7, 1.0) if share == 1.0 else (0.08, 0.12)
+    assert all(low < n / n_rounds < high for n in checked.values()), checked
+    assert by[PEERS[-1]] > 3 * by[PEERS[0]]
+
+
+def test_nobody_is_drawn_by_who_is_alone_or_does_not_compute() -> None:
+    assert draw({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[0], 0.0).action is None
+    assert draw({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[1], 0.0).action is None
+
+
+def came(vector: np.ndarray, loss: float = 10.0) -> Came:
+    return Came(loss, float(np.linalg.norm(vector)), Directions(b"seed", len(vector)).of(vector, 0))
+
+
+def lies(vector: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    noise = rng.standard_normal(len(vector)) * np.linalg.norm(vector) / math.sqrt(len(vector))
+    return {
+        "sign": -vector,
+        "scaled by 1.2": vector * 1.2,
+        "nothing": vector * 0,
+        "constant": np.full_like(vector, np.abs(vector).mean()),
+        "noise of half its size": vector + 0.5 * noise,
+    }
+
+
+def test_honest_machines_agree_and_liars_do_not() -> None:
+    rng = np.random.default_rng(2)
+    for size in (100, 100_000):
+        vector = rng.standard_normal(size)
+        rounded = vector * (1 + 1e-4 * rng.standard_normal(size))
+        assert is_same(came(vector), came(rounded)).action
+        for name, lie in lies(vector, rng).items():
+            assert not is_same(came(lie), came(vector)).action, name
+        assert not is_same(came(vector, loss=9.0), came(vector, loss=10.0)).action
+    not_finite = Came(math.nan, math.nan, (math.nan,) * N_DIRECTIONS)
+    assert not is_same(came(vector), not_finite).action
+    assert not is_same(not_finite, came(vector)).action

@@ -1,0 +1,113 @@
+"""Members compute again what others gave: liars are found by all, and nobody honest is thought to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.plan.standing import Fault
+from swarmd.protocol import rounds
+from swarmd.protocol.recipe import Parts
+from swarmd.train.source import Again
+from swarmd.train.state import Vector
+from tests.train.world import Member, TrainingWorld, training
+
+
+def shunned_by(world: TrainingWorld, peer: str) -> int:
+    return sum(m.trainer.members.standing.is_shunned(peer) for m in world.trainers() if m.peer != peer)
+
+
+async def until_shunned(world: TrainingWorld, peer: str, by: int) -> int:
+    """How many updates that took."""
+    with trio.fail_after(200):
+        while shunned_by(world, peer) < by:
+            await trio.sleep(0.2)
+    return world.epoch
+
+
+LIES: dict[str, Callable[[Vector], Vector]] = {
+    "sign": lambda v: -v,
+    "half": lambda v: v * v.dtype.type(0.5),
+    "constant": lambda v: np.full_like(v, np.abs(v).mean()),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_a_liar_is_found_by_all(virtual_time: MockClock, lie: str, codec: str) -> None:
+    async with training(seed=11, n=5, audit=32, parts=Parts(codec=codec)) as world:
+        liar = world.trainers()[0]
+        source = liar.source
+        assert source is not None
+        honest, source.gradient_of = source.gradient_of, lambda *draw: spoilt(LIES[lie], *draw)
+        await until_shunned(world, liar.peer, by=4)
+        assert world.epoch <= 6
+        source.gradient_of = honest
+        await world.until(world.epoch + 3, among=[m for m in world.trainers() if m is not liar])
+        assert not any(liar.peer in who for who in world.contributors(2)), "its numbers count no more"
+        for member in world.trainers():
+            if member is not liar:
+                assert set(member.trainer.members.shunned()) == {liar.peer}
+
+
+def spoilt(
+    lie: Callable[[Vector], Vector], parameters: Vector, seed: int, peer: str, draw: int
+) -> tuple[float, Vector]:
+    from tests.train.world import gradient
+
+    loss, right = gradient(parameters, seed, peer, draw)
+    return loss, lie(right)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"parts": Parts(codec="float16")}, {"parts": Parts(codec="int8")}])
+async def test_nobody_honest_is_found(virtual_time: MockClock, recipe: dict[str, Parts]) -> None:
+    async with training(seed=12, n=4, audit=4, **recipe) as world:
+        world.add(sample_s=0.2)
+        await world.until(15)
+        counts = [m.trainer.audits.counts for m in world.trainers()]
+        assert sum(c.checked for c in counts) > 20
+        assert sum(c.wrong for c in counts) == 0
+        assert not any(m.trainer.members.shunned() for m in world.trainers())
+        late = world.add()
+        await world.until(world.epoch + 5, among=[late])
+
+
+async def test_who_accuses_wrongly_loses_its_own_standing(virtual_time: MockClock) -> None:
+    async with training(seed=13, n=4, audit=32) as world:
+        liar = world.trainers()[0]
+        assert liar.source is not None
+        again = liar.source.compute_again
+
+        async def claims_otherwise(work: Again, peer: str, first: int, n: int) -> float:
+            return 2 * await again(work, peer, first, n)
+
+        liar.source.compute_again = claims_otherwise  # type: ignore[method-assign]
+        await until_shunned(world, liar.peer, by=1)  # by who has seen two: of one's own numbers one cannot tell
+        honest = [m for m in world.trainers() if m is not liar]
+        assert sum(m.rpc.standing.count(liar.peer, Fault.FALSE_ACCUSATION) for m in honest) >= 3
+        assert {peer for m in honest for peer in m.trainer.members.shunned()} == {liar.peer}
+        assert any(liar.peer[-8:] in m.trainer.audits.trouble for m in honest)
+
+
+async def test_evidence_that_does_not_count_is_forged(virtual_time: MockClock) -> None:
+    async with training(seed=14, n=3, audit=32) as world:
+        await world.until(3)
+        one, other, third = world.trainers()
+        backed = one.trainer.joining.signer.backed
+        assert backed is not None
+        before = one.trainer.ledger.sealed[-1].commit.parent
+        message = rounds.Contradict(run=world.run.id, peer=third.peer, parent=before)
+        await say(one, other, message, b"\x00")
+        with trio.fail_after(10):
+            while not other.rpc.standing.count(one.peer, *Fault):
+                await trio.sleep(0.1)
+        assert not other.trainer.members.standing.is_shunned(third.peer)
+
+
+async def say(one: Member, other: Member, message: rounds.Contradict, payload: bytes) -> None:
+    channel = await one.rpc.channel(other.peer, "bulk")
+    await channel.send(message, payload)
