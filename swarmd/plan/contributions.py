@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmd.values import PeerId
@@ -18,6 +18,8 @@ from swarmd.values import PeerId
 FACTOR = 8.0  # times the usual norm: honest gradients vary less within a run
 N_HISTORY = 16  # contributions that say what is usual
 LEAST = 1 / 64  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
+RADIUS = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
+CLIPPED_AT_MOST = 1.05  # times the radius: what rounding adds
 LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
@@ -29,8 +31,22 @@ class Weighed:
     norm: float
 
 
-def outliers(members: Mapping[PeerId, Weighed], history: Sequence[Weighed]) -> dict[PeerId, str]:
-    """Who must be left out, each with the reason."""
+def radius(history: Sequence[Weighed], n_samples: int) -> float:
+    """How far the mean of so many samples may be from the momentum, where contributions are clipped round that.
+
+    Twice the usual distance in ``history``, the update before, each reckoned for one sample: means of fewer are
+    noisier. Where all were clipped it doubles with each update; before the first one there is no limit.
+    """
+    usual = [w.norm * math.sqrt(w.n_samples) for w in history]
+    return RADIUS * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
+
+
+def outliers(
+    members: Mapping[PeerId, Weighed],
+    history: Sequence[Weighed],
+    limit_of: Callable[[int], float] = lambda n_samples: math.inf,
+) -> dict[PeerId, str]:
+    """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""
     found = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
     finite = {p: m for p, m in members.items() if p not in found}
     usual = list(finite.values()) if len(finite) >= LEAST_MEMBERS else list(history[:N_HISTORY])
@@ -41,6 +57,7 @@ def outliers(members: Mapping[PeerId, Weighed], history: Sequence[Weighed]) -> d
     far: dict[PeerId, str] = {}
     for peer, member in finite.items():
         limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
+        limit = min(limit, CLIPPED_AT_MOST * limit_of(max(1, member.n_samples)))
         if member.norm > limit > 0:
             far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
         elif member.norm < LEAST * median:

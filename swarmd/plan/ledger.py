@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.contributions import Weighed
+from swarmd.plan.contributions import LEAST_MEMBERS, Weighed, radius
 from swarmd.protocol.commit import Commit, Counted, Sealed
 from swarmd.protocol.recipe import Run
 
@@ -134,11 +134,26 @@ class Ledger:
             return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
         return ""
 
+    @property
+    def is_clipped(self) -> bool:
+        """Are contributions clipped round the momentum?"""
+        return self.run.recipe.robust == "clip"
+
+    def radius(self, n_samples: int, before: int | None = None) -> float:
+        """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
+        if not self.is_clipped:
+            return math.inf
+        return radius(self._latest(LEAST_MEMBERS, before), n_samples)
+
     def contributions(self, n: int) -> list[Weighed]:
         """The latest ones that were counted, as the outlier rule wants them."""
+        return self._latest(n)[:n]
+
+    def _latest(self, n: int, before: int | None = None) -> list[Weighed]:
+        """Those of the newest commits (``before`` an update), as many as it takes for ``n`` of them."""
         found: list[Weighed] = []
-        for sealed in reversed(self.sealed):
+        for sealed in reversed(self.sealed[: None if before is None else before - 1]):
             found += [Weighed(c.n, c.norm) for c in sealed.commit.contributors]
             if len(found) >= n:
                 break
-        return found[:n]
+        return found

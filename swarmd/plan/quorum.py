@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from swarmd.plan.contributions import Weighed, outliers
 from swarmd.plan.recovery import restorable
@@ -15,12 +16,15 @@ LOST_AFTER_S = 60.0  # since a commit: whoever has its state has said so by then
 
 
 def may_count(
-    contributors: Mapping[PeerId, Weighed], assenting: Collection[PeerId], history: Sequence[Weighed]
+    contributors: Mapping[PeerId, Weighed],
+    assenting: Collection[PeerId],
+    history: Sequence[Weighed],
+    limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> Decision[bool]:
     """May a commit count these contributors, of whom those that assent have checked the sums?"""
     if 2 * len(assenting) <= len(contributors):
         return Decision(False, f"{len(assenting)} of {len(contributors)} contributors stand for it: most must")
-    if far := outliers(contributors, history):
+    if far := outliers(contributors, history, limit_of):
         peer, why = next(iter(far.items()))
         return Decision(False, f"{peer[-8:]} counts too much or too little: {why}")
     return Decision(True, "most of its contributors stand for it")

@@ -134,6 +134,7 @@ class Checkpoints(Part, frozen=True):
 class Recipe(Part, frozen=True):
     """What a run is. In a file, ``model`` and ``data`` may be paths; in a signed run they are hashes.
 
+    ``robust``: contributions are clipped round the momentum (train.robust).
     ``audit``: one contribution in so many is computed again by another member (plan.gradient_audits); 0: none. Runs of
     before say nothing; where a file says nothing, it is ``DEFAULT_AUDIT`` if it can be.
     """
@@ -156,6 +157,7 @@ class Recipe(Part, frozen=True):
     checkpoints: Checkpoints = Checkpoints()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
     audit: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
+    robust: Literal["none", "clip"] = "none"
 
     @property
     def why_not_audited(self) -> str:
@@ -167,6 +169,15 @@ class Recipe(Part, frozen=True):
         if self.parts.codec in _OF_CODECS["decay"]:
             return f"what {self.parts.codec} has left out is each peer's own"
         return ""
+
+    @property
+    def why_not_clipped(self) -> str:
+        """Why contributions cannot be clipped round the momentum; "" when they can."""
+        if self.steps_inside:
+            return "with diloco peers give differences, not gradients"
+        if self.parts.codec in _OF_CODECS["decay"]:
+            return f"with {self.parts.codec} what was left out comes on top of what is given"
+        return "optimizer.clip_norm clips already" if self.optimizer.clip_norm else ""
 
     @property
     def overlaps(self) -> bool:
@@ -246,6 +257,8 @@ def read_toml(path: Path) -> Recipe:
         if recipe.parts.codec not in (codecs := _OF_CODECS.get(key, (recipe.parts.codec,))):
             expected = " or ".join(f'"{codec}"' for codec in codecs)
             raise ConfigError(f'{path}: parts.{key} needs codec = {expected}, got "{recipe.parts.codec}"')
+    if recipe.robust != "none" and (why := recipe.why_not_clipped):
+        raise ConfigError(f'{path}: robust = "{recipe.robust}" cannot be: {why}; expected "none"')
     if recipe.audit and recipe.why_not_audited:
         raise ConfigError(f"{path}: audit = {recipe.audit} cannot be: {recipe.why_not_audited}; expected 0")
     if "audit" not in written and not recipe.why_not_audited:

@@ -132,7 +132,7 @@ class Anchor:
             return
         contributors = {PeerId(c.peer): Weighed(c.n, c.norm) for c in commit.contributors}
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
-        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY)))
+        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY), self._ledger.radius))
         others = self._sight.computing(commit.parent) - contributors.keys()
         if len(contributors) == 1 and others and await self._sight.answers(others):
             left = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())

@@ -175,8 +175,9 @@ class Computing:
             await self._world.off_loop(self.inner.follow, self.work, self._counted)
             await self._world.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
+            limit = self._ledger.radius(max(1, self.work.offered.n))
             try:
-                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered)
+                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered, limit)
             except ValueError as error:
                 self.trouble = f"{error}: it is dropped"
                 self.work.drop()

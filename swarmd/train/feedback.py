@@ -13,6 +13,7 @@ import numpy as np
 
 from swarmd.protocol.recipe import Recipe
 from swarmd.train.codecs import codec_of
+from swarmd.train.robust import clipped
 from swarmd.train.state import RunState, Vector
 from swarmd.train.work import Gathered
 
@@ -32,13 +33,18 @@ class Feedback:
         """Go on from what this peer wrote to its disk."""
         self.upto, self.residual = upto, residual
 
-    def code(self, offered: Gathered) -> Gathered:
-        """What is offered, as it is given to the round. Raises ValueError when it is not finite."""
+    def code(self, offered: Gathered, limit: float) -> Gathered:
+        """What is offered, as it is given to the round. Raises ValueError when it is not finite.
+
+        ``limit``: how far a mean may be from the momentum, where the recipe has contributions clipped.
+        """
         if offered.vector is None or offered.given is not None:
             return offered
-        if self.codec.is_plain:
-            return replace(offered, given=self.codec.code(offered.vector))
         whole = offered.vector
+        if self._recipe.robust == "clip":
+            whole = clipped(whole, offered.n, self._state.centre, limit)
+        if self.codec.is_plain:
+            return replace(offered, given=self.codec.code(whole))
         is_anew = offered.anew or offered.first != self.upto
         low, high = self._state.fragment
         if self.codec.leaves_out:

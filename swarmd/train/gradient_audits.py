@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -31,8 +31,9 @@ from swarmd.train.codecs import codec_of
 from swarmd.train.directions import Directions
 from swarmd.train.members import Members
 from swarmd.train.recovery import Get
+from swarmd.train.robust import clipped
 from swarmd.train.source import Again, Source
-from swarmd.train.state import RunState, Snapshot, Vector
+from swarmd.train.state import RunState, Snapshot, Vector, centre_of
 from swarmd.train.sums import squares_of
 from swarmd.train.world import News, World, tell
 from swarmd.values import PeerId
@@ -48,7 +49,7 @@ MAX_ACCUSED = 4  # accusations that wait here; the next are left to others
 class Case:
     """One contribution to be computed again. ``accuser``: who asks for it; None: it was drawn here.
 
-    ``parameters``: those that it was computed on, once they are here.
+    ``parameters``: those that it was computed on, once they are here; ``centre``: what it was clipped round.
     """
 
     peer: PeerId
@@ -57,6 +58,7 @@ class Case:
     accuser: PeerId | None = None
     snapshot: Snapshot | None = None
     parameters: Vector | None = None
+    centre: Vector | None = None
     again: Again | None = None
     done: int = 0
     loss: float = 0.0
@@ -192,7 +194,7 @@ class GradientAudits:
         assert case.accuser is not None
         try:
             vectors = await self._get(case.commit.state, (case.accuser,), tuple(state.vectors), state.layout.n_elements)
-            case.parameters = vectors["parameters"]
+            self._use(case, vectors)
         except SwarmError as error:
             logger.info("%s accuses %s, and shows nothing: %s", case.accuser[-8:], case.peer[-8:], error)
             self._accused.remove(case)
@@ -235,15 +237,23 @@ class GradientAudits:
 
     def _begin(self, case: Case) -> Again:
         assert self._source is not None
+        assert self._state is not None
         if case.snapshot is not None:
-            return self._source.again(case.snapshot.vector("parameters"))
+            wanted = self._state.vectors if self._ledger.is_clipped else ("parameters",)
+            self._use(case, {name: case.snapshot.vector(name) for name in wanted})
         assert case.parameters is not None
         return self._source.again(case.parameters)
+
+    def _use(self, case: Case, vectors: Mapping[str, Vector]) -> None:
+        case.parameters = vectors["parameters"]
+        if self._ledger.is_clipped:
+            steps = self._ledger.steps_at(case.commit.epoch - 1)
+            case.centre = centre_of(self._recipe, vectors, steps)
 
     async def _judge(self, case: Case) -> None:
         """It has been computed: is it what its contributor signed?"""
         found, rounding = await self._world.off_loop(self._look_at, case)
-        case.again = case.parameters = None
+        case.again = case.parameters = case.centre = None
         share = case.share
         said = Came(share.loss, math.sqrt(share.squares), share.sums)
         decision = gradient_audits.is_same(said, found, rounding)
@@ -266,6 +276,9 @@ class GradientAudits:
         """What a contribution comes to along its average's directions, as its codec would have it. In a thread."""
         assert case.again is not None
         codec, total = codec_of(self._recipe), case.again.total
+        if case.centre is not None:
+            limit = self._ledger.radius(case.share.n, case.commit.epoch)
+            total = clipped(total, case.share.n, case.centre, limit)
         if not codec.is_plain:
             total = codec.code(total).values
         seed = case.commit.parent + case.commit.average

@@ -278,7 +278,7 @@ class Leader:
         if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
             lost |= self._holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
-            lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY))
+            lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY), self._ledger.radius)
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
     def _holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:

@@ -124,6 +124,11 @@ class RunState:
     def averaged_bytes(self) -> int:
         return self.n_averaged * self.parameters.itemsize
 
+    @property
+    def centre(self) -> Vector:
+        """What the next contributions are clipped round (train.robust)."""
+        return centre_of(self.run.recipe, self.moments, self.steps)
+
     def measure(self) -> None:
         """Hash the state as it is. Call it in a thread, and not while it changes."""
         self.move_to(self.epoch, self.head, self.steps)
@@ -161,7 +166,10 @@ class RunState:
             start, end = max(low, chunk * size), min(high, (chunk + 1) * size)
             for at in range(start, end, BLOCK_ELEMENTS):
                 block = slice(at, min(at + BLOCK_ELEMENTS, end))
-                gradient = average[block.start - low : block.stop - low] * self.parameters.dtype.type(commit.clip)
+                gradient = average[block.start - low : block.stop - low]
+                if self.run.recipe.robust == "clip":
+                    gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
+                gradient = gradient * self.parameters.dtype.type(commit.clip)
                 self._update(block, gradient, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
@@ -308,6 +316,17 @@ def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
     return recipe.optimizer.moments
 
 
+def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: slice = slice(None)) -> Vector:
+    """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
+    name, decay = ("moment1", recipe.optimizer.beta1) if recipe.optimizer.kind == "adamw" else ("momentum", 0.0)
+    if name not in moments or not steps:
+        return np.zeros(1, next(iter(moments.values())).dtype if moments else recipe.precision)
+    if name == "momentum":
+        decay = recipe.optimizer.momentum
+        return moments[name][block] * ((1 - decay) / (1 - power(decay, steps)))
+    return moments[name][block] / (1 - power(decay, steps))
+
+
 def clip_factor(average: Vector, limit: float) -> float:
     """What brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
     norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
@@ -349,14 +368,14 @@ def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate:
     g *= 1 - o.beta2
     second += g
     np.sqrt(second, out=g)
-    g /= math.sqrt(1 - _power(o.beta2, steps))
+    g /= math.sqrt(1 - power(o.beta2, steps))
     g += o.epsilon
     np.divide(first, g, out=g)
-    g *= rate / (1 - _power(o.beta1, steps))
+    g *= rate / (1 - power(o.beta1, steps))
     p -= g
 
 
-def _power(base: float, exponent: int) -> float:
+def power(base: float, exponent: int) -> float:
     result = 1.0
     while exponent:
         if exponent & 1:
