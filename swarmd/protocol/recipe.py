@@ -164,8 +164,6 @@ class Recipe(Part, frozen=True):
         """Why what its members give cannot be computed again by others; "" when it can."""
         if self.steps_inside:
             return "diloco's inner moments are each peer's own"
-        if self.overlaps:
-            return "delayed draws were computed on two states"
         if self.parts.codec in _OF_CODECS["decay"]:
             return f"what {self.parts.codec} has left out is each peer's own"
         return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import trio
@@ -45,23 +45,34 @@ EVIDENCE_S = 300.0  # that the state of a wrong contribution is held for who wan
 MAX_ACCUSED = 4  # accusations that wait here; the next are left to others
 
 
+Held = Snapshot | Mapping[str, Vector]
+"""A state of before: as it was held here, or as somebody gave it."""
+
+
 @dataclass(slots=True)
 class Case:
     """One contribution to be computed again. ``accuser``: who asks for it; None: it was drawn here.
 
-    ``parameters``: those that it was computed on, once they are here; ``centre``: what it was clipped round.
+    ``pieces``: the states that its draws were computed on, in order, each with the number of its last draw, from 1;
+    ``states``: those of them that are here; ``on`` which of them ``again`` computes now.
     """
 
     peer: PeerId
     share: Share
     commit: Commit
+    pieces: tuple[tuple[bytes, int], ...]
     accuser: PeerId | None = None
-    snapshot: Snapshot | None = None
-    parameters: Vector | None = None
-    centre: Vector | None = None
+    states: dict[bytes, Held] = field(default_factory=dict)
     again: Again | None = None
+    on: bytes = b""
     done: int = 0
     loss: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Are its states here, and no longer those that are about to change?"""
+        held = [self.states.get(root) for root, _ in self.pieces]
+        return all(h is not None and not (isinstance(h, Snapshot) and h.is_live) for h in held)
 
 
 @dataclass(slots=True)
@@ -103,6 +114,7 @@ class GradientAudits:
         self._get: Get
         self._speed: Callable[[], float] = lambda: 0.0
         self._own: Case | None = None
+        self._watched: tuple[PeerId, Snapshot] | None = None  # its next contribution, begun on this state
         self._accused: list[Case] = []
         self._wrong_at: dict[PeerId, int] = {}
         self._evidence: dict[bytes, tuple[Snapshot, float]] = {}
@@ -124,21 +136,45 @@ class GradientAudits:
     # --- whom to look at -----------------------------------------------------------------------------------------
 
     def consider(self, commit: Commit) -> None:
-        """A commit is about to be applied: is one of its contributions computed again here?"""
+        """A commit is about to be applied: is one of its contributions computed again here?
+
+        Where peers compute on while a round averages, a contribution is begun on the state before: who is to be looked
+        at is drawn an update ahead.
+        """
         state, backed = self._state, self._backed()
+        watched, self._watched = self._watched, None
         if state is None or self.why_not or self._own is not None or backed is None:
             return
         if backed.body != commits.encode(commit):
             return
         shares = {PeerId(c.peer): s for c, s in zip(commit.contributors, backed.shares, strict=True)}
+        drawn = self._draw(list(shares))
+        if self._recipe.overlaps:
+            self._watched = (drawn, state.hold()) if drawn is not None else None
+            drawn = watched[0] if watched is not None else None
+        share = shares.get(drawn) if drawn is not None else None
+        if drawn is None or share is None or not self._is_able(share):
+            return
+        held = self._watched[1] if self._watched is not None else state.hold()
+        case = Case(drawn, share, commit, self._pieces(share, commit))
+        case.states[commit.state] = held
+        if share.late and watched is not None:
+            case.states[case.pieces[0][0]] = watched[1]
+        self._own = case
+
+    def _draw(self, contributors: list[PeerId]) -> PeerId | None:
         now = trio.current_time()
         speeds = {m.peer: m.samples_per_s for m in self._members.progress(now)} | {self._me: self._speed()}
-        rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
+        rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in contributors}
         decision = gradient_audits.draw(rates, speeds, self._me, self._world.rng.random())
-        if (peer := decision.action) is None or not self._is_able(shares[peer]):
-            return
-        logger.debug("%s: %s", peer[-8:], decision.reason)
-        self._own = Case(peer, shares[peer], commit, snapshot=state.hold())
+        logger.debug("%s", decision.reason)
+        return decision.action
+
+    def _pieces(self, share: Share, commit: Commit) -> tuple[tuple[bytes, int], ...]:
+        """The states that a contribution was computed on: its late draws on that of the commit before."""
+        before = self._ledger.sealed[commit.epoch - 2].commit.state if share.late else b""
+        late = ((before, share.late),) if share.late else ()
+        return (*late, (commit.state, share.n)) if share.late < share.n else late
 
     def _n_right(self, peer: PeerId) -> int:
         return self._ledger.n_contributions.get(peer, 0) - self._wrong_at.get(peer, 0)
@@ -146,7 +182,7 @@ class GradientAudits:
     def _is_able(self, share: Share) -> bool:
         """Can this contribution be computed here, and in a while?"""
         speed = self._speed()
-        return not share.late and speed > 0 and share.n / speed <= LONGEST_S
+        return speed > 0 and share.n / speed <= LONGEST_S
 
     # --- what others say -----------------------------------------------------------------------------------------
 
@@ -174,7 +210,7 @@ class GradientAudits:
         if self.why_not or not self._is_able(share):
             standing.fault(peer, Fault.FAULTY_NUMBERS, f"its gradients, says {accuser[-8:]}", accuser)
         elif len(self._accused) < MAX_ACCUSED:
-            case = Case(peer, share, commit, accuser)
+            case = Case(peer, share, commit, self._pieces(share, commit), accuser)
             self._accused.append(case)
             self._tasks.start_soon(self._fetch, case)
 
@@ -188,17 +224,22 @@ class GradientAudits:
         return sealed.commit
 
     async def _fetch(self, case: Case) -> None:
-        """Get the state that a contribution was computed on from who found it wrong; its hash is the commit's."""
+        """Get the states that a contribution was computed on from who found it wrong; their hashes are commits'."""
         state = self._state
         assert state is not None
         assert case.accuser is not None
         try:
-            vectors = await self._get(case.commit.state, (case.accuser,), tuple(state.vectors), state.layout.n_elements)
-            self._use(case, vectors)
+            for root in self._roots(case):
+                asked = root, (case.accuser,), tuple(state.vectors), state.layout.n_elements
+                case.states[root] = await self._get(*asked)
         except SwarmError as error:
             logger.info("%s accuses %s, and shows nothing: %s", case.accuser[-8:], case.peer[-8:], error)
             self._accused.remove(case)
         self._news.notify()
+
+    def _roots(self, case: Case) -> set[bytes]:
+        """The states that it takes: also what contributions were clipped round is of the commit's own."""
+        return {root for root, _ in case.pieces} | ({case.commit.state} if self._ledger.is_clipped else set())
 
     # --- computing -----------------------------------------------------------------------------------------------
 
@@ -207,10 +248,12 @@ class GradientAudits:
         case = self._next()
         if case is None or self._source is None or self._why_idle():
             return 0
-        n = min(self._recipe.batch.micro, case.share.n - case.done)
+        root, upto = next(piece for piece in case.pieces if case.done < piece[1])
+        n = min(self._recipe.batch.micro, upto - case.done)
         try:
-            if case.again is None:
-                case.again = await self._world.off_loop(self._begin, case)
+            if case.again is None or case.on != root:
+                await self._world.off_loop(self._go_on_from, case, root)
+            assert case.again is not None
             case.loss += await self._source.compute_again(case.again, case.peer, case.share.first + case.done, n)
         except SwarmError:
             self._drop(case)
@@ -224,10 +267,8 @@ class GradientAudits:
 
     def _next(self) -> Case | None:
         """What others say comes first: they have reason to."""
-        if self._own is not None and self._own.snapshot is not None and self._own.snapshot.is_live:
-            return next((c for c in self._accused if c.parameters is not None), None)
-        ready = [c for c in self._accused if c.parameters is not None]
-        return next(iter(ready), self._own)
+        waiting = [*self._accused, *([self._own] if self._own is not None else [])]
+        return next((case for case in waiting if case.is_ready), None)
 
     def _drop(self, case: Case) -> None:
         if case is self._own:
@@ -235,25 +276,20 @@ class GradientAudits:
         else:
             self._accused.remove(case)
 
-    def _begin(self, case: Case) -> Again:
+    def _go_on_from(self, case: Case, root: bytes) -> None:
+        """Compute on this state's parameters from here on. In a thread."""
         assert self._source is not None
-        assert self._state is not None
-        if case.snapshot is not None:
-            wanted = self._state.vectors if self._ledger.is_clipped else ("parameters",)
-            self._use(case, {name: case.snapshot.vector(name) for name in wanted})
-        assert case.parameters is not None
-        return self._source.again(case.parameters)
-
-    def _use(self, case: Case, vectors: Mapping[str, Vector]) -> None:
-        case.parameters = vectors["parameters"]
-        if self._ledger.is_clipped:
-            steps = self._ledger.steps_at(case.commit.epoch - 1)
-            case.centre = centre_of(self._recipe, vectors, steps)
+        parameters = _vector(case.states[root], "parameters")
+        if case.again is None:
+            case.again = self._source.again(parameters)
+        else:
+            case.again.parameters[:] = parameters
+        case.on = root
 
     async def _judge(self, case: Case) -> None:
         """It has been computed: is it what its contributor signed?"""
         found, rounding = await self._world.off_loop(self._look_at, case)
-        case.again = case.parameters = case.centre = None
+        case.again = None
         share = case.share
         said = Came(share.loss, math.sqrt(share.squares), share.sums)
         decision = gradient_audits.is_same(said, found, rounding)
@@ -268,17 +304,19 @@ class GradientAudits:
         logger.warning("what %s gave to update %d is wrong: %s", who, update, decision.reason)
         self.counts.wrong += 1
         self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
-        if case.snapshot is not None:
-            await self._tell(case, case.snapshot)
+        if case.accuser is None:
+            await self._tell(case)
         self._members.standing.fault(case.peer, Fault.WRONG_RESULTS, f"its gradients of update {update}")
 
     def _look_at(self, case: Case) -> tuple[Came, float]:
         """What a contribution comes to along its average's directions, as its codec would have it. In a thread."""
         assert case.again is not None
         codec, total = codec_of(self._recipe), case.again.total
-        if case.centre is not None:
-            limit = self._ledger.radius(case.share.n, case.commit.epoch)
-            total = clipped(total, case.share.n, case.centre, limit)
+        if self._ledger.is_clipped:
+            held, epoch = case.states[case.commit.state], case.commit.epoch
+            moments = {name: _vector(held, name) for name in self._recipe.optimizer.moments}
+            centre = centre_of(self._recipe, moments, self._ledger.steps_at(epoch - 1))
+            total = clipped(total, case.share.n, centre, self._ledger.radius(case.share.n, epoch))
         if not codec.is_plain:
             total = codec.code(total).values
         seed = case.commit.parent + case.commit.average
@@ -287,11 +325,13 @@ class GradientAudits:
 
     # --- telling -------------------------------------------------------------------------------------------------
 
-    async def _tell(self, case: Case, snapshot: Snapshot) -> None:
+    async def _tell(self, case: Case) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         now = trio.current_time()
         self._evidence = {root: (s, until) for root, (s, until) in self._evidence.items() if until > now}
-        self._evidence[case.commit.state] = snapshot, now + EVIDENCE_S
+        for root, held in case.states.items():
+            if isinstance(held, Snapshot):
+                self._evidence[root] = held, now + EVIDENCE_S
         message = Contradict(run=self._ledger.run.id, peer=case.peer, parent=case.commit.parent)
         payload = msgspec.msgpack.encode(case.share)
         async with trio.open_nursery() as nursery:
@@ -301,3 +341,7 @@ class GradientAudits:
     def find(self, wanted: bytes) -> Snapshot | None:
         """A state that is held as evidence."""
         return self._evidence[wanted][0] if wanted in self._evidence else None
+
+
+def _vector(held: Held, name: str) -> Vector:
+    return held.vector(name) if isinstance(held, Snapshot) else held[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +38,13 @@ LIES: dict[str, Callable[[Vector], Vector]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("codec", ["none", "int8"])
-async def test_a_liar_is_found_by_all(virtual_time: MockClock, lie: str, codec: str) -> None:
-    async with training(seed=11, n=5, audit=32, parts=Parts(codec=codec)) as world:
+@pytest.mark.parametrize(
+    "recipe",
+    [{}, {"parts": Parts(codec="int8")}, {"synchronisation": "delayed"}, {"robust": "clip"}],
+    ids=["plain", "int8", "delayed", "clipped"],
+)
+async def test_a_liar_is_found_by_all(virtual_time: MockClock, lie: str, recipe: dict[str, Any]) -> None:
+    async with training(seed=11, n=5, audit=32, **recipe) as world:
         liar = world.trainers()[0]
         source = liar.source
         assert source is not None
@@ -63,8 +68,17 @@ def spoilt(
     return loss, lie(right)
 
 
-@pytest.mark.parametrize("recipe", [{}, {"parts": Parts(codec="float16")}, {"parts": Parts(codec="int8")}])
-async def test_nobody_honest_is_found(virtual_time: MockClock, recipe: dict[str, Parts]) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        {"parts": Parts(codec="float16")},
+        {"parts": Parts(codec="int8")},
+        {"synchronisation": "delayed"},
+        {"synchronisation": "delayed", "robust": "clip"},
+    ],
+)
+async def test_nobody_honest_is_found(virtual_time: MockClock, recipe: dict[str, Any]) -> None:
     async with training(seed=12, n=4, audit=4, **recipe) as world:
         world.add(sample_s=0.2)
         await world.until(15)
