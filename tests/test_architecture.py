@@ -152,7 +152,6 @@ LONG_FILES = {
     "swarmd/train/joining.py": (455, "one peer's part in rounds, whoever leads"),
 }
 LONG_FUNCTIONS = {
-    "swarmd/train/report.py:report": (58, "a row of a table, field by field"),
     "swarmd/client/model.py:_own_forward": (56, "the hook around transformers' own forward"),
     "cli/swarmd_cli/demo.py:_generate": (54, "a scene of the demo"),
 }

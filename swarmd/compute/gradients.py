@@ -198,7 +198,8 @@ def has_dropout(model: nn.Module) -> bool:
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
     config = getattr(model, "config", None)
     settings = config.to_dict() if config is not None else {}
-    names = [k for k in settings if k.endswith(("dropout", "pdrop")) or k.startswith("layerdrop")]
+    of_heads = ("summary", "classifier")  # that a language model does not have
+    names = [k for k in settings if k.endswith(("dropout", "pdrop", "layerdrop")) and not k.startswith(of_heads)]
     return drops or any(isinstance(settings[k], float) and settings[k] > 0 for k in names)
 
 

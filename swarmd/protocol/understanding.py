@@ -12,7 +12,7 @@ from swarmd.protocol.messages import KNOWN_NEEDS
 from swarmd.protocol.records import PeerRecord
 from swarmd.protocol.tensors import CODECS
 
-MINOR = 3  # grows with each message, codec or need that is added
+MINOR = 4  # grows with each message, codec or need that is added
 
 RECEIPTS = 3  # the minor from which on servers sign what passes through them
 SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly

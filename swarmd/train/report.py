@@ -27,17 +27,6 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
     version, joining = state.version if state else None, trainer.joining
     me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.work.n, trainer.computing.samples_per_s)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
-    others = tuple(
-        RunPeerRow(
-            peer=peer,
-            role=r.role,
-            update=r.epoch,
-            samples=r.n_samples,
-            samples_per_s=r.samples_per_s,
-            status=r.status,
-        )
-        for peer, r in sorted(trainer.members.look(now).items())
-    )
     return RunRow(
         run=trainer.run_spec.id,
         name=recipe.name,
@@ -70,20 +59,35 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         snapshots_fetched=trainer.catching_up.n_snapshots if trainer.catching_up else 0,
         last_catch_up_s=trainer.catching_up.last_s if trainer.catching_up else None,
         death_costs_at_most_s=round(joining.longest_wait_s, 2),
-        peers=others,
+        peers=_others(trainer, now),
         shunned=tuple(trainer.members.shunned()),
-        audits=AuditsRow(
-            one_in=recipe.audit,
-            why_not=trainer.audits.why_not,
-            trouble=trainer.audits.trouble,
-            **asdict(trainer.audits.counts),
-        ),
+        audits=_audits(trainer),
         measured_samples_per_s=trainer.pace.samples_per_s,
         predicted_samples_per_s=trainer.pace.predicted,
         device=device,
         worker=worker,
         failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
     )
+
+
+def _others(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
+    return tuple(
+        RunPeerRow(
+            peer=peer,
+            role=r.role,
+            update=r.epoch,
+            samples=r.n_samples,
+            samples_per_s=r.samples_per_s,
+            status=r.status,
+        )
+        for peer, r in sorted(trainer.members.look(now).items())
+    )
+
+
+def _audits(trainer: Trainer) -> AuditsRow:
+    audits = trainer.audits
+    one_in = trainer.run_spec.recipe.audit
+    return AuditsRow(one_in=one_in, why_not=audits.why_not, trouble=audits.trouble, **asdict(audits.counts))
 
 
 def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
