@@ -21,6 +21,7 @@ def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
             "root": ROOT,
             "precision": "float32",
             "anchors": "",
+            "audit": 32,
             "more": "",
             "target": 8,
             "steps": 5,
