@@ -46,6 +46,8 @@ from swarmd.protocol.worker import (
 from swarmd.weights.folder import MANIFEST
 
 _RECEIVE_BYTES = 1 << 20  # a micro-batch of token ids and much more
+TRIED_TOKENS = 16  # of each row, to find out whether gradients repeat
+REPEATS_WITHIN = 0.01  # of the gradient's norm: a fifth of what an audit allows, and more than rounding
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -97,6 +99,23 @@ class Trained:
                     total += parameter.grad.to("cpu")
                 parameter.grad = None
         return loss
+
+    def is_repeatable(self, vocabulary: int) -> bool:
+        """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
+        rows = torch.randint(0, vocabulary, (2, TRIED_TOKENS + 1), generator=torch.Generator().manual_seed(0))
+        together = self._gradient([rows], seed=1)
+        apart = self._gradient([rows[:1], rows[1:]], seed=2)
+        return float((together - apart).norm()) <= REPEATS_WITHIN * float(together.norm())
+
+    def _gradient(self, rows: list[torch.Tensor], seed: int) -> torch.Tensor:
+        """The gradient of the summed loss of some rows, flat, on the CPU."""
+        for some in rows:
+            self._backward(some, seed)
+        with_one = [p for _, p in self.parameters if p.grad is not None]
+        flat = torch.cat([p.grad.flatten().to("cpu") for p in with_one])  # type: ignore[union-attr]
+        for parameter in with_one:
+            parameter.grad = None
+        return flat
 
     @contextlib.contextmanager
     def _standing_in(self, pieces: list[torch.Tensor]) -> Iterator[None]:
@@ -193,16 +212,6 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
         raise ConfigError(f"lora.targets {', '.join(recipe.lora.targets)}: {error}") from None
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Does training it draw random numbers? Modules say so, and configs, for attention without a module of its own."""
-    drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    config = getattr(model, "config", None)
-    settings = config.to_dict() if config is not None else {}
-    of_heads = ("summary", "classifier")  # that a language model does not have
-    names = [k for k in settings if k.endswith(("dropout", "pdrop", "layerdrop")) and not k.startswith(of_heads)]
-    return drops or any(isinstance(settings[k], float) and settings[k] > 0 for k in names)
-
-
 @contextlib.contextmanager
 def _with_index(folder: Path) -> Iterator[Path]:
     """A checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
@@ -248,7 +257,10 @@ class GradientWorker:
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
         rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
         if isinstance(message, ComputeAgain):
-            loss = self._trained.compute_again(rows, message.seed, Path(message.path))
+            try:
+                loss = self._trained.compute_again(rows, message.seed, Path(message.path))
+            except torch.OutOfMemoryError as error:  # it takes the parameters twice
+                return messages.framed(WorkerFailed(message=str(error)[:4000]))
         elif message.step:
             loss = self._trained.step(rows, message.seed, message.step, message.learning_rate)
         else:
@@ -262,10 +274,11 @@ class GradientWorker:
         device = pick_device()
         model = build(Path(message.path), recipe)
         self._trained = Trained(model, recipe, device)
+        vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
         loaded = RunLoaded(
             device=device_description(device)[0],
-            vocabulary=int(model.config.vocab_size),  # type: ignore[union-attr,arg-type]
-            is_repeatable=not has_dropout(model),
+            vocabulary=vocabulary,
+            is_repeatable=self._trained.is_repeatable(vocabulary),
         )
         return messages.framed(loaded, msgspec.msgpack.encode(self._trained.layout))
 

@@ -40,19 +40,19 @@ def rate(n_right: int, one_in: int) -> float:
 
 def draw(
     rates: Mapping[PeerId, float],
-    speeds: Mapping[PeerId, float],
+    n_samples: Mapping[PeerId, float],
     me: PeerId,
     uniform: float,
 ) -> Decision[PeerId | None]:
     """Whose contribution ``me`` computes again, if anybody's; ``uniform`` is a private number in [0, 1).
 
-    ``rates`` are of who contributed. Each of the others (``speeds``, samples/s, of who computes) checks one in
-    proportion to its speed, so that all together check as many as the rate says, and nobody waits for the slow. One at
-    a time: who is much faster than the others checks fewer than its share while all are to be checked.
+    ``rates`` are of who contributed. Each of the others checks one in proportion to ``n_samples`` that it contributed
+    itself, so that all together check as many as the rate says, and nobody waits for the slow. One at a time: who is
+    much faster than the others checks fewer than its share while all are to be checked.
     """
-    mine, total = speeds.get(me, 0.0), sum(speeds.values())
+    mine, total = n_samples.get(me, 0.0), sum(n_samples.values())
     others = sorted(rates.keys() - {me}) if mine else []
-    chances = {peer: rates[peer] * mine / (total - speeds.get(peer, 0.0)) for peer in others}
+    chances = {peer: rates[peer] * mine / (total - n_samples[peer]) for peer in others}
     reached, left = 0.0, uniform * max(1.0, sum(chances.values()))
     for peer, chance in chances.items():
         reached += chance
@@ -61,19 +61,21 @@ def draw(
     return Decision(None, f"nobody was drawn, of {len(rates)} contributors")
 
 
-def is_same(said: Came, found: Came, rounding: float = 0.0) -> Decision[bool]:
+def is_same(said: Came, found: Came, rounding: float = 0.0) -> Decision[bool | None]:
     """Has a contributor given what comes of its draws? ``rounding``: what its codec may be off by along a direction.
 
+    None: what comes of them is no number, and proves nothing.
     Along a random direction another vector is off by a normal number times its distance: with four directions one that
     is off by its own size passes once in 400,000 times, by a fifth of it once in 700.
     """
-    most = BOUND * max(said.norm, found.norm) + rounding
+    if not math.isfinite(found.norm):
+        return Decision(None, "the gradient is not finite here either")
+    most, size = BOUND * found.norm + rounding, found.norm or 1.0
     off = max((abs(a - b) for a, b in zip(said.sums, found.sums, strict=True)), default=0.0)
     if not off <= most:
-        size = found.norm or 1.0
         return Decision(False, f"its sums are off by {off / size:.2g} of the gradient's norm; {most / size:.2g} may be")
-    if not abs(said.loss - found.loss) <= LOSS_BOUND * max(abs(said.loss), abs(found.loss)):
+    if not abs(said.norm - found.norm) <= most:
+        return Decision(False, f"it says a norm of {said.norm:.4g}, which is {found.norm:.4g}")
+    if not abs(said.loss - found.loss) <= LOSS_BOUND * abs(found.loss):
         return Decision(False, f"it says a loss of {said.loss:.4g}, which is {found.loss:.4g}")
-    if not math.isfinite(found.norm):
-        return Decision(True, "the gradient is not finite here either")
-    return Decision(True, f"the same, within {most / (found.norm or 1.0):.2g} of the gradient's norm")
+    return Decision(True, f"the same, within {most / size:.2g} of the gradient's norm")

@@ -119,7 +119,7 @@ class LoadRun(Message, tag="load_run", frozen=True):
 class RunLoaded(Message, tag="run_loaded", frozen=True):
     """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector.
 
-    ``is_repeatable``: the same rows give the same gradients however they are divided, as without dropout.
+    ``is_repeatable``: the same rows give the same gradients however they are divided, as without dropout; it was tried.
     """
 
     device: Text = ""

@@ -80,16 +80,15 @@ def flow_of(duties: Duties, parts: Mapping[Key, Part], given: Vector | None) -> 
     return Flow(received, gave, subtotals, passed)
 
 
-def given_to(group: Group, digest: bytes, mine: Vector) -> Given:
+def given_to(directions: Directions, mine: Vector) -> Given:
     """What a contribution is along the directions of an average, which need not be here."""
-    return Given(squares_of(mine), _directions(group, digest).of(mine, 0))
+    return Given(squares_of(mine), directions.of(mine, 0))
 
 
 def account_for(
-    group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow, codec: Codec
+    group: Group, directions: Directions, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow, codec: Codec
 ) -> Account:
     """Account for an average. ``mine`` is this member and its contribution, if it counts: what it gave and keeps."""
-    directions = _directions(group, digest)
     reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
         results, total, rounding = hashlib.sha256(), _nothing(), 0.0
@@ -122,10 +121,6 @@ def account_for(
         subtotals=along(flow.subtotals),
         passed={p: Given(sum(squares_of(v) for _, v in flow.passed[p]), sums) for p, sums in passed.items()},
     )
-
-
-def _directions(group: Group, digest: bytes) -> Directions:
-    return Directions(group.parent + digest, group.n_elements)
 
 
 def _nothing() -> Numbers:

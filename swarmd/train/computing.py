@@ -46,6 +46,7 @@ class Computing:
         self._is_computing = False
         self._is_allowed = False
         self._announced_rate = 0.0
+        self._audited_s = 0.0  # since the last micro-batch of its own
 
     async def run(
         self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
@@ -81,14 +82,15 @@ class Computing:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
         begun = trio.current_time()
         try:
-            n = await audits.advance()
+            n = await audits.advance(n_at_once(self._recipe.batch.micro, self.samples_per_s))
         except SwarmError as error:
-            self.trouble = str(error)
             logger.warning("what another gave is not computed again: %s", error)
             await trio.sleep(RETRY_S)
             return True
-        if rest_s := duty.rest_s(trio.current_time() - begun, self._world.share()) if n else 0.0:
+        took_s = trio.current_time() - begun
+        if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
             await trio.sleep(rest_s)
+        self._audited_s += took_s + rest_s
         return n > 0
 
     async def _micro_batch(self, source: Source, state: RunState) -> None:
@@ -111,7 +113,9 @@ class Computing:
         self._news.notify()
         took_s = max(trio.current_time() - begun, 1e-6)
         rest_s = duty.rest_s(took_s, self._world.share())
-        self._note_speed(done.n, took_s + rest_s)
+        self._batches.add(took_s + rest_s)
+        self._note_speed(done.n, took_s + rest_s + self._audited_s)
+        self._audited_s = 0.0
         if rest_s:
             await trio.sleep(rest_s)
 
@@ -136,7 +140,6 @@ class Computing:
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""
-        self._batches.add(took_s)
         self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
         if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
             self._announced_rate = self.samples_per_s

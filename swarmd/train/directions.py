@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmd.protocol.backing import N_DIRECTIONS, Sums
+from swarmd.protocol.recipe import Recipe
 from swarmd.train.state import Vector
 
 BLOCK = 1 << 16  # elements; a direction is a random block, times a random number for each block of the vector
@@ -20,14 +21,19 @@ _DOMAIN = b"swarmd directions 1\0"
 
 
 class Directions:
-    """``N_DIRECTIONS`` of them through vectors of ``n_elements``, from a seed. Each element's weight has variance 1."""
+    """``N_DIRECTIONS`` of them through vectors of ``n_elements``, from a seed. Each element's weight has variance 1.
 
-    def __init__(self, seed: bytes, n_elements: int) -> None:
+    ``is_even``: blocks are multiplied by signs, so that what is in one of them alone is seen as well as anything.
+    """
+
+    def __init__(self, seed: bytes, n_elements: int, is_even: bool = False) -> None:
         key = int.from_bytes(hashlib.sha256(_DOMAIN + seed).digest()[:16], "little")
         bits = np.random.Philox(key=key)
         self._block = min(BLOCK, n_elements)
         self._within = _uniform(bits, self._block)
         self._between = _uniform(bits, -(-n_elements // self._block))
+        if is_even:
+            self._between = np.sign(self._between)
 
     def of(self, values: Vector, start: int) -> Sums:
         """What elements ``start`` to ``start + len(values)`` of a vector come to along each direction."""
@@ -41,6 +47,11 @@ class Directions:
                 totals += (piece @ within[first : first + len(piece)]).astype(np.float64) * self._between[block]
             at += len(piece)
         return tuple(float(x) for x in totals)
+
+
+def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes) -> Directions:
+    """Those of a round's average. Runs that are audited came with even ones; others go on with what they had."""
+    return Directions(parent + average, n_elements, is_even=recipe.audit > 0)
 
 
 def _uniform(bits: np.random.Philox, n: int) -> npt.NDArray[np.float64]:

@@ -87,7 +87,7 @@ def _others(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
 def _audits(trainer: Trainer) -> AuditsRow:
     audits = trainer.audits
     one_in = trainer.run_spec.recipe.audit
-    return AuditsRow(one_in=one_in, why_not=audits.why_not, trouble=audits.trouble, **asdict(audits.counts))
+    return AuditsRow(one_in=one_in, why_not=audits.why_not, trouble=audits.accusations.trouble, **asdict(audits.counts))
 
 
 def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:

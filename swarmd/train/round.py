@@ -20,9 +20,10 @@ from swarmd.net.tasks import Tasks
 from swarmd.protocol.backing import Share
 from swarmd.protocol.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train import beats
-from swarmd.train.accounts import Account, Given, account_for, flow_of, given_to
+from swarmd.train.accounts import Account, Flow, Given, account_for, flow_of, given_to
 from swarmd.train.codecs import Codec, Coded
 from swarmd.train.coded_sums import read_reduced, read_subtotal
+from swarmd.train.directions import Directions
 from swarmd.train.duties import Key, all_came, duties_of
 from swarmd.train.groups import counted_of
 from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
@@ -48,6 +49,7 @@ class Round:
         codec: Codec,
         given: Coded | None,
         digest: Callable[[Vector], bytes],
+        directions: Callable[[bytes], Directions],
         sign: Callable[[bytes, Given], Share],
         off_loop: OffLoop[Any],
     ) -> None:
@@ -59,6 +61,7 @@ class Round:
         self._given = given
         self._vector = given.values if given is not None else None
         self._digest = digest
+        self._directions = directions
         self._off_loop = off_loop
         self._parts: dict[Key, Part] = {}
         self._news = News()  # anything
@@ -246,7 +249,7 @@ class Round:
         """Sign what this peer gave to an average that others have, before it is here."""
         version = self.group.version
         if self._vector is not None and self._counts and self._share is None:
-            given = await self._off_loop(given_to, self.group, average, self._vector)
+            given = await self._off_loop(self._given_to, average, self._vector)
             if version == self.group.version and self._share is None:
                 self._share = self._sign(average, given)
                 self._beat_now.set()
@@ -263,13 +266,21 @@ class Round:
                 digest = await self._off_loop(self._digest, average)
                 mine = (self._me, self._vector) if self._counts and self._vector is not None else None
                 flow = flow_of(self._duties, self._parts, mine[1] if mine is not None else None)
-                asked = self.group, digest, average, mine, flow, self._codec
-                account = await self._off_loop(account_for, *asked)
+                asked = self.group, digest, average, mine, flow
+                account = await self._off_loop(self._account_for, *asked)
                 if version == self.group.version:
                     self.account, self.result = account, digest
                     self._share = self._sign(digest, account.given) if account.given is not None else None
                     self._beat_now.set()
             await news.wait()
+
+    def _given_to(self, digest: bytes, mine: Vector) -> Given:
+        return given_to(self._directions(digest), mine)
+
+    def _account_for(
+        self, group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow
+    ) -> Account:
+        return account_for(group, self._directions(digest), average, mine, flow, self._codec)
 
     def _is_whole(self) -> bool:
         are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)

@@ -143,6 +143,8 @@ class RunState:
 
     def hold(self) -> Snapshot:
         """The state as it is, for who is to look at it once the next update is applied; for as long as it is kept."""
+        if (kept := self.snapshots.get(self.root)) is not None and kept.is_live:
+            return kept
         self._held.append(Snapshot(self.version.manifest, dict(enumerate(self.vectors.values()))))
         return self._held[-1]
 

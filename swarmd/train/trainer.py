@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -79,9 +80,8 @@ class Trainer:
         self.joining = Joining(world, self.chronicle, self.members, *own)
         self.catching_up: CatchingUp | None = None
         stood_for = self.joining.signer
-        self.audits = GradientAudits(
-            world, self.ledger, self.members, self._news, lambda: stood_for.backed, self.why_idle
-        )
+        shared = (world, self.ledger, self.members, self._news)
+        self.audits = GradientAudits(*shared, lambda: stood_for.backed, self._why_nothing)
         self._world = world
         self._source = source
         self._folder = folder
@@ -111,7 +111,7 @@ class Trainer:
                 state = await self._load(self._source)
                 recalled = await self.memories.recall(state)
                 nursery.start_soon(self.computing.run, self._source, state, *recalled, self.audits)
-                get = self._make_get(state.layout, "evidence")
+                get = partial(self._make_get, state.layout)
                 nursery.start_soon(self.audits.run, self._source, state, get, lambda: self.computing.samples_per_s)
             nursery.start_soon(self._keep_house)
             self._world.announce()
@@ -204,9 +204,13 @@ class Trainer:
 
     def why_idle(self) -> str:
         """Why nothing is computed now; "" when something is."""
+        return self._why_nothing() or self.ledger.finished()
+
+    def _why_nothing(self) -> str:
+        """Why its owner, or that of this machine, wants nothing computed."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return next(filter(None, self._paused.values()), "") or self.ledger.finished()
+        return next(filter(None, self._paused.values()), "")
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
@@ -238,6 +242,8 @@ class Trainer:
         self.computing.settle(commit)
         if commit is not None and commit.contributors:
             self.audits.consider(commit)
+        else:
+            self.audits.forget()
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
@@ -332,7 +338,7 @@ class Trainer:
     def find(self, wanted: bytes) -> Snapshot | Average | None:
         """What of this run's state a hash names here."""
         found = self.state.find(wanted) if self.state is not None else None
-        return found or self.audits.find(wanted)
+        return found or self.audits.accusations.find(wanted)
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swarmd.compute.gradients import Trained, has_dropout
+from swarmd.compute.gradients import Trained
 from swarmd.protocol.recipe import AGAIN, Batch, Recipe
 from tests.real.training import tiny_model
 
@@ -66,11 +66,18 @@ def test_draws_of_others_leave_what_is_gathered(trained: tuple[Trained, torch.Te
     assert torch.allclose(other[1], own[1])
 
 
-def test_dropout_is_noticed_wherever_a_family_writes_it() -> None:
-    small = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+def test_what_is_random_in_training_is_noticed_in_every_family() -> None:
+    none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout"), 0.0)
+    small = {
+        "vocab_size": 50,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        **none,
+    }
     for family, key in (("gpt2", "attn_pdrop"), ("qwen3", "attention_dropout"), ("gpt_neox", "hidden_dropout")):
-        none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout"), 0.0)
-        config = AutoConfig.for_model(family, **small, intermediate_size=32, **none)
-        assert not has_dropout(AutoModelForCausalLM.from_config(config)), family
-        config = AutoConfig.for_model(family, **small, intermediate_size=32, **{**none, key: 0.1})
-        assert has_dropout(AutoModelForCausalLM.from_config(config)), family
+        for dropout in (0.0, 0.1):
+            settings = {**small, "intermediate_size": 32, key: dropout}
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).float()
+            assert Trained(model, RECIPE, "cpu").is_repeatable(50) == (dropout == 0), (family, dropout)

@@ -32,10 +32,14 @@ def group(n_members: int, n: int, dtype: str) -> Group:
     )
 
 
+def along(of: Group, digest: bytes) -> Directions:
+    return Directions(of.parent + digest, of.n_elements)
+
+
 def shares_of(vectors: list[Vector], of: Group, digest: bytes) -> tuple[Share, ...]:
     found = []
     for vector in vectors:
-        gave = given_to(of, digest, vector)
+        gave = given_to(along(of, digest), vector)
         found.append(Share(0, 4, 1.0, gave.squares, gave.sums))
     return tuple(found)
 
@@ -50,9 +54,9 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     of = group(min(len(vectors), n), n, dtype)
     half = n // 2
     flow = Flow({ME: [(half, vectors[0][half:])]}, {PeerId("m1"): [(0, vectors[0][:half])]}, {}, {})
-    account = account_for(of, b"d" * 32, average, (ME, vectors[0]), flow, Codec(dtype))
+    account = account_for(of, along(of, b"d" * 32), average, (ME, vectors[0]), flow, Codec(dtype))
     assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
-    given = given_to(of, b"d" * 32, vectors[0])
+    given = given_to(along(of, b"d" * 32), vectors[0])
     assert account.given is not None
     assert account.given.squares == given.squares
     size = float(np.linalg.norm(vectors[0].astype("float64")))
@@ -78,7 +82,7 @@ def test_an_average_that_is_off_does_not_add_up(at: int, other: int, by: float, 
         average[other] -= lie
     of = group(3, N, "float32")
     digest = bytes([seed]) * 32
-    account = account_for(of, digest, average, None, Flow({}, {}, {}, {}), Codec("float32"))
+    account = account_for(of, along(of, digest), average, None, Flow({}, {}, {}, {}), Codec("float32"))
     assert not add_up(shares_of(vectors, of, digest), account.average)
 
 

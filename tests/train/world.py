@@ -6,6 +6,7 @@ Records reach the others after a moment, unless a cut is between; what costs tim
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 import trio
 
 from swarmd.compute.inner import take_step
-from swarmd.errors import Code, Refused
+from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.sim import SimNetwork, SimWorld
 from swarmd.plan.ledger import Ledger
@@ -28,13 +29,14 @@ from swarmd.plan.samples import row_of
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
+from swarmd.protocol.manifest import Manifest
 from swarmd.protocol.messages import AnyMessage, Hello
 from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
 from swarmd.protocol.records import Catalog, RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
 from swarmd.train.source import Again, Computed, InnerStep, SourceLost
-from swarmd.train.state import Layout, Vector
+from swarmd.train.state import Layout, Vector, describe, digest_of
 from swarmd.train.trainer import Trainer
 from swarmd.train.world import World
 from swarmd.values import PeerId
@@ -353,6 +355,8 @@ class TrainingWorld:
                         for i, tensor in enumerate(found.manifest.tensors)
                     }
                     assert {len(vector) for vector in vectors.values()} == {n}
+                    if digest_of(found.manifest) != digest or describe_again(found.manifest, vectors) != digest:
+                        raise RemoteProtocolError(f"{peer[-8:]} gives something else than was asked for")
                     return vectors
             raise Refused(Code.NOT_HELD, "no donor holds it")
 
@@ -371,6 +375,13 @@ async def training(seed: int, n: int = 4, n_anchors: int = 1, **recipe: Any) -> 
             yield world
         check_ledger(world)
         nursery.cancel_scope.cancel()
+
+
+def describe_again(manifest: Manifest, vectors: dict[str, Vector]) -> bytes:
+    """The hash of what came: chunks are verified as they come, in life."""
+    config = json.loads(manifest.config)
+    settings = {k: v for k, v in config.items() if k not in ("model_type", "num_hidden_layers")}
+    return digest_of(describe(settings, vectors))
 
 
 async def _inline(function: Callable[..., Any], *arguments: Any) -> Any:
