@@ -1,6 +1,6 @@
 """Training with two of eight peers attacking: loss, and after how many updates they are found, by defence and attack.
 
-python -m benchmarks.poisoned [--updates 120] [--from 0] [--attack NAME ...] [--seeds 1 2 3]
+python -m benchmarks.poisoned [--updates 80] [--from 0] [--attack NAME ...] [--defence NAME ...] [--seeds 1 2 3]
 
 The trainers are the real ones, on a simulated network in virtual time; gradients are those of a small Qwen3 (51,424
 parameters, hidden 32) on Python's own help (pydoc_data.topics), 64 samples of 48 tokens an update. Attackers behave
@@ -237,9 +237,10 @@ async def run(model: Model, seed: int, attack: str, defence: str, updates: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--updates", type=int, default=80)
     parser.add_argument("--from", dest="since", type=int, default=0)
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--defence", nargs="*", choices=list(DEFENCES), default=list(DEFENCES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -249,7 +250,7 @@ def main() -> None:
     print("| attack | defence | loss (median) | found after | computed again | honest ones accused | virtual s |")
     print("|---|---|---|---|---|---|---|")
     for attack in ["", *given.attack]:
-        for defence in DEFENCES:
+        for defence in given.defence:
             outcomes = [
                 trio.run(
                     run, model, seed, attack, defence, given.updates, given.since, clock=MockClock(autojump_threshold=0)

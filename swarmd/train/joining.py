@@ -25,8 +25,6 @@ from swarmd.train import assents
 from swarmd.train.averages import Averages
 from swarmd.train.beats import for_others
 from swarmd.train.chronicle import Chronicle
-from swarmd.train.codecs import codec_of
-from swarmd.train.directions import directions_of
 from swarmd.train.groups import check_group
 from swarmd.train.leader import PULSE_INTERVAL_S, Leader, TooEarly
 from swarmd.train.leaders import Leaders, RoundCounters
@@ -376,9 +374,7 @@ class Joining:
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
         sign = partial(self.signer.share, group.parent, state.root if state is not None else b"", offered)
-        directions = partial(directions_of, recipe, group.parent, group.n_elements)
-        own = self._world.rpc, group, codec_of(recipe), offered.given
-        self.round = Round(*own, digest, directions, sign, self._world.off_loop)
+        self.round = Round(self._world.rpc, group, recipe, offered.given, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()

@@ -9,6 +9,7 @@ given to others) sums are made anew from what is there. The leader is elsewhere.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from swarmd.errors import OutOfStep
 from swarmd.net.rpc import Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.backing import Share
+from swarmd.protocol.recipe import Recipe
 from swarmd.protocol.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train import beats
 from swarmd.train.accounts import Account, Flow, Given, account_for, flow_of, given_to
-from swarmd.train.codecs import Codec, Coded
+from swarmd.train.codecs import Coded, codec_of
 from swarmd.train.coded_sums import read_reduced, read_subtotal
-from swarmd.train.directions import Directions
+from swarmd.train.directions import directions_of
 from swarmd.train.duties import Key, all_came, duties_of
 from swarmd.train.groups import counted_of
 from swarmd.train.parts import MOST_SQUARES, Part, Result, chunk_of
@@ -46,22 +48,21 @@ class Round:
         self,
         rpc: Rpc,
         group: Group,
-        codec: Codec,
+        recipe: Recipe,
         given: Coded | None,
         digest: Callable[[Vector], bytes],
-        directions: Callable[[bytes], Directions],
         sign: Callable[[bytes, Given], Share],
         off_loop: OffLoop[Any],
     ) -> None:
         self._sign = sign
-        self._codec = codec
-        self._chunk = chunk_of(codec)
+        self._codec = codec_of(recipe)
+        self._chunk = chunk_of(self._codec)
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._given = given
         self._vector = given.values if given is not None else None
         self._digest = digest
-        self._directions = directions
+        self._directions = partial(directions_of, recipe, group.parent, group.n_elements)
         self._off_loop = off_loop
         self._parts: dict[Key, Part] = {}
         self._news = News()  # anything

@@ -21,7 +21,7 @@ from tests.hostile.test_strangers import alone, pss_mib
 from tests.real.harness import Volunteer, local_swarm
 
 GIANT = frames.MAX_PAYLOAD_BYTES
-FLOOD_S = 5.0
+FLOOD_S = 3.0
 MOST_OVER_IDLE_MIB = (
     5 * MAX_BYTES_OF_PEER / 2**20
 )  # frames, a copy while each is cut out, the muxer's windows, the heap
