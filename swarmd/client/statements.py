@@ -71,6 +71,8 @@ class Statements:
         others = [None if of is None else await self._account(of) for of in (before, after)]
         size = self._session.terms.batch * self._session.width * 4
         end = min(end, own.n_tokens, MAX_AUDIT_BYTES // max(1, size))
+        if end <= first:  # a hop that has just inherited caches, or was just opened
+            raise Inconclusive("the hop has signed nothing of this window")
         entered = await self._entered(before, end)
         seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
         left = await self._shown(link, seen[0], seen[-1] + 1) if seen else None

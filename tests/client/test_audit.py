@@ -15,6 +15,8 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.accuse import evidence_of
+from swarmd.client.links import Link
+from swarmd.client.receipts import Account
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.verify import merged
@@ -125,6 +127,23 @@ async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockC
         assert run.session.statistics.doubts
         assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
         assert not any(run.faults(Fault.WRONG_RESULTS)), "one of two lies, and nobody knows which"
+
+
+async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: MockClock) -> None:
+    """One that has just inherited caches: an audit at the session's end that met it ended the whole client."""
+    async with chat(*THREE) as run:
+        await run.generate(3)
+        hops, asked = run.session.hops, run.session.hops.ask_receipt
+
+        async def of_an_heir(link: Link) -> Account:
+            account = await asked(link)
+            return Account(last=account.last) if link is hops.links[1] else account
+
+        hops.ask_receipt = of_an_heir  # type: ignore[method-assign]
+        await run.client.close_session(run.session)
+        assert run.outcomes() == ["right", "inconclusive"]
+        assert "signed nothing" in run.client.checks.findings[-1].reason
+        assert not any(run.faults(Fault.UNACCOUNTED))
 
 
 async def test_who_shows_nothing_again_and_again_loses_standing(virtual_time: MockClock) -> None:

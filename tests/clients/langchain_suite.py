@@ -21,7 +21,7 @@ class TestChatModel(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         url = f"{os.environ['SWARMD_GATEWAY']}/v1"
-        more = {"stream_usage": True, "temperature": 0, "max_tokens": 200, "frequency_penalty": 1}
+        more = {"stream_usage": True, "temperature": 0, "max_tokens": 100, "frequency_penalty": 1}
         return {"model": "smol", "base_url": url, "api_key": "none", **more}
 
     @property
