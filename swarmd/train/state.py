@@ -320,13 +320,12 @@ def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
 
 def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: slice = slice(None)) -> Vector:
     """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
-    name, decay = ("moment1", recipe.optimizer.beta1) if recipe.optimizer.kind == "adamw" else ("momentum", 0.0)
+    optimizer, is_adamw = recipe.optimizer, recipe.optimizer.kind == "adamw"
+    name, decay = ("moment1", optimizer.beta1) if is_adamw else ("momentum", optimizer.momentum)
     if name not in moments or not steps:
-        return np.zeros(1, next(iter(moments.values())).dtype if moments else recipe.precision)
-    if name == "momentum":
-        decay = recipe.optimizer.momentum
-        return moments[name][block] * ((1 - decay) / (1 - power(decay, steps)))
-    return moments[name][block] / (1 - power(decay, steps))
+        return np.zeros(1, recipe.precision)
+    weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
+    return moments[name][block] * (weight / (1 - power(decay, steps)))
 
 
 def clip_factor(average: Vector, limit: float) -> float:
