@@ -85,7 +85,7 @@ def test_a_size_that_is_claimed_makes_no_room() -> None:
 
 def test_a_lie_in_one_block_is_seen_as_often_as_any() -> None:
     """Blocks times uniform numbers hide what lies in one of them: 1 in 70 passed, where 1 in 700 should."""
-    rng, n, n_tries = np.random.default_rng(4), 3 * BLOCK, 1_000
+    rng, n, n_tries = np.random.default_rng(4), 3 * BLOCK, 400
     vector = rng.standard_normal(n)
     lie = np.zeros(n)
     lie[:BLOCK] = rng.standard_normal(BLOCK)
@@ -94,4 +94,4 @@ def test_a_lie_in_one_block_is_seen_as_often_as_any() -> None:
     for i in range(n_tries):
         off = Directions(i.to_bytes(2, "big"), n, is_even=True).of(lie, 0)
         n_passed += all(abs(x) <= BOUND * norm for x in off)
-    assert n_passed <= 8
+    assert n_passed <= 4
