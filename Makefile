@@ -11,7 +11,7 @@ TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py
     tests/cli/test_train_commands.py
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
 GATEWAY  := $(addprefix tests/real/test_,page.py clients.py gateway.py)
-PARTS    := slow-gateway slow-rest quick slow-training slow-serving
+PARTS    := quick slow-gateway slow-rest slow-training slow-serving
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 

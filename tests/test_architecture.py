@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
 def modules(at_run_time: bool = False) -> dict[str, set[str]]:
     """Every module of the project with what it imports, imports for type-checking included unless told otherwise."""
     found = {}

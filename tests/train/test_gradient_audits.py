@@ -88,7 +88,7 @@ def spoilt(
 async def test_nobody_honest_is_found(virtual_time: MockClock, recipe: dict[str, Any]) -> None:
     async with training(seed=12, n=4, audit=4, **recipe) as world:
         world.add(sample_s=0.2)
-        await world.until(12)
+        await world.until(15)
         counts = [m.trainer.audits.counts for m in world.trainers()]
         assert sum(c.checked for c in counts) > 20
         assert sum(c.wrong for c in counts) == 0
