@@ -43,9 +43,11 @@ from swarmd.node.metrics import serve_metrics
 from swarmd.node.presence import Presence, limits_of, verdict_now
 from swarmd.node.prober import Prober
 from swarmd.node.reachability import Reachability
+from swarmd.node.registrar import Registrar
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
 from swarmd.node.worker_link import WORKER, Prestarted, Starter
+from swarmd.protocol.catalog import Admitted
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -142,7 +144,7 @@ class Daemon:
         owned = (self.gateway, self.reachability, self.health, self.prober)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
         self._certificate, self._understands = member.certificate, world.understands
-        self._home, self._metrics = home, config.metrics
+        self._home, self._metrics, self._policy = home, config.metrics, ""
         self.stopping, self._hurry = trio.Event(), trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -167,6 +169,7 @@ class Daemon:
             await nursery.start(self.hosts.run)
             nursery.start_soon(self.prober.run)
             nursery.start_soon(self.books.keep)
+            nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon).run)
             task_status.started()
             await self.stopping.wait()
             async with trio.open_nursery() as last:
@@ -184,9 +187,11 @@ class Daemon:
         self.stopping.set()
 
     def _rest(self, reason: str) -> None:
-        """Work for nobody, for a reason; "" goes on."""
-        self.hosts.rest(reason)
-        self.runs.rest(reason)
+        """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
+        self._policy = reason
+        may = self.exchange.pass_of(self._certificate).may
+        self.hosts.rest(reason or ("" if "serve" in may else f"this machine's invite is for: {', '.join(may)}"))
+        self.runs.rest(reason or ("" if "train" in may else f"this machine's invite is for: {', '.join(may)}"))
 
     async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
         await self._hurry.wait()
@@ -207,6 +212,8 @@ class Daemon:
             return True
         if await self.hosts.handle(channel.peer, message, frame, channel):
             return True
+        if getattr(message, "run", ""):
+            self.exchange.require_member(channel.peer, "train")
         if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
             return True
         if isinstance(message, Ping):
@@ -230,12 +237,20 @@ class Daemon:
         while True:
             await self.exchange.next_catalog()
             self._save_catalog()
+            self._rest(self._policy)
             for peer in self.rpc.peers():
                 try:
                     self.exchange.require_member(peer)
                 except Refused as error:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
+
+    def _admit(self, arrivals: dict[bytes, Admitted]) -> bytes | None:
+        """Enter newcomers into the catalog, where a founder's key is here."""
+        if self._home is None or not self._home.is_founder:
+            return None
+        self._home.admit(arrivals)
+        return self._home.catalog_raw()
 
     def _save_catalog(self) -> None:
         if self._home is not None and self.exchange.book.catalog_raw is not None:

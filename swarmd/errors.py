@@ -21,6 +21,8 @@ class Code(StrEnum):
     MALFORMED = "malformed"
     NOT_A_MEMBER = "not_a_member"
     REVOKED = "revoked"
+    WAITS = "waits"
+    NOT_ALLOWED = "not_allowed"
     NO_SESSION = "no_session"
     SESSION_LOST = "session_lost"
     OP_GAP = "op_gap"

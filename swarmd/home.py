@@ -22,13 +22,26 @@ from swarmd.errors import ConfigError, NotJoined
 from swarmd.folders import SOCKET, default_folder, write_file
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
-from swarmd.protocol.identity import Identity, certify
+from swarmd.protocol.catalog import (
+    MEMBERSHIP_LIFETIME_S,
+    RIGHTS,
+    Admitted,
+    Catalog,
+    Right,
+    Terms,
+    read_catalog_untrusted,
+    sign_catalog,
+    sign_catalog_as_delegate,
+    with_admitted,
+    with_invite,
+)
+from swarmd.protocol.charter import Founders, Signed, founders_untrusted, missing
+from swarmd.protocol.charter import sign as sign_charter
+from swarmd.protocol.identity import Identity, certify, expiry_of
 from swarmd.protocol.invite import Invite, SwarmKeys
-from swarmd.protocol.records import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import ModelId, PeerId
 
-MEMBERSHIP_LIFETIME_S = 365 * 86_400  # a volunteer's; a person asks for an invite once a year
 CLIENT_LIFETIME_S = 7 * 86_400  # a client's key is thrown away with its process
 SEED_BYTES = 32  # of an Ed25519 key (RFC 8032)
 BUNDLED_NAME = "demo"
@@ -97,10 +110,10 @@ class Home:
 
     @property
     def is_founder(self) -> bool:
-        """Is the founder's key here, and that of this swarm?"""
+        """Is a founder's key here, and one of this swarm?"""
         if not (self.folder / "founder.key").is_file():
             return False
-        return not self.has_joined or self._key("founder.key").public_key == self.swarm().keys.founder_key
+        return not self.has_joined or self._key("founder.key").public_key in self.founders().charter.keys
 
     @property
     def has_joined(self) -> bool:
@@ -162,11 +175,68 @@ class Home:
 
     def founder(self) -> Identity:
         if not self.is_founder:
-            raise ConfigError("only the swarm's founder can do this: run it on the machine that ran swarmd init")
+            raise ConfigError("only a founder of the swarm can do this: run it on the machine that ran swarmd init")
         return self._key("founder.key")
 
-    def invite(self, addresses: tuple[str, ...], lifetime_s: int) -> Invite:
-        return invites.create(self.swarm().keys, self.founder(), addresses, int(time.time()) + lifetime_s)
+    def founders(self) -> Founders:
+        """Who founds the swarm by now, as far as this member knows."""
+        keys, catalog = self.swarm().keys, self.catalog()
+        return founders_untrusted(keys.founder_key, max(keys.charters, catalog.charters, key=len))
+
+    def invite(
+        self,
+        addresses: tuple[str, ...],
+        lifetime_s: int,
+        uses: int = 0,
+        waits: bool = False,
+        may: tuple[Right, ...] = RIGHTS,
+    ) -> Invite:
+        """Make an invite (protocol.catalog, Terms), and list it where it is not one for any number, to do anything."""
+        keys, catalog, terms = self.swarm().keys, self.catalog(), Terms(int(time.time()) + lifetime_s, uses, waits, may)
+        known = msgspec.structs.replace(keys, charters=max(keys.charters, catalog.charters, key=len))
+        made = invites.create(known, self.founder(), addresses, terms.ends_at)
+        if terms != Terms(terms.ends_at):
+            self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
+        return made
+
+    def admit(self, arrivals: dict[bytes, Admitted]) -> Catalog:
+        """Let members in for good. Raises ConfigError where this is no founder."""
+        self.founder()
+        return self.change_catalog(lambda c: with_admitted(c, arrivals, time.time()))
+
+    def founder_key(self) -> bytes:
+        """The public key with which this machine can be made a founder; made where there is none."""
+        if not (self.folder / "founder.key").is_file():
+            self._write("founder.key", Identity.generate().seed.hex(), secret=True)
+        return self._key("founder.key").public_key
+
+    def found_on(self, draft: Signed) -> Signed:
+        """Sign a charter as a founder of now; it counts once all have that must, and a new founder is here.
+
+        Raises ConfigError, IntegrityError.
+        """
+        founders, key = self.founders(), self.founder_key()
+        if key in founders.charter.keys:
+            draft = sign_charter(draft, self._key("founder.key"))
+        if not missing(draft, founders.charter) and key in draft.charter.keys:
+            with self._held("catalog.lock"):
+                self.save_catalog(self._founded_on(draft))
+        return draft
+
+    def _founded_on(self, draft: Signed) -> bytes:
+        """The catalog of now under a new charter; this machine stays a member whoever let it in."""
+        old, swarm = self.catalog(), self.swarm()
+        own = {self.identity().public_key: Admitted(expiry_of(swarm.certificate))}
+        charters = max(old.charters, swarm.keys.charters, key=len)
+        new = msgspec.structs.replace(
+            with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
+            charters=(*charters, msgspec.msgpack.encode(draft)),
+            version=max(old.version + 1, int(time.time())),
+            root=0,
+        )
+        raw = sign_catalog(new, self._key("founder.key"))
+        read_catalog_untrusted(raw, swarm.keys.founder_key)
+        return raw
 
     def client_certificate(self, key: bytes) -> tuple[bytes, ...]:
         """Certify a throw-away client key with this member's own."""
@@ -195,12 +265,13 @@ class Home:
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
         """Sign the next version of the catalog, as the founder or its delegate. Raises ConfigError for others."""
-        old = self.catalog()
-        last = old.rank[0] if self.is_founder else old.version  # whatever number a delegate chose
-        version = max(last + 1, int(time.time()))
-        new = msgspec.structs.replace(change(old), version=version, root=0)
-        self.save_catalog(self._sign(new))
-        return new
+        with self._held("catalog.lock"):  # the daemon changes it, too, and so may another terminal
+            old = self.catalog()
+            last = old.rank[1] if self.is_founder else old.version  # whatever number a delegate chose
+            version = max(last + 1, int(time.time()))
+            new = msgspec.structs.replace(change(old), version=version, root=0)
+            self.save_catalog(self._sign(new))
+            return new
 
     @property
     def may_publish(self) -> bool:
@@ -242,6 +313,14 @@ class Home:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another daemon runs on {self.folder}: swarmd down, or use another --home") from None
+            yield
+
+    @contextlib.contextmanager
+    def _held(self, name: str) -> Iterator[None]:
+        """Let nobody else do the same here for a moment."""
+        self._make_folder()
+        with (self.folder / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _save(self, swarm: SwarmFile) -> None:

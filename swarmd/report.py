@@ -17,6 +17,7 @@ import swarmd.status as answers
 from swarmd.config import LONGEST_PAUSE_S, load
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
+from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
 from swarmd.node.choosing import Around
 from swarmd.node.gateway_process import GatewayProcess
 from swarmd.node.health import Health
@@ -26,9 +27,9 @@ from swarmd.node.reachability import Reachability
 from swarmd.plan.placement import rescues
 from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
 from swarmd.plan.view import SwarmView
-from swarmd.status import ChainRow, PeerRow, SpanRow
+from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
-from swarmd.values import ModelId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 
 class Owner:
@@ -97,26 +98,13 @@ class Owner:
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
         return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices)
 
-    def peers(self) -> answers.PeersAnswer:
+    def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
         view, trips = self._directory.view(), self._directory.links.round_trip_s
         found = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
-            spans = tuple(
-                SpanRow(
-                    model=view.catalog.name_of(s.model) or s.model,
-                    blocks=(s.start, s.end),
-                    state=s.state,
-                    decode_tokens_per_s=s.decode_tokens_per_s,
-                    prefill_tokens_per_s=s.prefill_tokens_per_s,
-                    free_cache_tokens=s.free_cache_tokens,
-                    training_bytes=s.training_bytes,
-                    training_share=s.training_share,
-                )
-                for s in view.spans
-                if s.peer == peer
-            )
+            worth = self._around.exchange.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
@@ -133,16 +121,23 @@ class Owner:
                     up_bytes_per_s=record.up_bytes_per_s,
                     down_bytes_per_s=record.down_bytes_per_s,
                     round_trip_ms=ms(trips.get(peer)),
-                    spans=spans,
+                    spans=_span_rows(view, peer),
                     reach=record.reach or "unknown",
                     way=self._around.rpc.network.way_to(peer),
                     standing=self._around.rpc.standing.row(peer),
                     voucher=self._around.exchange.invite_of(peer).hex(),
+                    may=worth.may,
+                    ends_at=worth.ends_at,
                     found_right=found[peer, True],
                     found_wrong=found[peer, False],
                 )
             )
-        return answers.PeersAnswer(peers=tuple(rows))
+        now = self._around.wall_clock()
+        waiting = tuple(
+            WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - at, 1))
+            for peer, (invite, at) in self._around.exchange.doors.waiting.items()
+        )
+        return PeersAnswer(peers=tuple(rows), waiting=waiting)
 
     def sessions(self) -> answers.SessionsAnswer:
         return answers.SessionsAnswer(sessions=self._hosts.sessions())
@@ -282,6 +277,23 @@ class Owner:
 
     def _hash_of(self, name: str) -> ModelId:
         return self._directory.view().catalog.hash_of(name)
+
+
+def _span_rows(view: SwarmView, peer: PeerId) -> tuple[SpanRow, ...]:
+    return tuple(
+        SpanRow(
+            model=view.catalog.name_of(s.model) or s.model,
+            blocks=(s.start, s.end),
+            state=s.state,
+            decode_tokens_per_s=s.decode_tokens_per_s,
+            prefill_tokens_per_s=s.prefill_tokens_per_s,
+            free_cache_tokens=s.free_cache_tokens,
+            training_bytes=s.training_bytes,
+            training_share=s.training_share,
+        )
+        for s in view.spans
+        if s.peer == peer
+    )
 
 
 def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:

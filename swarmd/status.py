@@ -103,19 +103,6 @@ class HostingStatus(Status, frozen=True, kw_only=True):
 # --- the swarm -------------------------------------------------------------------------------------------------
 
 
-class SpanRow(Status, frozen=True, kw_only=True):
-    """What a member serves, by its own record; None is not measured."""
-
-    model: str
-    blocks: Blocks
-    state: str
-    decode_tokens_per_s: float | None
-    prefill_tokens_per_s: float | None
-    free_cache_tokens: int
-    training_bytes: int
-    training_share: float
-
-
 class FaultRow(Status, frozen=True, kw_only=True):
     """What this daemon has seen of a member's faults of one kind; ``weight`` as decayed until now."""
 
@@ -146,37 +133,6 @@ class ReachStatus(Status, frozen=True, kw_only=True):
     offers: bool
     relaying: int
     mapped: str | None = None
-
-
-class PeerRow(Status, frozen=True, kw_only=True):
-    """A member of the swarm, by its own record; None is not measured.
-
-    ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
-    ``voucher``: the key of the invite that brought it in, in hex; "" is the founder himself. So many others say that
-    they found its blocks right, or wrong.
-    """
-
-    peer: str
-    is_self: bool
-    addresses: tuple[str, ...]
-    version: str
-    protocol: int
-    codecs: tuple[str, ...]
-    device: str | None
-    device_memory_bytes: int | None
-    memory_bytes: int | None
-    cores: int | None
-    free_disk_bytes: int | None
-    up_bytes_per_s: float | None
-    down_bytes_per_s: float | None
-    round_trip_ms: float | None
-    spans: tuple[SpanRow, ...]
-    reach: str = "unknown"
-    way: str | None = None
-    standing: StandingRow | None = None
-    voucher: str = ""
-    found_right: int = 0
-    found_wrong: int = 0
 
 
 class DownloadRow(Status, frozen=True, kw_only=True):
@@ -331,10 +287,6 @@ class WhyAnswer(Status, frozen=True, kw_only=True):
 
 
 # --- answers of single routes ----------------------------------------------------------------------------------
-
-
-class PeersAnswer(Status, frozen=True, kw_only=True):
-    peers: tuple[PeerRow, ...]
 
 
 class SessionsAnswer(Status, frozen=True, kw_only=True):

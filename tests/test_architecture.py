@@ -22,6 +22,7 @@ LAYERS = {
     "swarmd.hours": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
+    "swarmd.member_status": 0,
     "swarmd.protocol": 1,
     "swarmd.plan": 1,
     "swarmd.home": 2,

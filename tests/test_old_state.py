@@ -29,7 +29,7 @@ def test_keys_membership_and_catalog_are_still_read(home: Home) -> None:
     assert swarm.keys.name == "ours"
     assert home.has_joined
     assert identity.peer_id == MEMBER or home.is_founder
-    verify_certificate_untrusted(swarm.certificate, swarm.keys.founder_key, identity.peer_id, THEN, frozenset())
+    verify_certificate_untrusted(swarm.certificate, swarm.keys.founder_key, identity.peer_id, THEN)
     exchange = Exchange(swarm.keys, lambda: float(THEN))
     raw = home.catalog_raw()
     assert raw is not None

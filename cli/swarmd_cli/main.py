@@ -15,6 +15,7 @@ from swarmd_cli import (
     bugreport,
     chat,
     credit,
+    founders,
     gateway,
     generate,
     look,
@@ -88,6 +89,7 @@ app.command()(tune.tune)
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(models.app, name="models")
 app.add_typer(members.app, name="members")
+app.add_typer(founders.app, name="founders")
 app.add_typer(train.app, name="train")
 app.add_typer(policy.app, name="policy")
 app.add_typer(service.app, name="service")

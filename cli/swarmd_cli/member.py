@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,22 +27,43 @@ def init(
     state.found(name)
     print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)
     print("Start this machine's daemon with: swarmd up", file=sys.stderr)
-    print("Others join with this invite (valid 7 days; swarmd invite makes more):", file=sys.stderr)
-    print(_new_invite(7.0))
+    print("One other machine joins with this invite (within 7 days; swarmd invite makes more):", file=sys.stderr)
+    print(_new_invite(7.0, 1))
 
 
 def invite(
     days: Annotated[float, typer.Option("--days", help="How long the invite lets people in.")] = 7.0,
+    uses: Annotated[int, typer.Option("--uses", min=0, help="For so many machines; 0 is any number.")] = 1,
+    approve: Annotated[
+        bool, typer.Option("--approve", help="Who comes waits until you say swarmd members approve.")
+    ] = False,
+    may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
     revoke: Annotated[str, typer.Option("--revoke", metavar="INVITE", help="Revoke an invite and all it let in.")] = "",
 ) -> None:
-    """Print an invite to this swarm, or revoke one. Only the founder can. One lets in up to 128 peers at a time.
+    """Print an invite to this swarm for one machine, or revoke one. Only a founder can.
 
-    Example: swarmd invite --days 1
+    Who joins by it stays a member for a year; with --uses 0, as long as the invite lasts, up to 128 at a time.
+
+    Example: swarmd invite --uses 3 --days 1
     """
     if revoke:
         _revoke(revoke)
     else:
-        print(_new_invite(days))
+        print(_new_invite(days, uses, approve, rights(may)))
+        if not is_running():
+            print("the daemon is down: others learn what this invite is for when it is up again", file=sys.stderr)
+
+
+def rights(words: str) -> tuple[Any, ...]:
+    """What --may says; everything where it says nothing. Raises ConfigError."""
+    from swarmd.config import split
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.catalog import RIGHTS
+
+    said = split(words)
+    if unknown := [word for word in said if word not in RIGHTS]:
+        raise ConfigError(f"--may takes {', '.join(RIGHTS)}, comma-separated, not {unknown[0]!r}")
+    return tuple(word for word in RIGHTS if word in said) if said else RIGHTS
 
 
 def join(
@@ -66,8 +87,13 @@ def join(
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", ticket.expires_at)
-    catalog = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
-    state.enter(ticket, identity, catalog)
+    found = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
+    state.enter(ticket, identity, found.catalog)
+    if found.waits:
+        print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
+        print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
+        print("Start its daemon now or then with: swarmd up")
+        return
     print(f"Joined the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
     print("Start this machine's daemon with: swarmd up")
 
@@ -183,13 +209,19 @@ def down() -> None:
     print("stopped" if is_done else "the daemon was told to stop and is still at it")
 
 
-def _new_invite(days: float) -> str:
+def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...] | None = None) -> str:
     from swarmd.errors import ConfigError
     from swarmd.protocol import invite as invites
+    from swarmd.protocol.catalog import MAX_USES, RIGHTS
 
     if not 0 < days <= 3650:
         raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
-    return invites.encode(home().invite(_invite_addresses(), int(days * 86_400)))
+    if uses > MAX_USES:
+        raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
+    made = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
+    if is_running():
+        ask("reload", "POST")
+    return invites.encode(made)
 
 
 def _invite_addresses() -> tuple[str, ...]:

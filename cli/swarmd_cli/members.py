@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +10,10 @@ import typer
 from swarmd_cli.context import ask, home, is_running, print_json, table
 from swarmd_cli.look import Json, span_text
 
+_FAR = 2**40  # seconds: no end
+
 app = typer.Typer(
-    help="Members of the swarm: who brought them in, what others found of them; revoke them.",
+    help="Members of the swarm: who brought them in, what they may do, how they compute; let in, turn away.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -22,21 +25,84 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd members ls
     """
-    peers = ask("peers")["peers"]
-    shown = [{key: peer[key] for key in ("peer", "is_self", "voucher", "found_right", "found_wrong")} for peer in peers]
+    answer = ask("peers")
+    peers, waiting = answer["peers"], answer["waiting"]
+    keys = ("peer", "is_self", "voucher", "may", "ends_at", "found_right", "found_wrong")
     if as_json:
-        print_json({"members": shown})
+        print_json({"members": [{key: peer[key] for key in keys} for peer in peers], "waiting": waiting})
         return
     rows = [
         [
             peer["peer"] + (" (this one)" if peer["is_self"] else ""),
-            "the founder" if not peer["voucher"] else f"invite {peer['voucher'][:8]}",
+            _brought_in(peer["voucher"]),
+            ", ".join(peer["may"]),
+            _until(peer["ends_at"]),
             ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
             _found(peer),
         ]
         for peer in sorted(peers, key=lambda peer: (peer["voucher"], peer["peer"]))
     ]
-    table("Members", ["member", "brought in by", "serves", "its blocks were found"], rows)
+    table("Members", ["member", "brought in by", "may", "until", "serves", "its blocks were found"], rows)
+    if waiting:
+        waits = [
+            [row["peer"], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
+            for row in sorted(waiting, key=lambda row: -row["knocked_s"])
+        ]
+        table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+
+
+def _brought_in(voucher: str) -> str:
+    return f"invite {voucher[:8]}" if voucher else "a founder"
+
+
+def _until(ends_at: int) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FAR else "for ever"
+
+
+@app.command("approve")
+def approve(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Who waits, by the end of its id; or any id in full.")],
+    may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="For so many days.")] = 365,
+) -> None:
+    """Let in for good who waits, or change what a member may do, and until when. Only a founder can.
+
+    Example: swarmd members approve 8auXSk2p --may use,serve
+    """
+    from swarmd.protocol.catalog import Admitted
+    from swarmd.protocol.identity import public_key_of_untrusted
+    from swarmd_cli.member import rights
+
+    state = home()
+    state.founder()
+    found, voucher = _find(peer)
+    key = public_key_of_untrusted(found)
+    terms = state.catalog().invites.get(bytes.fromhex(voucher))
+    granted = rights(may) if may or terms is None else terms.may
+    state.admit({key: Admitted(int(time.time()) + days * 86_400, bytes.fromhex(voucher), granted)})
+    if is_running():
+        ask("reload", "POST")
+    print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
+
+
+def _find(ending: str) -> tuple[str, str]:
+    """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.protocol.identity import public_key_of_untrusted
+
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    matches = [peer for peer in known if ending and peer.endswith(ending)]
+    if len(matches) == 1:
+        return matches[0], known[matches[0]]
+    try:
+        public_key_of_untrusted(ending)
+    except IntegrityError:
+        text = f"{len(matches)} who are here, or wait, have an id that ends in {ending!r}: see swarmd members ls"
+        raise ConfigError(text) from None
+    return ending, ""
 
 
 def _found(peer: dict[str, Any]) -> str:
@@ -48,7 +114,7 @@ def _found(peer: dict[str, Any]) -> str:
 
 @app.command("revoke")
 def revoke(
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="A member, by the end of its id.")],
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A member, or who waits, by the end of its id.")],
     guests: Annotated[
         bool, typer.Option("--guests", help="Everybody else, too, whom the same invite brought in.")
     ] = False,
@@ -64,16 +130,13 @@ def revoke(
 
     state = home()
     state.founder()
-    matches = [row for row in ask("peers")["peers"] if peer and row["peer"].endswith(peer)]
-    if len(matches) != 1:
-        raise ConfigError(f"{len(matches)} known peers have an id that ends in {peer!r}: see swarmd members ls")
-    (row,) = matches
-    if row["is_self"]:
+    found, voucher = _find(peer)
+    if found == state.identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    if guests and not row["voucher"]:
-        raise ConfigError("the founder brought it in himself, by no invite: revoke it without --guests")
-    key = bytes.fromhex(row["voucher"]) if guests else public_key_of_untrusted(row["peer"])
+    if guests and not voucher:
+        raise ConfigError("no invite is known that brought it in: revoke it without --guests")
+    key = bytes.fromhex(voucher) if guests else public_key_of_untrusted(found)
     state.change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
     if is_running():
         ask("reload", "POST")
-    print(f"Revoked {row['peer']}" + (" and everybody whom its invite brought in." if guests else "."))
+    print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))

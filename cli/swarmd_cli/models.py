@@ -15,8 +15,8 @@ from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, download_line, span_text
 
 if TYPE_CHECKING:
+    from swarmd.protocol.catalog import Catalog
     from swarmd.protocol.manifest import Manifest
-    from swarmd.protocol.records import Catalog
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")

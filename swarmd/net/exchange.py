@@ -17,12 +17,15 @@ import trio
 from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.doors import Doors, Pass
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView, short_name
 from swarmd.protocol import records
+from swarmd.protocol.catalog import Right, read_catalog_untrusted
+from swarmd.protocol.charter import founders_untrusted
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Membership, read_links_untrusted, verify_certificate_untrusted
+from swarmd.protocol.identity import Membership, follow_untrusted, peer_id_of, read_links_untrusted
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord
@@ -55,12 +58,12 @@ class Exchange:
         self._view: SwarmView | None = None
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
-        self._revoked: frozenset[bytes] = frozenset()
+        self.doors = Doors(founders_untrusted(keys.founder_key, keys.charters))
 
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
         if self.book.expire(self._wall_clock()) or self._view is None:
-            self._view = self.book.view(networks)
+            self._view = self.book.view(networks, self._may if self.doors.are_limited else None)
         return self._view
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
@@ -72,15 +75,40 @@ class Exchange:
 
     def check(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Membership:
         """Is it a member's certificate, now? Raises Refused or IntegrityError."""
-        return verify_certificate_untrusted(certificate, self.keys.founder_key, peer, self._wall_clock(), self._revoked)
+        membership = follow_untrusted(certificate, self.doors.founders.ever, peer)
+        self.doors.require(membership, self._wall_clock())
+        return membership
 
-    def require_member(self, peer: PeerId) -> None:
-        """Refuse a peer whose membership ended after its stream was opened."""
+    def require_member(self, peer: PeerId, right: Right | None = None) -> None:
+        """Refuse a peer whose membership ended after its stream was opened, or that may not do something."""
         membership = self.members.get(peer)
-        if membership is None or membership.expires_at <= self._wall_clock():
+        if membership is None:
             raise Refused(Code.NOT_A_MEMBER, "the membership has expired")
-        if self._revoked and self._revoked.intersection(membership.keys):
-            raise Refused(Code.REVOKED, "the membership was revoked by the founder")
+        may = self.doors.require(membership, self._wall_clock()).may
+        if right is not None and right not in may:
+            text = f"the invite of this member is for: {', '.join(may) or 'nothing'}; not to {right}"
+            raise Refused(Code.NOT_ALLOWED, text)
+
+    def pass_of(self, certificate: tuple[bytes, ...]) -> Pass:
+        """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
+        key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
+        membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
+        try:
+            return self.doors.require(membership, self._wall_clock())
+        except Refused:
+            return Pass(membership.expires_at)
+
+    def _may(self, membership: Membership) -> tuple[Right, ...]:
+        try:
+            return self.doors.require(membership, self._wall_clock()).may
+        except Refused:
+            return ()
+
+    def _counts(self, membership: Membership) -> bool:
+        try:
+            return bool(self.doors.require(membership, self._wall_clock()))
+        except Refused:
+            return False
 
     def now(self) -> float:
         """Unix seconds."""
@@ -122,7 +150,9 @@ class Exchange:
             logger.debug("no record of %s: %s", claim.peer, wanted.reason)
             return False
         try:
-            verified = records.read_untrusted(raw, self.keys.founder_key, self._wall_clock(), self._revoked)
+            verified = records.read_untrusted(raw, self.doors.founders.ever, self._wall_clock())
+            if verified.record.expires_at > self.doors.require(verified.membership, self._wall_clock()).ends_at:
+                return False  # it outlives its certificate
         except Refused:
             return False
         news = self.book.add(verified).action
@@ -141,10 +171,12 @@ class Exchange:
         self._taken_at[key] = now
 
     def merge_catalog_untrusted(self, raw: bytes) -> bool:
-        catalog = records.read_catalog_untrusted(raw, self.keys.founder_key)
+        catalog = read_catalog_untrusted(raw, self.keys.founder_key)
         news = self.book.add_catalog(catalog, raw).action
         if news:
-            self._view, self._revoked = None, frozenset(catalog.revoked)
+            self._view = None
+            self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
+            self.book.keep_members(self._counts)
             self._catalog_news.set()
         return news
 
@@ -173,10 +205,11 @@ class Exchange:
         is_short = known is not None and known.minor >= SHORT_DIGESTS
         naming = short_name if is_short else str
         digest = msgspec.msgpack.encode(self.book.digest(naming))
-        root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0)
+        charters, root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0, 0)
 
         def request(call_id: int) -> ExchangeDigest:
-            return ExchangeDigest(id=call_id, catalog_version=version, catalog_root=root, is_short=is_short)
+            catalog = {"catalog_version": version, "catalog_root": root, "catalog_charters": charters}
+            return ExchangeDigest(id=call_id, is_short=is_short, **catalog)
 
         reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
         if not isinstance(reply, ExchangeReply):
@@ -209,8 +242,8 @@ class Exchange:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
         naming = short_name if message.is_short else str
         send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
-        theirs = (message.catalog_root, message.catalog_version)
-        catalog = self.book.catalog_raw if theirs == (0, 0) or self.book.catalog.rank > theirs else None
+        theirs = (message.catalog_charters, message.catalog_root, message.catalog_version)
+        catalog = self.book.catalog_raw if not any(theirs) or self.book.catalog.rank > theirs else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
         await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import trio
 
@@ -41,10 +42,18 @@ class _Visitor:
         return
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedIn:
+    """What the swarm says: its catalog, or that a founder has to approve first."""
+
+    catalog: bytes | None = None
+    waits: bool = False
+
+
 async def check_in(
     keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
-) -> bytes | None:
-    """Exchange once with any of ``bootstrap``; returns the catalog.
+) -> CheckedIn:
+    """Exchange once with any of ``bootstrap``.
 
     Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
     """
@@ -52,7 +61,7 @@ async def check_in(
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
     said: list[str] = []
-    mismatches = 0
+    mismatches, waits = 0, False
     async with network.running(), trio.open_nursery() as nursery:
         await nursery.start(rpc.run)
         for peer, addresses in bootstrap.items():
@@ -62,6 +71,9 @@ async def check_in(
                 said = []
                 break
             except Refused as error:
+                if error.code == Code.WAITS:
+                    said, waits = [], True
+                    break
                 if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
                     said = [f"refused: {error}"]
                     mismatches = len(bootstrap)
@@ -74,7 +86,7 @@ async def check_in(
                 said.append(str(error))
         nursery.cancel_scope.cancel()
     if not said and bootstrap:
-        return exchange.book.catalog_raw
+        return CheckedIn(exchange.book.catalog_raw, waits)
     if mismatches == len(bootstrap) and said:
         raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
     raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")

@@ -25,6 +25,7 @@ from starlette.routing import Route
 import swarmd.run_status as run_status
 import swarmd.status as answers
 from swarmd.errors import SwarmError
+from swarmd.member_status import PeersAnswer
 from swarmd.net.api import TaskStatus
 from swarmd.status import Status
 
@@ -60,7 +61,7 @@ class Controlled(Protocol):
 
     def status(self) -> answers.DaemonStatus: ...
 
-    def peers(self) -> answers.PeersAnswer: ...
+    def peers(self) -> PeersAnswer: ...
 
     def sessions(self) -> answers.SessionsAnswer: ...
 
@@ -106,7 +107,7 @@ class Verb:
 
 VERBS = (
     Verb("status", answers.DaemonStatus, lambda d, q: d.status()),
-    Verb("peers", answers.PeersAnswer, lambda d, q: d.peers()),
+    Verb("peers", PeersAnswer, lambda d, q: d.peers()),
     Verb("sessions", answers.SessionsAnswer, lambda d, q: d.sessions()),
     Verb("models", answers.ModelsAnswer, lambda d, q: d.models()),
     Verb("why", answers.WhyAnswer, lambda d, q: d.why(q["model"]), ("model",)),

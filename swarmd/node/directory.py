@@ -99,7 +99,7 @@ class Directory:
         self._likely_next: Callable[[], set[PeerId]] = set
         self._announce_now = trio.Event()
         self._sequence = 0
-        self._told_of_catalog: tuple[int, int] | None = None
+        self._told_of_catalog: tuple[int, int, int] | None = None
         self._exchanged_at: float | None = None
         self._reason = "starting"
         self._is_indexed: bool | None = None
@@ -200,7 +200,7 @@ class Directory:
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,
-            "expires_at": records.ends_at(now, self._certificate),
+            "expires_at": records.ends_at(now, self.exchange.pass_of(self._certificate).ends_at),
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
@@ -359,7 +359,7 @@ def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Calla
         body = decode(value, ExchangeBody, "a value", IntegrityError)
         highest = 0
         for raw in body.envelopes:
-            verified = records.read_untrusted(raw, exchange.keys.founder_key, wall_clock(), frozenset())
+            verified = records.read_untrusted(raw, exchange.doors.founders.ever, wall_clock())
             if own_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
                 raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
             highest = max(highest, verified.record.sequence)

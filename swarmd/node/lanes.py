@@ -113,6 +113,7 @@ class Lanes:
     async def _on_open(self, channel: Channel, opening: OpenLane) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+        self._exchange.require_member(channel.peer, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")

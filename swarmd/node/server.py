@@ -255,6 +255,7 @@ class Server:
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+        self._exchange.require_member(client, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         if opening.numerics and opening.numerics != loaded.numerics:

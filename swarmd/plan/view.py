@@ -12,14 +12,18 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
+import msgspec
+
 from swarmd.errors import ConfigError
 from swarmd.plan.dialing import IpNetwork, leads_there
-from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, RunRecord, SpanRecord, Verified
+from swarmd.protocol.catalog import MAX_USES, Catalog, Right
+from swarmd.protocol.identity import Membership
+from swarmd.protocol.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, Verified
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
 
 MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
 MAX_RECORDS_OF_A_PEER = 8  # itself, what it serves and the runs it takes part in
-MAX_PEERS_OF_A_VOUCHER = 128  # that announce themselves at a time: a larger group takes several invites
+MAX_PEERS_OF_A_VOUCHER = MAX_USES  # that announce themselves at a time: a larger group takes several invites
 MAX_RECORDS_OF_A_VOUCHER = 512  # of all whom one invite, or one member, has brought in
 MAX_SENT = 4_096  # records in one exchange; the rest follows in the next
 MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
@@ -102,6 +106,13 @@ def _count_down(counter: Counter[T], key: T) -> None:
         del counter[key]
 
 
+def _allowed(record: AnyRecord, may: Container[Right]) -> AnyRecord | None:
+    """What counts of a record of somebody who may do so much."""
+    if isinstance(record, PeerRecord):
+        return record if "give" in may else msgspec.structs.replace(record, holds={}, relays=False)
+    return record if ("serve" if isinstance(record, SpanRecord) else "train") in may else None
+
+
 Naming = Callable[[str], str]
 """What stands for a record's key in a digest."""
 
@@ -175,9 +186,11 @@ class RecordBook:
         if self.catalog_raw is not None and catalog.rank <= self.catalog.rank:
             return Decision(False, f"version {catalog.rank} is not newer than {self.catalog.rank}")
         self.catalog, self.catalog_raw = catalog, raw
-        revoked = frozenset(catalog.revoked)
-        self._drop([k for k, v in self.entries.items() if revoked.intersection(v.membership.keys)])
         return Decision(True, f"version {catalog.version}")
+
+    def keep_members(self, counts: Callable[[Membership], bool]) -> None:
+        """Drop the records of everybody whose membership does not count any more."""
+        self._drop([k for k, v in self.entries.items() if not counts(v.membership)])
 
     def expire(self, now: float) -> list[str]:
         """Drop what has expired; returns the keys."""
@@ -224,9 +237,16 @@ class RecordBook:
                 size += len(entry.raw)
         return picked
 
-    def view(self, networks: Callable[[], Iterable[IpNetwork]] = tuple) -> SwarmView:
-        """The picture for a machine on these networks."""
+    def view(
+        self,
+        networks: Callable[[], Iterable[IpNetwork]] = tuple,
+        may: Callable[[Membership], Container[Right]] | None = None,
+    ) -> SwarmView:
+        """The picture for a machine on these networks. What somebody ``may`` not do counts as not said."""
         records: list[AnyRecord] = [v.record for v in self.entries.values()]
+        if may is not None:
+            allowed = (_allowed(v.record, may(v.membership)) for v in self.entries.values())
+            records = [record for record in allowed if record is not None]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
         sizes = dict(self.catalog.models.values())
         possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))

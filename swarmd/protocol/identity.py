@@ -7,6 +7,7 @@ protobuf-encoded ed25519 public key, in base58 (libp2p specs, peer-ids).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,6 +23,7 @@ from swarmd.values import PeerId
 
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
 _LINK_DOMAIN = b"swarmd certificate link 1\0"
+NO_END = 2**53  # of what does not expire: the largest number that JSON keeps
 _MAY_SIGN = {"founder": ("invite", "member"), "invite": ("member", "client"), "member": ("client",)}
 
 PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -96,12 +98,27 @@ def certify(issuer: Identity, key: bytes, role: str, expires_at: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A verified certificate: whose it is, as what, through which keys, until when."""
+    """A verified certificate: whose it is, as what, through which keys, until when.
+
+    ``keys`` begin with a founder's; ``roles`` and ``ends`` (unix seconds) are of the links, from that one down.
+    """
 
     peer: PeerId
     role: str
     keys: tuple[bytes, ...]
     expires_at: int
+    roles: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    @property
+    def invite(self) -> bytes:
+        """The key of the invite that this came by; b"" where a founder certified it himself."""
+        return self.keys[1] if self.roles[:1] == ("invite",) else b""
+
+    @property
+    def member(self) -> bytes:
+        """The key of the machine that is the member: this one's, or of a client's; b"" of an invite's own clients."""
+        return next((k for k, role in zip(self.keys[1:], self.roles, strict=True) if role == "member"), b"")
 
     @property
     def vouchers(self) -> tuple[bytes, ...]:
@@ -111,7 +128,7 @@ class Membership:
 
 def expiry_of(certificate: tuple[bytes, ...]) -> int:
     """When a certificate of one's own ends, in unix seconds. The founder's has no end."""
-    return min((link.expires_at for link in read_links_untrusted(certificate)), default=2**53)
+    return min((link.expires_at for link in read_links_untrusted(certificate)), default=NO_END)
 
 
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
@@ -119,34 +136,53 @@ def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
 
 
 def verify_certificate_untrusted(
-    certificate: tuple[bytes, ...], founder_key: bytes, peer: str, now: float, revoked: frozenset[bytes] = frozenset()
+    certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str, now: float
 ) -> Membership:
-    """Follow a certificate from the founder's key to ``peer``.
+    """Follow a certificate from a founder's key (one of ``issuers``) to ``peer``, as it counts by itself.
 
-    An empty certificate is the founder's own. Raises IntegrityError for anything forged and Refused (with
-    NOT_A_MEMBER or REVOKED) for an honest certificate that no longer counts.
+    What the founders' catalog says of it is plan.doors'. Raises IntegrityError for anything forged and Refused (with
+    NOT_A_MEMBER) for an honest certificate that has expired.
     """
-    membership = _follow_untrusted(certificate, founder_key)
-    if membership.peer != peer:
-        raise IntegrityError(f"the certificate was issued to {membership.peer}, not to {peer}")
+    membership = follow_untrusted(certificate, issuers, peer)
     if membership.expires_at <= now:
         raise Refused(Code.NOT_A_MEMBER, f"the membership of {peer} expired {int(now - membership.expires_at)} s ago")
-    if revoked.intersection(membership.keys):
-        raise Refused(Code.REVOKED, f"the membership of {peer} was revoked by the founder")
+    return membership
+
+
+def follow_untrusted(certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str) -> Membership:
+    """Check every signature and role of a certificate, and whose it is; not when it ends. Raises IntegrityError.
+
+    An empty certificate is a founder's own.
+    """
+    membership = _follow_untrusted(certificate, (issuers,) if isinstance(issuers, bytes) else issuers)
+    if membership.peer != peer:
+        raise IntegrityError(f"the certificate was issued to {membership.peer}, not to {peer}")
     return membership
 
 
 @functools.lru_cache(maxsize=4_096)  # every record of a peer carries the same certificate
-def _follow_untrusted(certificate: tuple[bytes, ...], founder_key: bytes) -> Membership:
-    """Check every signature and role of a chain; what depends on time is checked by the caller."""
-    signer, role, expires_at, keys = founder_key, "founder", 2**53, [founder_key]
-    for link in read_links_untrusted(certificate):
+def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]) -> Membership:
+    links = read_links_untrusted(certificate)
+    signer, role, keys = _issuer(links, issuers), "founder", list[bytes]()
+    keys.append(signer)
+    for link in links:
         if link.role not in _MAY_SIGN.get(role, ()):
             raise IntegrityError(f"a key with the role {role!r} cannot certify a {link.role!r}")
         verify(signer, _LINK_DOMAIN, link.body(), link.signature, f"the {link.role} link of a certificate")
-        signer, role, expires_at = link.key, link.role, min(expires_at, link.expires_at)
+        signer, role = link.key, link.role
         keys.append(link.key)
-    return Membership(peer_id_of(signer), role, tuple(keys), expires_at)
+    ends = tuple(link.expires_at for link in links)
+    roles = tuple(link.role for link in links)
+    return Membership(peer_id_of(signer), role, tuple(keys), min(ends, default=NO_END), roles, ends)
+
+
+def _issuer(links: list[Link], issuers: tuple[bytes, ...]) -> bytes:
+    """Which founder signed the first link; the first of them where only one can have."""
+    for key in issuers[1:] if links else ():
+        with contextlib.suppress(IntegrityError):
+            verify(key, _LINK_DOMAIN, links[0].body(), links[0].signature, "a certificate")
+            return key
+    return issuers[0]
 
 
 def require_peer_ids(*peers: str) -> None:

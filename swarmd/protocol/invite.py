@@ -1,32 +1,32 @@
-"""Invites: one line of text that lets whoever holds it join a private swarm.
-
-``swarmd1-`` then base32 of a msgpack body and the first 8 bytes of its sha256, so that a cut or mistyped invite
-is told apart from a wrong one.
-"""
+"""Invites: one line of text (protocol.lines) that lets whoever holds it join a private swarm."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from typing import Annotated
 
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol import lines
+from swarmd.protocol.charter import MAX_CHARTERS, founders_untrusted
 from swarmd.protocol.identity import Identity, PublicKey, certify, read_links_untrusted, verify_certificate_untrusted
 
 _PREFIX = "swarmd"
 _VERSION = "1"
-_CHECK_BYTES = 8  # of a digest: a letter that was mistyped is found
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
-    """What every member knows of its swarm: name, the founder's public key, the pre-shared key of the gate."""
+    """What every member knows of its swarm: name, the first founder's public key, the pre-shared key of the gate.
+
+    ``charters`` lead to those who found it by now (protocol.charter); later ones come with the catalog.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     founder_key: PublicKey
     psk: Seed
+    charters: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_CHARTERS)] = ()
 
     @property
     def swarm_id(self) -> str:
@@ -50,8 +50,11 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         return min((link.expires_at for link in read_links_untrusted(self.certificate)), default=2**53)
 
     def admit(self, key: bytes, role: str, expires_at: int) -> tuple[bytes, ...]:
-        """Certify ``key`` with this invite's key; returns the whole certificate."""
-        return (*self.certificate, certify(self.identity, key, role, min(expires_at, self.expires_at)))
+        """Certify ``key`` with this invite's key; returns the whole certificate.
+
+        It counts no longer than the invite, unless a founder admits the member for good (plan.doors).
+        """
+        return (*self.certificate, certify(self.identity, key, role, expires_at))
 
 
 def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expires_at: int) -> Invite:
@@ -60,31 +63,16 @@ def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expi
 
 
 def encode(invite: Invite) -> str:
-    body = msgspec.msgpack.encode(invite)
-    checked = body + hashlib.sha256(body).digest()[:_CHECK_BYTES]
-    return f"{_PREFIX}{_VERSION}-{base64.b32encode(checked).decode().rstrip('=').lower()}"
+    return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(invite))
 
 
 def decode_untrusted(text: str, now: float) -> Invite:
     """Read an invite as typed or pasted. Raises ConfigError that says which part is wrong."""
-    head, dash, tail = text.strip().partition("-")
-    if not dash or not head.startswith(_PREFIX):
-        raise ConfigError(f"expected an invite that starts with {_PREFIX}{_VERSION}-, got {text.strip()[:20]!r}")
-    version = head.removeprefix(_PREFIX)
-    if version != _VERSION:
-        raise ConfigError(f"the invite has version {version!r}, this swarmd reads version {_VERSION}: update swarmd")
-    try:
-        raw = base64.b32decode(tail.upper() + "=" * (-len(tail) % 8))
-    except ValueError:  # binascii.Error among them
-        raise ConfigError("the invite's text was cut short or mistyped: copy the whole line again") from None
-    body, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
-    if hashlib.sha256(body).digest()[:_CHECK_BYTES] != check:
-        raise ConfigError(
-            "the invite's checksum does not match: it was cut short or mistyped, copy the whole line again"
-        )
+    body = lines.decode_untrusted(text, _PREFIX, _VERSION, "an invite")
     try:
         invite = msgspec.msgpack.decode(body, type=Invite)
-        verify_certificate_untrusted(invite.certificate, invite.swarm.founder_key, invite.identity.peer_id, 0.0)
+        founders = founders_untrusted(invite.swarm.founder_key, invite.swarm.charters)
+        verify_certificate_untrusted(invite.certificate, founders.ever, invite.identity.peer_id, 0.0)
     except (msgspec.DecodeError, IntegrityError) as error:
         raise ConfigError(f"the invite's certificate is not valid: {error}") from None
     if invite.expires_at <= now:

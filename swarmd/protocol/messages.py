@@ -76,6 +76,7 @@ class ExchangeDigest(Message, tag="digest", frozen=True):
     catalog_version: Count = 0
     catalog_root: Count = 0
     is_short: bool = False
+    catalog_charters: Count = 0
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):

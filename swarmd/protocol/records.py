@@ -11,20 +11,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
 from swarmd.protocol.identity import (
     Identity,
     Membership,
-    PublicKey,
     Signature,
-    expiry_of,
+    follow_untrusted,
     public_key_of_untrusted,
     verify,
-    verify_certificate_untrusted,
 )
 from swarmd.protocol.untrusted import decode
-from swarmd.values import ModelId, is_model_hash
 
 MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
 RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
@@ -32,7 +29,6 @@ MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
 MAX_SKEW_S = 120  # volunteers' clocks differ
 MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's honest word
 _DOMAIN = b"swarmd record 1\0"
-_CATALOG_DOMAIN = b"swarmd catalog 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
 BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
@@ -199,9 +195,9 @@ def _key(peer: str, kind: str, model: str = "", run: str = "", slot: int = 0) ->
     return f"{peer}/{where}"
 
 
-def ends_at(now: int, certificate: tuple[bytes, ...]) -> int:
-    """When a record of one's own that is issued now ends: with its certificate at the latest."""
-    return max(now + 1, min(now + RECORD_LIFETIME_S, expiry_of(certificate)))
+def ends_at(now: int, until: int) -> int:
+    """When a record of one's own that is issued now ends: with one's membership at the latest."""
+    return max(now + 1, min(now + RECORD_LIFETIME_S, until))
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
@@ -230,11 +226,11 @@ def read_claim(raw: bytes) -> Claim:
     return decode(decode(raw, Envelope, "a record", IntegrityError).body, Claim, "a record", IntegrityError)
 
 
-def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozenset[bytes]) -> Verified:
-    """Check one record from anywhere.
+def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> Verified:
+    """Check one record from anywhere; whether its author's membership counts now is another question (plan.doors).
 
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
-    record that does not count (expired, skewed, no longer a member, of a later version), which costs nobody anything.
+    record that does not count (expired, skewed, of a later version), which costs nobody anything.
     """
     envelope = decode(raw, Envelope, "a record", IntegrityError)
     author = decode(envelope.body, _Author, "a record", IntegrityError).peer
@@ -255,90 +251,7 @@ def read_untrusted(raw: bytes, founder_key: bytes, now: float, revoked: frozense
         raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
     if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
         raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
-    membership = verify_certificate_untrusted(record.certificate, founder_key, record.peer, now, revoked)
-    if record.expires_at > membership.expires_at:
-        raise Refused(Code.REFUSED, f"the record of {record.peer} outlives its certificate")
+    membership = follow_untrusted(record.certificate, issuers, record.peer)
     if membership.role == "client" and not isinstance(record, RunRecord):
         raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
     return Verified(record, membership, raw)
-
-
-class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The swarm's list: model names to manifest hashes with the number of blocks, and revoked keys.
-
-    Signed by the founder, or by a key that the founder's catalog names in ``delegates``; then ``root`` is the version
-    of that one, and neither delegates nor revoked keys may differ from it. ``adapters`` maps names to an adapter's hash
-    and the hash of the model that it adapts, ``sources`` hashes to where the hub has the same bytes: org/name@revision.
-    """
-
-    version: Count = 0
-    models: Annotated[dict[Name, tuple[Name, Blocks]], msgspec.Meta(max_length=1_024)] = {}
-    revoked: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4_096)] = ()
-    delegates: Annotated[tuple[PublicKey, ...], msgspec.Meta(max_length=64)] = ()
-    root: Count = 0
-    adapters: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
-    sources: Annotated[dict[Name, Text], msgspec.Meta(max_length=1_024)] = {}
-
-    def hash_of(self, name: str) -> ModelId:
-        """The hash of a model or an adapter by its name, or by that hash itself. Raises ConfigError."""
-        listed = {**self.adapters, **self.models}
-        if name in listed or is_model_hash(name):
-            return ModelId(listed[name][0] if name in listed else name)
-        raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed)) or 'none yet'}")
-
-    def name_of(self, model: str) -> str | None:
-        """The name of a model's hash."""
-        return next((name for name, (known, _) in self.models.items() if known == model), None)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """What is newer counts: first the founder's version that it builds on, then its own."""
-        return self.root or self.version, self.version
-
-
-def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
-    body = msgspec.msgpack.encode(catalog)
-    return msgspec.msgpack.encode((body, founder.sign(_CATALOG_DOMAIN, body)))
-
-
-def sign_catalog_as_delegate(catalog: Catalog, delegate: Identity, current: bytes, founder_key: bytes) -> bytes:
-    """Sign what follows the ``current`` catalog. Raises IntegrityError when the founder did not name this key."""
-    envelope = decode(current, _SignedCatalog, "a catalog", IntegrityError)
-    root_raw = envelope.root_raw or current
-    root = _read_root(decode(root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
-    body = msgspec.msgpack.encode(msgspec.structs.replace(catalog, root=root.version))
-    signed = _SignedCatalog(body, delegate.sign(_CATALOG_DOMAIN, body), delegate.public_key, root_raw)
-    raw = msgspec.msgpack.encode(signed)
-    read_catalog_untrusted(raw, founder_key)
-    return raw
-
-
-def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
-    """Check a catalog's signatures and read it. Raises IntegrityError."""
-    envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
-    if not envelope.root_raw:
-        return _read_root(envelope, founder_key)
-    root = _read_root(decode(envelope.root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
-    if envelope.signer not in root.delegates:
-        raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
-    verify(envelope.signer, _CATALOG_DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
-    catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
-    fixed = (catalog.root, catalog.delegates, catalog.revoked)
-    if fixed != (root.version, root.delegates, root.revoked) or catalog.version <= root.version:
-        raise IntegrityError("a delegate may change models only, in a version after the founder's")
-    return catalog
-
-
-class _SignedCatalog(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    body: bytes
-    signature: bytes
-    signer: bytes = b""
-    root_raw: bytes = b""
-
-
-def _read_root(envelope: _SignedCatalog, founder_key: bytes) -> Catalog:
-    verify(founder_key, _CATALOG_DOMAIN, envelope.body, envelope.signature, "the catalog")
-    catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
-    if catalog.root:
-        raise IntegrityError("the founder's own catalog builds on no other")
-    return catalog

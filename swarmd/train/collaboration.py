@@ -197,7 +197,7 @@ class Collaboration:
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=ends_at(now, self._swarm.certificate),
+            expires_at=ends_at(now, self._swarm.exchange.pass_of(self._swarm.certificate).ends_at),
             certificate=self._swarm.certificate,
             **fields,
         )

@@ -18,10 +18,11 @@ from swarmd.plan.routing import Hop
 from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Refusal, Replay, Replayed, Reroute, Rerouted
-from swarmd.protocol.records import Catalog, SpanRecord
+from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.wire.history import Budget
 from swarmd.wire.tensors import pack

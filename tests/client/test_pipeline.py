@@ -22,9 +22,10 @@ from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, Swar
 from swarmd.net.standing import Standing
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import Opened, Refusal
-from swarmd.protocol.records import Catalog, SpanRecord
+from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tuning import Backward, Forward, Gradients, PutTuned, TunedHeld
 from swarmd.values import ModelId, PeerId
 from swarmd.wire.changes import Changes

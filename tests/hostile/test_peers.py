@@ -17,10 +17,11 @@ from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.node.heartbeat import UNUSED_LEASE_S
 from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol import frames, messages
+from swarmd.protocol.catalog import Catalog, sign_catalog
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.messages import CachePart, Edit, HandOver, Op
-from swarmd.protocol.records import Catalog, ExchangeBody, PeerRecord, SpanRecord, sign, sign_catalog
+from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord, sign
 from swarmd.values import PeerId
 from swarmd.wire.tensors import pack
 from tests.hostile.kit import Attacker, served

@@ -9,8 +9,9 @@ import pytest
 
 from swarmd.node.balancer import Balancer, Turnover
 from swarmd.plan.view import RecordBook, SwarmView
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.identity import Membership
-from swarmd.protocol.records import AnyRecord, Catalog, PeerRecord, SpanRecord, Verified
+from swarmd.protocol.records import AnyRecord, PeerRecord, SpanRecord, Verified
 from swarmd.values import ModelId, PeerId, Span
 
 MODEL = ModelId("m" * 64)

@@ -6,8 +6,9 @@ from typing import Any
 
 from swarmd.node.health import CLONED_FOR_S, MAX_CLOCKS, Health
 from swarmd.plan.view import SwarmView
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.messages import Hello
-from swarmd.protocol.records import Catalog, PeerRecord
+from swarmd.protocol.records import PeerRecord
 from swarmd.status import DirectoryStatus, HealthRow
 from swarmd.values import PeerId
 

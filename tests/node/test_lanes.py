@@ -38,6 +38,7 @@ class World:
         rpc = SimpleNamespace(existing=self.existing, channel=self.channel, network=SimpleNamespace())
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
+        exchange.require_member = lambda *_: None
         served = Served(Identity(bytes(32)), Books(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         self.server: Any = SimpleNamespace(is_draining=False, served=served, require_serving=lambda *_: None)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)

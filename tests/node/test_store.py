@@ -17,8 +17,8 @@ from swarmd.net.standing import Standing
 from swarmd.node.store import SHARE_WHILE_DECODING, Store
 from swarmd.plan.traffic import MBIT
 from swarmd.plan.view import SwarmView
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.messages import ManifestIs, Ping, WantManifest
-from swarmd.protocol.records import Catalog
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.weights.library import Library
 

@@ -27,8 +27,9 @@ from swarmd.plan.placement import (
 )
 from swarmd.plan.routing import best_rejected, best_route, least_loaded, pass_s
 from swarmd.plan.view import RecordBook, short_name
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.identity import Identity, Membership
-from swarmd.protocol.records import Catalog, SpanRecord, Verified
+from swarmd.protocol.records import SpanRecord, Verified
 from swarmd.values import PeerId, Span, ranges
 
 ME = PeerId("me")

@@ -11,13 +11,8 @@ import pytest
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.home import Home
 from swarmd.plan.view import RecordBook
+from swarmd.protocol.catalog import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.records import (
-    Catalog,
-    read_catalog_untrusted,
-    sign_catalog,
-    sign_catalog_as_delegate,
-)
 
 FOUNDER, DELEGATE, OTHER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 KEY = FOUNDER.public_key
@@ -35,7 +30,7 @@ def changed(raw: bytes, **more: Any) -> Catalog:
 def test_a_delegate_adds_a_model_and_another_delegate_builds_on_it() -> None:
     first = sign_catalog_as_delegate(changed(root(), version=11, models={"one": MODEL}), DELEGATE, root(), KEY)
     read = read_catalog_untrusted(first, KEY)
-    assert (read.rank, read.models) == ((10, 11), {"one": MODEL})
+    assert (read.rank, read.models) == ((0, 10, 11), {"one": MODEL})
     models = {**read.models, "two": MODEL}
     second = sign_catalog_as_delegate(changed(first, version=12, models=models), DELEGATE, first, KEY)
     assert set(read_catalog_untrusted(second, KEY).models) == {"one", "two"}

@@ -24,9 +24,9 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker_link import WorkerLost, WorkerProcess
 from swarmd.protocol import frames, manifest, messages, shards, worker
+from swarmd.protocol.catalog import Catalog, sign_catalog
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.records import Catalog, sign_catalog
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span

@@ -58,7 +58,7 @@ def test_a_record_of_a_later_version_is_read_and_one_of_an_earlier_is_taken_at_i
     later = {**msgspec.msgpack.decode(msgspec.msgpack.encode(record)), "aura": "violet"}
     body = msgspec.msgpack.encode(later)
     raw = msgspec.msgpack.encode(records.Envelope(body, MEMBER.sign(b"swarmd record 1\0", body)))
-    read = records.read_untrusted(raw, KEYS.founder_key, 120, frozenset()).record
+    read = records.read_untrusted(raw, KEYS.founder_key, 120).record
     assert isinstance(read, records.PeerRecord)
     assert understanding_of(read).knows("int4x", frozenset({"telepathy"}))
     common = {"peer": "p", "sequence": 1, "issued_at": 0, "expires_at": 1, "certificate": ()}

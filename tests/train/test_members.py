@@ -7,7 +7,7 @@ import pytest
 from swarmd.net.standing import Standing
 from swarmd.plan.standing import HALF_LIFE_S
 from swarmd.plan.view import SwarmView
-from swarmd.protocol.records import Catalog
+from swarmd.protocol.catalog import Catalog
 from swarmd.train.members import Members
 from swarmd.values import PeerId, RunId
 

@@ -27,12 +27,13 @@ from swarmd.net.sim import SimNetwork, SimWorld
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.samples import row_of
 from swarmd.plan.view import SwarmView
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.manifest import Manifest
 from swarmd.protocol.messages import AnyMessage, Hello
 from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
-from swarmd.protocol.records import Catalog, RunRecord
+from swarmd.protocol.records import RunRecord
 from swarmd.train.disk import RunFolder
 from swarmd.train.recovery import Get
 from swarmd.train.source import Again, Computed, InnerStep, SourceLost

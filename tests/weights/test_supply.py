@@ -16,8 +16,9 @@ from swarmd.net.standing import Standing
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import manifest as manifests
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
-from swarmd.protocol.records import Catalog, PeerRecord
+from swarmd.protocol.records import PeerRecord
 from swarmd.values import PeerId
 from swarmd.weights.donor import read_piece
 from swarmd.weights.folder import ModelFolder

@@ -1,0 +1,65 @@
+"""What a daemon says of the members that it knows, over its control socket."""
+
+from __future__ import annotations
+
+from swarmd.status import Blocks, StandingRow, Status
+
+
+class SpanRow(Status, frozen=True, kw_only=True):
+    """What a member serves, by its own record; None is not measured."""
+
+    model: str
+    blocks: Blocks
+    state: str
+    decode_tokens_per_s: float | None
+    prefill_tokens_per_s: float | None
+    free_cache_tokens: int
+    training_bytes: int
+    training_share: float
+
+
+class PeerRow(Status, frozen=True, kw_only=True):
+    """A member of the swarm, by its own record; None is not measured.
+
+    ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
+    ``voucher``: the key of the invite that brought it in, in hex; "" is the founder himself. What it ``may`` do (use,
+    serve, train, give) it may until ``ends_at`` (unix seconds). So many others say that they found its blocks right, or
+    wrong.
+    """
+
+    peer: str
+    is_self: bool
+    addresses: tuple[str, ...]
+    version: str
+    protocol: int
+    codecs: tuple[str, ...]
+    device: str | None
+    device_memory_bytes: int | None
+    memory_bytes: int | None
+    cores: int | None
+    free_disk_bytes: int | None
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+    round_trip_ms: float | None
+    spans: tuple[SpanRow, ...]
+    reach: str = "unknown"
+    way: str | None = None
+    standing: StandingRow | None = None
+    voucher: str = ""
+    may: tuple[str, ...] = ()
+    ends_at: int = 0
+    found_right: int = 0
+    found_wrong: int = 0
+
+
+class WaitingRow(Status, frozen=True, kw_only=True):
+    """Somebody whose invite (its key, in hex) waits for approval, and how long ago it last knocked here."""
+
+    peer: str
+    voucher: str
+    knocked_s: float
+
+
+class PeersAnswer(Status, frozen=True, kw_only=True):
+    peers: tuple[PeerRow, ...]
+    waiting: tuple[WaitingRow, ...] = ()

@@ -1,0 +1,54 @@
+"""On a founder's machine: whoever came by an invite for so many is entered into the catalog, and so let in for good.
+
+Then everybody knows who has used the invite, and the member stays when the invite ends. docs/trust.md, "Members".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.net.exchange import Exchange
+from swarmd.protocol.catalog import MEMBERSHIP_LIFETIME_S, Admitted
+
+logger = logging.getLogger(__name__)
+
+ENTRY_INTERVAL_S = 2.0  # as often as members exchange: who comes in between shares one version of the catalog
+
+
+class Registrar:
+    """``admit`` signs a catalog with more members and returns it, None where no founder's key is here.
+
+    ``announce`` tells others soon that there is a newer one.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        admit: Callable[[dict[bytes, Admitted]], bytes | None],
+        announce: Callable[[], None],
+    ) -> None:
+        self._admit = admit
+        self._exchange = exchange
+        self._announce = announce
+
+    async def run(self) -> None:
+        while True:
+            await trio.sleep(ENTRY_INTERVAL_S)
+            arrivals = self._arrivals()
+            try:
+                raw = self._admit(arrivals) if arrivals else None
+                if raw is not None and self._exchange.merge_catalog_untrusted(raw):
+                    self._announce()
+            except (SwarmError, OSError) as error:
+                logger.warning("%d newcomers are not in the catalog yet: %s", len(arrivals), error)
+
+    def _arrivals(self) -> dict[bytes, Admitted]:
+        latest = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
+        return {
+            key: Admitted(min(latest, *membership.ends[1:]), membership.invite, terms.may)
+            for key, membership, terms in self._exchange.doors.arrived()
+        }
