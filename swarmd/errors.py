@@ -43,6 +43,9 @@ class Code(StrEnum):
         return cls.REFUSED
 
 
+OUR_MEMBERSHIP = (Code.NOT_A_MEMBER, Code.REVOKED, Code.WAITS, Code.NOT_ALLOWED)  # every member will say the same
+
+
 class SwarmError(Exception):
     """The root of the tree."""
 

@@ -79,6 +79,7 @@ def join(
     from swarmd.home import by_peer
     from swarmd.node.checkin import check_in
     from swarmd.protocol import invite as invites
+    from swarmd.protocol.catalog import MEMBERSHIP_LIFETIME_S
     from swarmd.protocol.identity import Identity
 
     state = home()
@@ -86,7 +87,7 @@ def join(
     if state.has_joined:
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
-    certificate = ticket.admit(identity.public_key, "member", ticket.expires_at)
+    certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     found = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
     state.enter(ticket, identity, found.catalog)
     if found.waits:

@@ -33,7 +33,7 @@ def ls(as_json: Json = False) -> None:
         return
     rows = [
         [
-            peer["peer"] + (" (this one)" if peer["is_self"] else ""),
+            peer["peer"][-8:] + (" (this one)" if peer["is_self"] else ""),
             _brought_in(peer["voucher"]),
             ", ".join(peer["may"]),
             _until(peer["ends_at"]),
@@ -45,7 +45,7 @@ def ls(as_json: Json = False) -> None:
     table("Members", ["member", "brought in by", "may", "until", "serves", "its blocks were found"], rows)
     if waiting:
         waits = [
-            [row["peer"], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
+            [row["peer"][-8:], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
             for row in sorted(waiting, key=lambda row: -row["knocked_s"])
         ]
         table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)

@@ -21,6 +21,7 @@ from swarmd.client.own import give
 from swarmd.client.receipts import Account, Accounts
 from swarmd.client.requests import Requests
 from swarmd.errors import (
+    OUR_MEMBERSHIP,
     CacheExhausted,
     Code,
     Forged,
@@ -167,7 +168,7 @@ class Chain:
         for index, error in failures.items():
             if isinstance(error, Refused) and error.code is Code.TOO_LONG:
                 raise CacheExhausted(f"{self.links[index].hop}: {error}")
-            if isinstance(error, Refused) and error.code in (Code.NOT_A_MEMBER, Code.REVOKED):
+            if isinstance(error, Refused) and error.code in OUR_MEMBERSHIP:
                 raise error
 
     def route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:

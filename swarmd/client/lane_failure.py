@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from swarmd.errors import Code, PeerError, Refused, SwarmError
+from swarmd.errors import OUR_MEMBERSHIP, Code, PeerError, Refused, SwarmError
 from swarmd.plan.routing import Hop
 from swarmd.values import PeerId
 
 BLAMED_S = 20.0  # left out: as long as a server that was killed takes to be back
-FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED)
+FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED, *OUR_MEMBERSHIP)
 
 
 class LaneFailed(SwarmError):

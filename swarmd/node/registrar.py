@@ -47,8 +47,5 @@ class Registrar:
                 logger.warning("%d newcomers are not in the catalog yet: %s", len(arrivals), error)
 
     def _arrivals(self) -> dict[bytes, Admitted]:
-        latest = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
-        return {
-            key: Admitted(min(latest, *membership.ends[1:]), membership.invite, terms.may)
-            for key, membership, terms in self._exchange.doors.arrived()
-        }
+        ends_at = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
+        return {key: Admitted(ends_at, invite, terms.may) for key, invite, terms in self._exchange.doors.arrived()}

@@ -7,7 +7,6 @@ daemon enters into the catalog who came (node.registrar); until it does, each me
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ class Doors:
         self._catalog = Catalog()
         self._revoked: frozenset[bytes] = frozenset()
         self._n_admitted: Counter[bytes] = Counter()
-        self._came: dict[bytes, dict[bytes, Membership]] = {}
+        self._came: dict[bytes, list[bytes]] = {}
 
     @property
     def are_limited(self) -> bool:
@@ -68,19 +67,14 @@ class Doors:
             raise Refused(Code.NOT_A_MEMBER, text)
         return worth
 
-    def arrived(self) -> list[tuple[bytes, Membership, Terms]]:
-        """Who came by an invite for so many and is not in the catalog: member's key, membership, the invite's terms."""
-        return [
-            (key, membership, self._catalog.invites[invite])
-            for invite, guests in self._came.items()
-            for key, membership in guests.items()
-        ]
+    def arrived(self) -> list[tuple[bytes, bytes, Terms]]:
+        """Who came by an invite for so many and is not in the catalog: keys of member and invite, its terms."""
+        return [(k, invite, self._catalog.invites[invite]) for invite, guests in self._came.items() for k in guests]
 
-    def _still(self, invite: bytes, guests: dict[bytes, Membership]) -> dict[bytes, Membership]:
+    def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
         left = self._catalog.invites[invite].uses - self._n_admitted[invite]
-        others = {key: guest for key, guest in guests.items() if key not in self._catalog.admitted}
-        return dict(itertools.islice(others.items(), max(0, left)))
+        return [key for key in guests if key not in self._catalog.admitted][: max(0, left)]
 
     def _by_invite(self, membership: Membership, now: float) -> Pass:
         if membership.keys[0] not in self.founders.charter.issuers:
@@ -103,7 +97,7 @@ class Doors:
 
     def _take_use(self, membership: Membership, terms: Terms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
-        guests = self._came.setdefault(membership.invite, {})
+        guests = self._came.setdefault(membership.invite, [])
         left = terms.uses - self._n_admitted[membership.invite]
         is_new = bool(membership.member) and membership.member not in guests
         if left <= 0 or (is_new and len(guests) >= left):
@@ -111,4 +105,4 @@ class Doors:
             text = f"its invite was for {times}, and others came first: ask for a new one"
             raise Refused(Code.NOT_A_MEMBER, f"{membership.peer} is no member: {text}")
         if is_new:
-            guests[membership.member] = membership
+            guests.append(membership.member)
