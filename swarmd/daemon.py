@@ -40,6 +40,7 @@ from swarmd.node.health import Health
 from swarmd.node.heap import give_back
 from swarmd.node.hosts import Hosts
 from swarmd.node.metrics import serve_metrics
+from swarmd.node.order import Order
 from swarmd.node.presence import Presence, limits_of, verdict_now
 from swarmd.node.prober import Prober
 from swarmd.node.reachability import Reachability
@@ -100,21 +101,10 @@ class Daemon:
         network, home = world.network, member.home
         self.network, self.exchange = network, exchange
         self.rpc = Rpc(network, self, Standing(world.wall_clock, home.standing_file if home else None))
-        self.directory = Directory(
-            member.identity,
-            member.certificate,
-            network,
-            self.rpc,
-            world.records,
-            exchange,
-            world.wall_clock,
-            world.rng,
-            member.bootstrap,
-            home.peers_file if home else None,
-            config.exchange,
-        )
+        self.directory = _directory_of(member, world, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = Books(home.books_file if home else None)
+        self.order = Order(exchange, self.books, network.peer_id)
         self.store = Store(self.rpc, self.directory.view, library, config, self.directory.announce_soon)
         self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
         folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
@@ -133,6 +123,7 @@ class Daemon:
             understands=world.understands,
             presence=self.presence,
             books=self.books,
+            order=self.order,
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)
@@ -169,6 +160,7 @@ class Daemon:
             await nursery.start(self.hosts.run)
             nursery.start_soon(self.prober.run)
             nursery.start_soon(self.books.keep)
+            nursery.start_soon(self.order.run)
             nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon).run)
             task_status.started()
             await self.stopping.wait()
@@ -330,6 +322,22 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
             nursery.start_soon(manager.run)
             await daemon.stopping.wait()
             manager.stopping()
+
+
+def _directory_of(member: Member, world: Surroundings, exchange: Exchange, rpc: Rpc, config: Config) -> Directory:
+    return Directory(
+        member.identity,
+        member.certificate,
+        world.network,
+        rpc,
+        world.records,
+        exchange,
+        world.wall_clock,
+        world.rng,
+        member.bootstrap,
+        member.home.peers_file if member.home else None,
+        config.exchange,
+    )
 
 
 def _gateway_of(home: Home | None, config: Config) -> GatewayProcess | None:

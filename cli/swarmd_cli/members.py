@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from swarmd_cli.context import ask, home, is_running, print_json, table
@@ -87,6 +89,69 @@ def approve(
     print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
 
 
+@app.command("order")
+def order(
+    rule: Annotated[str, typer.Argument(metavar="[RULE]", help="equal, giving or key; nothing shows it.")] = "",
+) -> None:
+    """Say who goes first where cache or a queue is short. Only a founder can change it.
+
+    equal: everybody alike. giving: each server favours who computed for its owner, and nobody starves. key: as
+    swarmd members favour says.
+
+    Example: swarmd members order giving
+    """
+    from swarmd.errors import ConfigError
+    from swarmd.plan.order import ORDERS
+
+    state = home()
+    if not rule:
+        catalog = state.catalog()
+        print(catalog.order)
+        for key, times in catalog.favours.items():
+            print(f"  {key.hex()}  {times}")
+        return
+    if rule not in ORDERS:
+        raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
+    _change(lambda c: msgspec.structs.replace(c, order=rule))
+    print(f"Where something is short, the order is: {rule}.")
+
+
+@app.command("favour")
+def favour(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A member, by the end of its id.")],
+    times: Annotated[int, typer.Argument(min=1, max=16, help="So many times what others get; 1 is as others.")],
+    guests: Annotated[bool, typer.Option("--guests", help="And all whom its invite brought in, together.")] = False,
+) -> None:
+    """Give a member more of what is short, in swarms whose order is by key. Only a founder can.
+
+    Example: swarmd members favour 8auXSk2p 4
+    """
+    key = _key(peer, guests)
+    rest = {k: n for k, n in home().catalog().favours.items() if k != key}
+    _change(lambda c: msgspec.structs.replace(c, favours={**rest, key: times} if times > 1 else rest))
+    if home().catalog().order != "key":
+        print("It counts once the order is by key: swarmd members order key")
+
+
+def _change(change: Callable[[Any], Any]) -> None:
+    state = home()
+    state.founder()
+    state.change_catalog(change)
+    if is_running():
+        ask("reload", "POST")
+
+
+def _key(peer: str, guests: bool) -> bytes:
+    """The key of a member, or of the invite that brought it in. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.identity import public_key_of_untrusted
+
+    found, voucher = _find(peer)
+    if guests and not voucher:
+        raise ConfigError("no invite is known that brought it in: do without --guests")
+    return bytes.fromhex(voucher) if guests else public_key_of_untrusted(found)
+
+
 def _find(ending: str) -> tuple[str, str]:
     """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
     from swarmd.errors import ConfigError, IntegrityError
@@ -123,20 +188,12 @@ def revoke(
 
     Example: swarmd members revoke 8auXSk2p --guests
     """
-    import msgspec
-
     from swarmd.errors import ConfigError
-    from swarmd.protocol.identity import public_key_of_untrusted
 
-    state = home()
-    state.founder()
-    found, voucher = _find(peer)
-    if found == state.identity().peer_id:
+    home().founder()
+    found, _ = _find(peer)
+    if found == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    if guests and not voucher:
-        raise ConfigError("no invite is known that brought it in: revoke it without --guests")
-    key = bytes.fromhex(voucher) if guests else public_key_of_untrusted(found)
-    state.change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
-    if is_running():
-        ask("reload", "POST")
+    key = _key(peer, guests)
+    _change(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
     print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))

@@ -56,6 +56,7 @@ class Engine:
         self._sessions: dict[Key, HopSession] = {}
         self._queues: dict[Key, list[_Waiting]] = {}
         self._served: dict[bytes, float] = {}
+        self._weights: dict[bytes, float] = {}
         self._speed = Speed(0.01, 0.001)
         self._n_taken = 0
         self._answered: list[Key] = []
@@ -104,6 +105,7 @@ class Engine:
                 return
             self._sessions[message.session, message.start] = session
             self._served.setdefault(message.client, min(self._served.values(), default=0.0))
+            self._weights[message.client] = message.weight
         elif isinstance(message, CloseSession):
             self._drop((message.session, message.start))
         self.handled += 1
@@ -259,6 +261,7 @@ class Engine:
             self._prefixes.set(key, ())
             if all(s.client != session.client for s in self._sessions.values()):
                 self._served.pop(session.client, None)
+                self._weights.pop(session.client, None)
 
     def _fail(self, key: Key, error: Refused) -> Iterator[bytes]:
         for waiting in self._queues.get(key, ()):
@@ -276,7 +279,7 @@ class Engine:
         self._stepped_at.update({key: begun for key in n_tokens if by_key[key].is_decode})
         for key, n in n_tokens.items():
             client = by_key[key].client
-            self._served[client] = self._served.get(client, 0.0) + n
+            self._served[client] = self._served.get(client, 0.0) + n / self._weights.get(client, 1.0)
         prefill = sum(n for key, n in n_tokens.items() if not by_key[key].is_decode)
         speed = self._speed
         if not prefill:

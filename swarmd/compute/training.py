@@ -47,6 +47,7 @@ class _Lane:
     client: bytes
     codec: str
     changes: tuple[Changes, Changes] | None = None  # of what comes, and of what goes
+    weight: float = 1.0
     batches: dict[int, KeptBatch] = field(default_factory=dict)
     parts: dict[tuple[type, int], list[Forward | Backward]] = field(default_factory=dict)
     payloads: dict[tuple[type, int], list[memoryview]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class _Waiting:
     message: Forward | Backward
     work: Work
     steps: Steps
+    weight: float
 
 
 class Training:
@@ -96,7 +98,7 @@ class Training:
         if isinstance(message, OpenLane):
             self._drop((message.session, message.start))
             changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
-            lane = _Lane(Span(message.start, message.end), message.client, message.codec, changes)
+            lane = _Lane(Span(message.start, message.end), message.client, message.codec, changes, message.weight)
             self._lanes[message.session, message.start] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseLane):
@@ -126,7 +128,7 @@ class Training:
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
                 yield messages.framed(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
-            self._served[client] = self._served.get(client, 0.0) + self._clock() - started
+            self._served[client] = self._served.get(client, 0.0) + (self._clock() - started) / chosen.weight
             if frames is None:
                 self._waiting.remove(chosen)
                 self.handled += 1
@@ -153,7 +155,7 @@ class Training:
             self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
         is_backward = isinstance(message, Backward)
         steps = self._backward(lane, *whole) if is_backward else self._forward(key, lane, *whole)
-        self._waiting.append(_Waiting(key, message, Work(lane.client, is_backward, self._n_taken), steps))
+        self._waiting.append(_Waiting(key, message, Work(lane.client, is_backward, self._n_taken), steps, lane.weight))
 
     def _lane_of(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
         if isinstance(message, Forward):

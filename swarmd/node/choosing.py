@@ -16,6 +16,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
 from swarmd.node.balancer import Turnover, holders_of
 from swarmd.node.directory import Directory
+from swarmd.node.order import Order
 from swarmd.node.presence import Presence
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Starter
@@ -56,6 +57,7 @@ class Around:
     understands: Understanding
     presence: Presence
     books: Books
+    order: Order
     spill_folder: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
 

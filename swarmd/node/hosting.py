@@ -239,7 +239,7 @@ class Hosting:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         around, wanted, config = self._around, self.wanted, self._around.config
         mine = (around.identity, around.books, model, placement.action, wanted.dtype)
-        served = Served(*mine, config.tuning_mib << 20, around.understands)
+        served = Served(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
         ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
         server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)

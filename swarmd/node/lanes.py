@@ -128,7 +128,8 @@ class Lanes:
         before, after = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
         lane = LaneHop(channel.peer, principal, span, before, after, used_at=trio.current_time())
         self._lanes.put(key, lane)
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
+        weight = self._server.served.weight_of(channel.peer)
+        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:

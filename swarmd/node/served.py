@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmd.books import Books
 from swarmd.errors import Code, Refused
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.understanding import OURS, Understanding
-from swarmd.values import ModelId, Span
+from swarmd.values import ModelId, PeerId, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """Blocks of a model, in one dtype, by ``identity``; what was given is in ``books``.
 
-    ``limit_bytes`` may wait here for fine-tuning.
+    ``limit_bytes`` may wait here for fine-tuning. ``weight_of`` a client says how much it gets of what is short.
     """
 
     identity: Identity
@@ -25,6 +26,7 @@ class Served:
     dtype: str
     limit_bytes: int = 0
     understands: Understanding = OURS
+    weight_of: Callable[[PeerId], float] = lambda _: 1.0
 
     def require(self, model: str, start: int, end: int, dtype: str, codec: str) -> None:
         """Refuse what is something else. Raises Refused."""

@@ -234,21 +234,22 @@ class Server:
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client, key = channel.peer, (opening.session, opening.start)
         self._check_open(client, opening)
-        principal = self._exchange.principal(client)
-        for ending in self.ledger.reserve(key, principal, opening.batch * opening.max_tokens, trio.current_time()):
+        principal, weight = self._exchange.principal(client), self.served.weight_of(client)
+        n_tokens, now = opening.batch * opening.max_tokens, trio.current_time()
+        for ending in self.ledger.reserve(key, principal, n_tokens, now, weight):
             await self._give_way(ending)
         token_bytes = 8 * (self._worker.loaded.hidden if self._worker.loaded else 0) + 64
         hop = SessionHop(
             HopState(client, PeerId(opening.predecessor) or client, opening.epoch),
             Span(opening.start, opening.end),
             PeerId(opening.successor) if opening.successor else None,
-            used_at=trio.current_time(),
+            used_at=now,
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
-            limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * opening.batch * opening.max_tokens * token_bytes,
+            limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * n_tokens * token_bytes,
             trail=self._receipts.trail(opening),
         )
         self._hops.put(key, hop)
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal)))
+        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
         self._tasks.start_soon(self._replies.opened, channel, opening, hop)
         self._on_change()
 

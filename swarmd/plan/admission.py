@@ -26,13 +26,14 @@ Key = tuple[bytes, int]
 class Promise:
     """What one hop of ``owner`` (the key that answers for a client) asked for, may use, and uses. ``order``: its age.
 
-    What it uses is known from above: a crop gives nothing back here.
+    Its owner's fair share grows with its ``weight``. What it uses is known from above: a crop gives nothing back here.
     """
 
     owner: bytes
     asked: int
     tokens: int
     order: int
+    weight: float = 1.0
     used: int = 0
     used_at: float = 0.0
 
@@ -62,7 +63,7 @@ class CacheLedger:
         owners = {p.owner for p in self._promises.values()}
         return max(self.free_tokens, min(self.free_tokens + spare, self.total_tokens // (len(owners) + 1)))
 
-    def reserve(self, key: Key, client: bytes, n_tokens: int, now: float = 0.0) -> list[Key]:
+    def reserve(self, key: Key, client: bytes, n_tokens: int, now: float = 0.0, weight: float = 1.0) -> list[Key]:
         """Promise ``n_tokens`` to a hop of ``client`` (the key that answers for it); returns hops that must end for it.
 
         Raises Refused with both numbers and changes nothing; a second promise replaces the first.
@@ -76,8 +77,8 @@ class CacheLedger:
         if len(held) >= MAX_SESSIONS_PER_PEER or (held and sum(held) + n_tokens > self._cap()):
             text = f"this client holds {sum(held)} of at most {self._cap()} cache tokens in {len(held)} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
-        ending = self._make_room(others, client, n_tokens, now)
-        self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), used_at=now)
+        ending = self._make_room(others, client, weight, n_tokens, now)
+        self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), weight, used_at=now)
         return ending
 
     def use(self, key: Key, n_tokens: int, now: float) -> list[Key]:
@@ -93,24 +94,28 @@ class CacheLedger:
             return []
         others = {k: p for k, p in self._promises.items() if k != key}
         wanted = min(promise.asked, promise.used + SLACK_TOKENS)
-        ending = self._make_room(others, promise.owner, wanted, now)
+        ending = self._make_room(others, promise.owner, promise.weight, wanted, now)
         promise.tokens = wanted
         return ending
 
     def release(self, key: Key) -> None:
         self._promises.pop(key, None)
 
-    def _make_room(self, others: dict[Key, Promise], client: bytes, n_tokens: int, now: float) -> list[Key]:
+    def _make_room(
+        self, others: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
+    ) -> list[Key]:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
         missing = n_tokens - (self.total_tokens - sum(p.tokens for p in others.values()))
         if missing <= 0:
             return []
-        fair = self.total_tokens // len({client, *(p.owner for p in others.values())})
+        weights = {**{p.owner: p.weight for p in others.values()}, client: weight}
+        fair = {owner: int(self.total_tokens * w / sum(weights.values())) for owner, w in weights.items()}
         own = sum(p.tokens for p in others.values() if p.owner == client)
-        ending = None if own + n_tokens > fair else _who_ends(others, fair, missing, now)
+        ending = None if own + n_tokens > fair[client] else _who_ends(others, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
-            text = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free, a fair share is {fair}"
+            asked = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
+            text = f"{asked}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         for gone in ending:
             missing -= self._promises.pop(gone).tokens
@@ -124,14 +129,14 @@ class CacheLedger:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
-def _who_ends(promises: dict[Key, Promise], fair: int, missing: int, now: float) -> list[Key] | None:
+def _who_ends(promises: dict[Key, Promise], fair: dict[bytes, int], missing: int, now: float) -> list[Key] | None:
     """Which hops must end so that ``missing`` tokens can be had, beside what all can spare; None if that is too few."""
     missing -= sum(p.spare for p in promises.values())
     ending: list[Key] = []
     for key, promise in sorted(promises.items(), key=lambda item: (now - item[1].used_at < IDLE_S, -item[1].order)):
         if missing <= 0:
             break
-        if _used(promise.owner, (p for k, p in promises.items() if k not in ending)) > fair:
+        if _used(promise.owner, (p for k, p in promises.items() if k not in ending)) > fair[promise.owner]:
             ending.append(key)
             missing -= promise.tokens - promise.spare
     return ending if missing <= 0 else None

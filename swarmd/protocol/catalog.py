@@ -7,7 +7,7 @@ for good, whose keys are revoked, and who founds by now. A newer one replaces an
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -24,11 +24,12 @@ MEMBERSHIP_LIFETIME_S = 365 * 86_400  # of who was admitted: a person asks for a
 MAX_INVITES = 1_024  # that have not expired
 MAX_ADMITTED = 4_096  # members, at 60 bytes each: a larger swarm lets in by invites for any number
 MAX_REVOKED = 4_096  # keys: an invite takes its guests with it
+Favour = Annotated[int, msgspec.Meta(ge=1, le=16)]
 MAX_USES = 128  # of an invite: as many as may announce themselves by one voucher
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
-Right = Literal["use", "serve", "train", "give"]
-RIGHTS: tuple[Right, ...] = ("use", "serve", "train", "give")
-Rights = Annotated[tuple[Right, ...], msgspec.Meta(max_length=len(RIGHTS))]
+RIGHTS = ("use", "serve", "train", "give")
+Right = Annotated[str, msgspec.Meta(max_length=16)]  # one of these; others are of later versions, and mean nothing here
+Rights = Annotated[tuple[Right, ...], msgspec.Meta(max_length=16)]
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +56,8 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     of that one, and neither delegates nor revoked keys may differ from it. ``adapters`` maps names to an adapter's hash
     and the hash of the model that it adapts, ``sources`` hashes to where the hub has the same bytes: org/name@revision.
     ``invites`` are those whose terms are not "any number, for anything", ``admitted`` members, both by public key;
-    ``charters`` lead from the first founder to those of now.
+    ``charters`` lead from the first founder to those of now. ``order`` (plan.order) says who goes first where something
+    is short; by key, ``favours`` are weights of members, or of all that an invite brought in.
     """
 
     version: Count = 0
@@ -68,6 +70,8 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     invites: Annotated[dict[PublicKey, Terms], msgspec.Meta(max_length=MAX_INVITES)] = {}
     admitted: Annotated[dict[PublicKey, Admitted], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
     charters: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_CHARTERS)] = ()
+    order: Annotated[str, msgspec.Meta(max_length=16)] = "equal"
+    favours: Annotated[dict[PublicKey, Favour], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
 
     def hash_of(self, name: str) -> ModelId:
         """The hash of a model or an adapter by its name, or by that hash itself. Raises ConfigError."""
@@ -149,7 +153,8 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
 
 def _founders_part(catalog: Catalog) -> tuple[object, ...]:
     """What only founders say."""
-    return catalog.delegates, catalog.revoked, catalog.invites, catalog.admitted, catalog.charters
+    people = (catalog.delegates, catalog.revoked, catalog.invites, catalog.admitted)
+    return *people, catalog.charters, catalog.order, catalog.favours
 
 
 def _read_root(envelope: _SignedCatalog, founder_key: bytes) -> Catalog:

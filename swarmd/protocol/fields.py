@@ -8,6 +8,7 @@ import msgspec
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
+Weight = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 SessionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]

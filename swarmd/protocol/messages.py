@@ -28,6 +28,7 @@ from swarmd.protocol.fields import (
     SessionKey,
     TensorMeta,
     Text,
+    Weight,
 )
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
@@ -117,7 +118,8 @@ class ChunksAre(Message, tag="chunks", frozen=True):
 class OpenSession(Message, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session.
 
-    ``client`` is set by the daemon for its worker, whatever came: the key that answers for the session. With
+    ``client`` and ``weight`` are set by the daemon for its worker, whatever came: the key that answers for the session,
+    and how much of what is short it gets beside one of weight 1. With
     ``inherit`` the hop starts with the caches that this peer will send. ``tuned`` is the version of the client's own
     parameters (``PutTuned``) that the session's tokens pass through. With ``receipts`` the hop signs what passes.
     """
@@ -143,6 +145,7 @@ class OpenSession(Message, tag="open", frozen=True):
     tuned: Digest = b""
     receipts: bool = False
     needs: Needs = ()
+    weight: Weight = 1.0
 
 
 class Opened(Message, tag="opened", frozen=True):

@@ -18,14 +18,15 @@ from swarmd.protocol.fields import (
     Part,
     SessionKey,
     TensorMeta,
+    Weight,
 )
 
 
 class OpenLane(Message, tag="open_lane", frozen=True):
     """Take micro-batches of one client through blocks [start, end): forward and backward, without caches.
 
-    ``client`` is set by the daemon for its worker, as in ``OpenSession``. With ``changes`` rows that were sent before
-    may travel as changes (wire.changes). Answered by ``Opened``.
+    ``client`` and ``weight`` are set by the daemon for its worker, as in ``OpenSession``. With ``changes`` rows that
+    were sent before may travel as changes (wire.changes). Answered by ``Opened``.
     """
 
     id: Count = 0
@@ -41,6 +42,7 @@ class OpenLane(Message, tag="open_lane", frozen=True):
     codec: Name = "raw"
     needs: Needs = ()
     changes: bool = False
+    weight: Weight = 1.0
 
 
 class CloseLane(Message, tag="close_lane", frozen=True):

@@ -375,12 +375,13 @@ def test_an_exchange_makes_two_books_equal(naming: Callable[[str], str]) -> None
     assert len(short_name("12D3KooW" + 80 * "x")) == 11
 
 
-def test_an_older_catalog_never_replaces_a_newer_one_and_revocation_empties_the_book() -> None:
+def test_an_older_catalog_never_replaces_a_newer_one_and_whose_membership_ended_leaves_the_book() -> None:
     book = RecordBook()
     book.add(verified(span("a", 0, 2)))
     assert book.add_catalog(Catalog(version=3, revoked=(b"a",)), b"raw3").action
     assert not book.add_catalog(Catalog(version=2), b"raw2").action
     assert book.catalog_raw == b"raw3"
+    book.keep_members(lambda membership: not {b"a"}.intersection(membership.keys))
     assert not book.entries
 
 

@@ -1,0 +1,53 @@
+"""What each client's sessions weigh on this machine, by the swarm's order and this machine's books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import trio
+
+from swarmd.books import Books
+from swarmd.errors import IntegrityError
+from swarmd.net.exchange import Exchange
+from swarmd.plan import order
+from swarmd.plan.order import Balance
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 30.0  # into the books: a query of a month's bills takes some 10 ms
+SINCE_S = 30 * 86_400  # what was given earlier is thanked for
+
+
+class Order:
+    """``weight`` is asked when a session opens, ``run`` reads the books now and then."""
+
+    def __init__(self, exchange: Exchange, books: Books, me: PeerId) -> None:
+        self._exchange = exchange
+        self._books = books
+        self._me = me
+        self._balances: Mapping[bytes, Balance] = {}
+
+    def weight(self, peer: PeerId) -> float:
+        """What sessions of a client weigh beside those of weight 1."""
+        membership = self._exchange.members.get(peer)
+        if membership is None:
+            return 1.0
+        voucher = self._exchange.voucher_of(peer)
+        is_own = voucher == self._exchange.voucher_of(self._me)
+        balance = self._balances.get(voucher, Balance())
+        return order.weight(self._exchange.book.catalog, membership, balance, is_own)
+
+    async def run(self) -> None:
+        while True:
+            if self._exchange.book.catalog.order == order.GIVING:
+                try:
+                    self._balances = await trio.to_thread.run_sync(self._read)
+                except IntegrityError as error:
+                    logger.warning("everybody weighs the same: %s", error)
+            await trio.sleep(LOOK_INTERVAL_S)
+
+    def _read(self) -> dict[bytes, Balance]:
+        own, since = self._exchange.voucher_of(self._me), int(self._exchange.now()) - SINCE_S
+        return {s.voucher: Balance(gave_us=s.took, took=s.gave) for s in self._books.sums(self._me, own, since)}
