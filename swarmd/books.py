@@ -2,15 +2,19 @@
 
 SQLite keeps them (the standard library's): one row for each hop of a session, the largest bill of it. Several
 processes of one home write to it. Sums are of bills with both signatures, which were checked when they came in, and
-can be checked again (``check``).
+can be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ logger = logging.getLogger(__name__)
 SAVE_INTERVAL_S = 5.0  # what is lost in a crash are the last bills only
 MAX_WAITING = 10_000  # bills, the newest, while the disk is full or another process writes
 BUSY_TIMEOUT_S = 5.0  # for another process of this home to finish writing
+KEPT_S = 731 * 86_400  # two years of bills: of a busy server some 100 MB
 MOST_NAMED = 3  # peers of a voucher
 DAY_S = 86_400  # what the plot counts by
 _SCHEMA = """
@@ -32,13 +37,28 @@ create table if not exists bills (
     giver text, taker text, voucher blob, session blob, start integer, amount integer, n_tokens integer, at integer,
     body blob, given blob, taken blob, primary key (giver, taker, session, start)
 ) without rowid;
+create table if not exists counted (day integer, what text, n integer, primary key (day, what)) without rowid;
 """
+_COUNT = "insert into counted values (?, ?, ?) on conflict do update set n = n + excluded.n;"
 _ADD = """
 insert into bills values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict do update set
     amount = excluded.amount, n_tokens = excluded.n_tokens, at = excluded.at,
     body = excluded.body, given = excluded.given, taken = excluded.taken
     where excluded.amount > bills.amount;
 """
+
+
+class Kind(StrEnum):
+    """What a machine counts of its own giving and taking: nobody else signs it."""
+
+    WEIGHTS_GIVEN = "bytes of weights given"
+    WEIGHTS_TAKEN = "bytes of weights taken"
+    MICRO_BATCHES = "micro-batches computed for others"
+    SAMPLES = "samples computed for training runs"
+    SECONDS = "seconds online as a server"
+
+
+Count = Callable[[Kind, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,16 @@ class Books:
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._waiting: list[tuple[Bill, Signed, bytes]] = []
+        self._counted: Counter[tuple[int, Kind]] = Counter()
+
+    @property
+    def are_kept(self) -> bool:
+        return self._file is not None
+
+    def count(self, kind: Kind, n: int) -> None:
+        """Note that this machine gave, or took, so much of something."""
+        if self._file is not None:
+            self._counted[int(time.time()) // DAY_S, kind] += n
 
     def add_untrusted(self, signed: Signed, voucher: bytes) -> None:
         """Enter a bill with someone whom ``voucher`` brought in. Raises IntegrityError."""
@@ -73,26 +103,43 @@ class Books:
             self._waiting.append((bill, signed, voucher))
 
     async def keep(self) -> None:
-        """Write what came now and then, until cancelled, and at the end."""
+        """Write what came now and then, until cancelled, and at the end; first forget what is very old."""
+        if self.are_kept:
+            await trio.to_thread.run_sync(self.prune, int(time.time()) - KEPT_S)
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                if self._waiting:
+                if self._waiting or self._counted:
                     await trio.to_thread.run_sync(self.save)
         finally:
             self.save()
 
     def save(self) -> None:
         """Write what waits; a disk that is full costs bills, and nothing else."""
-        if self._file is None or not self._waiting:
+        if self._file is None or not (self._waiting or self._counted):
             return
         waiting, self._waiting = self._waiting, []
+        counted, self._counted = self._counted, Counter()
         try:
             with closing(self._open()) as database, database:
                 database.executemany(_ADD, [_row(*entry) for entry in waiting])
+                database.executemany(_COUNT, [(day, str(kind), n) for (day, kind), n in counted.items()])
         except sqlite3.Error as error:
             logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
+            self._counted += counted
+
+    def prune(self, before: int) -> None:
+        """Forget bills from before a time, in unix seconds."""
+        try:
+            self._query("delete from bills where at < ?", before)
+        except IntegrityError as error:
+            logger.warning("old bills stay: %s", error)
+
+    def counted(self, since: int = 0) -> dict[Kind, int]:
+        """What was counted since the day of a time in unix seconds. Raises IntegrityError for a damaged file."""
+        rows = dict(self._query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
+        return {kind: rows.get(str(kind), 0) for kind in Kind}
 
     def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[Sum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.
@@ -139,7 +186,7 @@ class Books:
         if self._file is None or not self._file.is_file():
             return []
         try:
-            with closing(self._open()) as database:
+            with closing(self._open()) as database, database:
                 return database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise IntegrityError(f"{self._file} cannot be read: {error}; move it away to begin anew") from None

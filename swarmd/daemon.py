@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import trio
 
-from swarmd.books import Books
+from swarmd.books import Books, Kind
 from swarmd.config import Config, split
 from swarmd.errors import ConfigError, Refused
 from swarmd.home import Home, by_peer
@@ -61,6 +61,7 @@ from swarmd.weights.library import Library
 
 logger = logging.getLogger(__name__)
 
+COUNT_INTERVAL_S = 60  # hours in the books are exact to a minute
 GOODBYE_S = 1.0  # to tell others that this peer leaves
 
 
@@ -105,10 +106,12 @@ class Daemon:
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = Books(home.books_file if home else None)
         self.order = Order(exchange, self.books, network.peer_id)
-        self.store = Store(self.rpc, self.directory.view, library, config, self.directory.announce_soon)
+        changed, count = self.directory.announce_soon, self.books.count
+        self.store = Store(self.rpc, self.directory.view, library, config, changed, count)
         self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
         folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
-        self.runs = Runs(self.rpc, member.identity, self.directory, self.store.supply, config, *folder)
+        around_runs = (self.rpc, member.identity, self.directory, self.store.supply, config)
+        self.runs = Runs(*around_runs, *folder, partial(count, Kind.SAMPLES))
         around = Around(
             identity=member.identity,
             rpc=self.rpc,
@@ -161,6 +164,7 @@ class Daemon:
             nursery.start_soon(self.prober.run)
             nursery.start_soon(self.books.keep)
             nursery.start_soon(self.order.run)
+            nursery.start_soon(self._count_hours)
             nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon).run)
             task_status.started()
             await self.stopping.wait()
@@ -177,6 +181,13 @@ class Daemon:
         if self.stopping.is_set():
             self._hurry.set()
         self.stopping.set()
+
+    async def _count_hours(self) -> None:
+        """Note in the books for how long this machine serves."""
+        while True:
+            await trio.sleep(COUNT_INTERVAL_S)
+            if any(hosting.is_online for hosting in self.hosts):
+                self.books.count(Kind.SECONDS, COUNT_INTERVAL_S)
 
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""

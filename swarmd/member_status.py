@@ -23,8 +23,9 @@ class PeerRow(Status, frozen=True, kw_only=True):
 
     ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
     ``voucher``: the key of the invite that brought it in, in hex; "" is the founder himself. What it ``may`` do (use,
-    serve, train, give) it may until ``ends_at`` (unix seconds). So many others say that they found its blocks right, or
-    wrong.
+    serve, train, give) it may until ``ends_at`` (unix seconds). With other guests of its invite it ``gave`` this
+    machine's clients so much, and ``took`` from its server: tokens times blocks, by the bills of 30 days that both
+    signed. So many others say that they found its blocks right, or wrong.
     """
 
     peer: str
@@ -48,6 +49,8 @@ class PeerRow(Status, frozen=True, kw_only=True):
     voucher: str = ""
     may: tuple[str, ...] = ()
     ends_at: int = 0
+    gave: int = 0
+    took: int = 0
     found_right: int = 0
     found_wrong: int = 0
 

@@ -104,6 +104,7 @@ class Owner:
         found = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
+            balance = self._around.order.balance(peer)
             worth = self._around.exchange.pass_of(record.certificate)
             rows.append(
                 PeerRow(
@@ -128,6 +129,8 @@ class Owner:
                     voucher=self._around.exchange.invite_of(peer).hex(),
                     may=worth.may,
                     ends_at=worth.ends_at,
+                    gave=balance.gave_us,
+                    took=balance.took,
                     found_right=found[peer, True],
                     found_wrong=found[peer, False],
                 )

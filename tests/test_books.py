@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from swarmd.books import DAY_S, Books
+from swarmd.books import DAY_S, Books, Kind
 from swarmd.errors import IntegrityError
 from swarmd.protocol import bill as bills
 from swarmd.protocol.bill import Bill, Signed
@@ -49,6 +50,35 @@ def test_what_was_given_and_taken_is_summed_by_voucher(books: Books) -> None:
     assert bert.peers == (BERT.peer_id,)
     assert books.days(ME.peer_id, OWN) == {1: (60, 28)}
     assert books.sums(ME.peer_id, OWN, since=DAY_S + 1) == []
+
+
+def test_what_a_machine_counts_by_itself_adds_up_and_stands_apart(books: Books) -> None:
+    assert set(books.counted().values()) <= {0}
+    books.count(Kind.MICRO_BATCHES, 3)
+    books.count(Kind.WEIGHTS_GIVEN, 2**40)
+    books.save()
+    books.count(Kind.MICRO_BATCHES, 4)
+    books.save()
+    counted = books.counted(int(time.time()))
+    assert (counted[Kind.MICRO_BATCHES], counted[Kind.WEIGHTS_GIVEN], counted[Kind.SAMPLES]) == (7, 2**40, 0)
+    assert set(books.counted(int(time.time()) + DAY_S).values()) == {0}
+    assert books.sums(ME.peer_id, OWN) == []
+
+
+def test_what_cannot_be_written_is_counted_later(books: Books, tmp_path: Path) -> None:
+    (tmp_path / "books.db").mkdir()
+    books.count(Kind.SAMPLES, 5)
+    books.save()
+    (tmp_path / "books.db").rmdir()
+    books.count(Kind.SAMPLES, 6)
+    books.save()
+    assert books.counted()[Kind.SAMPLES] == 11
+
+
+def test_bills_of_long_ago_are_forgotten(books: Books) -> None:
+    add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, at=9 * DAY_S), ANNES))
+    books.prune(9 * DAY_S)
+    assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
 
 
 def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: Books) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, table
+from swarmd_cli.context import home, print_json, size, table
 from swarmd_cli.curve import EIGHTHS
 from swarmd_cli.look import Json
 
@@ -23,7 +23,8 @@ def credit(
 ) -> None:
     """Show what this machine computed for others and had computed by them, from bills that both sides signed.
 
-    The unit is a token through one block. What passes between guests of one invite counts for nothing.
+    The unit is a token through one block. What passes between guests of one invite counts for nothing. Weights,
+    micro-batches, samples and hours are counted by this machine alone.
 
     Example: swarmd credit --days 7
     """
@@ -35,6 +36,7 @@ def credit(
     books, me, now = Books(state.books_file), state.identity().peer_id, int(time.time())
     since = now - days * DAY_S
     n_checked = books.check() if check else None
+    counted = books.counted(since)
     sums, by_day = books.sums(me, own_voucher, since), books.days(me, own_voucher, since)
     gave, took = sum(s.gave for s in sums), sum(s.took for s in sums)
     if as_json:
@@ -44,7 +46,9 @@ def credit(
             for s in sums
         ]
         per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
-        print_json({"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked})
+        alone = {kind.name.lower(): n for kind, n in counted.items()}
+        both = {"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked}
+        print_json({**both, "counted": alone})
         return
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
@@ -52,12 +56,25 @@ def credit(
         [_who(s.voucher, s.peers), f"{s.gave:,}", f"{s.took:,}", str(s.n_sessions), _ago(now - s.last_at)] for s in sums
     ]
     table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], listed)
+    table("Counted by this machine alone", ["", ""], _own(counted))
     if sums:
         print(f"gave {gave:,}, took {took:,}")
         today = now // DAY_S
         columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
         for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
             print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
+
+
+def _own(counted: dict[Any, int]) -> list[list[str]]:
+    from swarmd.books import Kind
+
+    return [
+        ["weights given to others", size(counted[Kind.WEIGHTS_GIVEN])],
+        ["weights taken from others", size(counted[Kind.WEIGHTS_TAKEN])],
+        ["micro-batches of fine-tuning", f"{counted[Kind.MICRO_BATCHES]:,}"],
+        ["samples for training runs", f"{counted[Kind.SAMPLES]:,}"],
+        ["online as a server", f"{counted[Kind.SECONDS] / 3600:.1f} h"],
+    ]
 
 
 def spark(values: Sequence[int]) -> str:
@@ -72,7 +89,7 @@ def _who(voucher: bytes, peers: Sequence[str]) -> str:
 
 
 def _ago(seconds: int) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit} ago"
+    for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s} {unit} ago"
     return "just now"

@@ -138,6 +138,8 @@ def _peer_lines(peer: dict[str, Any]) -> str:
     own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
     machine = f"device {peer['device'] or 'unknown'}{own}, memory {size(peer['memory_bytes'])}"
     lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
+    if peer["gave"] or peer["took"]:
+        lines.append(f"  with its invite's guests it gave you {peer['gave']:,}, took {peer['took']:,} tokens x blocks")
     if peer["standing"]:
         lines.append(f"  standing: {standing_text(peer['standing'])}")
     lines.append(

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 import trio
 
+from swarmd.books import Kind
 from swarmd.errors import Code, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
@@ -159,7 +160,9 @@ class Lanes:
         kind = (type(message), message.seq)
         lane.waiting[kind] = lane.waiting.get(kind, 0) + len(frame.raw)
         lane.used_at = trio.current_time()
-        self._tokens_trained += 0 if is_forward else message.tensor.b * message.tensor.t
+        if not is_forward:
+            self._tokens_trained += message.tensor.b * message.tensor.t
+            self._server.served.books.count(Kind.MICRO_BATCHES, int(message.part[0] + 1 == message.part[1]))
         await self._worker.send(frame.raw)
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:

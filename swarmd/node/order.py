@@ -34,18 +34,19 @@ class Order:
         membership = self._exchange.members.get(peer)
         if membership is None:
             return 1.0
-        voucher = self._exchange.voucher_of(peer)
-        is_own = voucher == self._exchange.voucher_of(self._me)
-        balance = self._balances.get(voucher, Balance())
-        return order.weight(self._exchange.book.catalog, membership, balance, is_own)
+        is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
+        return order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+
+    def balance(self, peer: PeerId) -> Balance:
+        """What passed between this machine and the guests of a peer's invite, as far as the books were read."""
+        return self._balances.get(self._exchange.voucher_of(peer), Balance())
 
     async def run(self) -> None:
-        while True:
-            if self._exchange.book.catalog.order == order.GIVING:
-                try:
-                    self._balances = await trio.to_thread.run_sync(self._read)
-                except IntegrityError as error:
-                    logger.warning("everybody weighs the same: %s", error)
+        while self._books.are_kept:
+            try:
+                self._balances = await trio.to_thread.run_sync(self._read)
+            except IntegrityError as error:
+                logger.warning("by giving, everybody weighs the same: %s", error)
             await trio.sleep(LOOK_INTERVAL_S)
 
     def _read(self) -> dict[bytes, Balance]:

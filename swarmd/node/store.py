@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import trio
 
+from swarmd.books import Count, Kind
 from swarmd.config import Config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import TaskStatus
@@ -30,7 +32,7 @@ SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wai
 
 
 class Store:
-    """See the module. ``changed`` hears that what is here is other than announced."""
+    """See the module. ``changed`` hears that what is here is other than announced, ``count`` of bytes."""
 
     def __init__(
         self,
@@ -39,11 +41,13 @@ class Store:
         library: Library,
         config: Config,
         changed: Callable[[], None],
+        count: Count = lambda kind, n: None,
     ) -> None:
         self.library = library
         down = Pace(lambda: config.down_limit_mbit * MBIT or None)
-        self.supply = Supply(library, rpc, view, down, self._in_use, config.hub, changed)
-        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s))
+        taken = partial(count, Kind.WEIGHTS_TAKEN)
+        self.supply = Supply(library, rpc, view, down, self._in_use, config.hub, changed, taken)
+        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), partial(count, Kind.WEIGHTS_GIVEN))
         self._config = config
         self._held: dict[int, tuple[ModelId, frozenset[int]]] = {}
         self._uplink: Uplink = lambda: (None, False)

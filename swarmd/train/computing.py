@@ -102,6 +102,7 @@ class Computing:
         first = self.work.next_draw(self._counted)
         step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
         done = await source.compute(first, self._n_at_once(), not since.n, step)
+        self._world.count(done.n)
         if not math.isfinite(done.loss):
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()

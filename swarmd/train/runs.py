@@ -79,7 +79,9 @@ class Runs:
         root: Path,
         rng: random.Random,
         share: Callable[[], float],
+        count: Callable[[int], None] = lambda n: None,
     ) -> None:
+        self._count = count
         self._rpc = rpc
         self._identity = identity
         self._directory = directory
@@ -250,6 +252,7 @@ class Runs:
             can_be_dialled=lambda: bool(self._rpc.network.addresses()),
             share=self._share,
             near=self._directory.links.near,
+            count=self._count,
         )
         source = None
         if folder.role == "train":

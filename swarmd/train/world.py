@@ -29,7 +29,7 @@ class World:
     """The network, who this peer is, what it sees of the swarm, how work leaves the event loop.
 
     ``links`` gives this peer's measured bytes/s, up and down, ``share`` how much of its time it computes, ``near`` who
-    is at the same site, as was measured.
+    is at the same site, as was measured; ``count`` hears of samples that were computed.
     """
 
     rpc: Rpc
@@ -42,6 +42,7 @@ class World:
     can_be_dialled: Callable[[], bool]
     share: Callable[[], float] = lambda: 1.0
     near: Callable[[], frozenset[PeerId]] = frozenset
+    count: Callable[[int], None] = lambda n: None
 
 
 @dataclass(slots=True)

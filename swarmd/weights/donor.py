@@ -41,9 +41,12 @@ Find = Callable[[ModelId], Readable | None]
 
 
 class Donor:
-    """See the module. ``folders`` is the owner's to fill."""
+    """See the module. ``folders`` is the owner's to fill; ``given`` hears of bytes that left."""
 
-    def __init__(self, folders: dict[ModelId, ModelFolder], pace: Pace) -> None:
+    def __init__(
+        self, folders: dict[ModelId, ModelFolder], pace: Pace, given: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._given = given
         self._find: Find = lambda model: None
         self.given_bytes: Counter[PeerId] = Counter()
         self._folders = folders
@@ -80,6 +83,7 @@ class Donor:
             logger.info("%s asks for weights and does not read them", channel.peer)
             return
         self.given_bytes[channel.peer] += len(payload)
+        self._given(len(payload))
 
 
 def read_piece(folder: Readable, refs: tuple[tuple[int, int], ...]) -> bytes:

@@ -27,7 +27,10 @@ HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 
 
 class Supply:
-    """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted."""
+    """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted.
+
+    ``changed`` hears of what is here, ``taken`` of bytes that others gave.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,9 @@ class Supply:
         in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None,
         use_hub: bool = True,
         changed: Callable[[], None] = lambda: None,
+        taken: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
+        self._taken = taken
         self.library = library
         self._changed = changed
         self._rpc = rpc
@@ -113,6 +118,7 @@ class Supply:
             fetch = Fetch(self._rpc, target, wanted, donors, self._pace, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
+            self._taken(sum(fetch.progress().given_bytes.values()))
             logger.info("model %s: %s", target.model[:12], fetch.progress())
         finally:
             del self._reserved[target.model]

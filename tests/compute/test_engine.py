@@ -45,8 +45,8 @@ class Bench:
         self.n_passes = 0
         self.seq: dict[bytes, int] = {}
 
-    def open(self, key: bytes, batch: int = 1, inherit: str = "", client: bytes = b"") -> None:
-        about = {"batch": batch, "inherit": inherit, "epoch": 1, "client": client or key}
+    def open(self, key: bytes, batch: int = 1, inherit: str = "", client: bytes = b"", weight: float = 1.0) -> None:
+        about = {"batch": batch, "inherit": inherit, "epoch": 1, "client": client or key, "weight": weight}
         opening = OpenSession(session=key, start=0, end=3, max_tokens=3_000, **about)
         self.feed(messages.framed(opening))
         self.seq[key], self.outputs[key] = 0, []
@@ -125,6 +125,17 @@ def test_decoding_goes_on_beside_a_long_prefill(span: LoadedSpan) -> None:
     got = torch.cat(bench.outputs[decoding], 1)
     # how many steps there are depends on the machine: of hundreds some come near the bound of docs/protocol.md
     torch.testing.assert_close(got, whole(span, hidden[:, :n_steps]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("weight", "first"), [(1.0, b"l" * 16), (4.0, b"h" * 16)])
+def test_who_weighs_more_gets_more_of_the_turns(span: LoadedSpan, weight: float, first: bytes) -> None:
+    bench, prompt = Bench(span), torch.randn(1, 2_000, 64, generator=torch.Generator().manual_seed(4))
+    for key, own in ((b"l" * 16, 1.0), (b"h" * 16, weight)):
+        bench.open(key, client=key, weight=own)
+        bench.put(key, prompt, 0)
+    while not any(bench.outputs.values()):
+        bench.step()
+    assert [key for key, out in bench.outputs.items() if out] == [first]
 
 
 def test_a_captured_pass_gives_the_same(span: LoadedSpan) -> None:

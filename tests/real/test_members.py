@@ -105,6 +105,20 @@ def test_an_invite_is_for_what_it_says(swarm: LocalSwarm) -> None:
         client.model("demo", wait_s=60).generate(torch.arange(8).unsqueeze(0), max_new_tokens=2)
 
 
+def test_the_order_of_what_is_short_is_the_founders_to_say_and_reaches_all(swarm: LocalSwarm) -> None:
+    founder, guest = swarm.volunteers[0], joined(swarm, invited(swarm))
+    swarm.wait(lambda: guest.peer in members(founder), "it to be known")
+    assert "equal" in says(guest.home, "members", "order")
+    says(guest.home, "members", "order", "key", code=2)
+    says(founder.home, "members", "order", "by age", code=2)
+    assert "once the order is by key" in says(founder.home, "members", "favour", guest.peer[-8:], "4")
+    says(founder.home, "members", "order", "key")
+    swarm.wait(lambda: guest.home.catalog().order == "key", "the order")
+    assert list(guest.home.catalog().favours.values()) == [4]
+    assert says(guest.home, "run", "demo", "def", "--max-tokens", "4", "--raw")
+    swarm.wait(lambda: says(guest.home, "credit", "--json"), "the books")
+
+
 def test_a_founder_that_is_lost_is_followed_by_the_two_others(swarm: LocalSwarm) -> None:
     first = swarm.volunteers[0]
     second, third, guest = (joined(swarm, invited(swarm)) for _ in range(3))

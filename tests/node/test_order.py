@@ -1,0 +1,50 @@
+"""What a client weighs follows the catalog, and this machine's own books."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from swarmd.books import Books
+from swarmd.node.order import LOOK_INTERVAL_S, Order
+from swarmd.plan.order import GRACE, LEAST, MOST
+from swarmd.protocol import bill
+from swarmd.protocol.bill import Bill, Signed
+from swarmd.protocol.catalog import Catalog
+from swarmd.protocol.identity import Identity, Membership
+from swarmd.values import PeerId
+
+ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
+
+
+def between(giver: Identity, taker: Identity, n_tokens: int) -> tuple[Bill, Signed]:
+    said = Bill(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
+    body, given = bill.offer(said, giver)
+    return said, Signed(body, given, bill.accept(body, taker))
+
+
+@pytest.mark.parametrize("order", ["equal", "giving"])
+async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path: Path, virtual_time: Any) -> None:
+    books = Books(tmp_path / "books.db")
+    books.add(*between(GIVER, ME, GRACE), b"invite of the giver")
+    books.add(*between(ME, RIDER, GRACE), b"invite of the rider")
+    books.save()
+    vouchers = {ME.peer_id: b"own", GIVER.peer_id: b"invite of the giver", RIDER.peer_id: b"invite of the rider"}
+    exchange: Any = SimpleNamespace(
+        members={p: Membership(p, "member", (b"f", v), 10**9) for p, v in vouchers.items()},
+        voucher_of=lambda peer: vouchers[peer],
+        book=SimpleNamespace(catalog=Catalog(order=order)),
+        now=lambda: 2_000.0,
+    )
+    kept = Order(exchange, books, ME.peer_id)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kept.run)
+        await trio.sleep(LOOK_INTERVAL_S / 2)
+        nursery.cancel_scope.cancel()
+    found = [kept.weight(who.peer_id) for who in (ME, GIVER, RIDER)]
+    assert found == ([MOST, MOST, LEAST] if order == "giving" else [1.0, 1.0, 1.0])
+    assert kept.weight(PeerId("somebody")) == 1.0
