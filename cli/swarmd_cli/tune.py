@@ -102,6 +102,7 @@ def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_js
         "losses": tuner.losses,
         "seconds": round(seconds, 2),
         "retries": retries,
+        "doubts": remote.lanes.statistics.doubts,
     }
     if as_json:
         print_json(result)
@@ -109,6 +110,8 @@ def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_js
     print("\n".join(terminal_curve(tuner.losses)))
     again = f"; {retries} micro-batches were sent again" if retries else ""
     print(f"{recipe.steps - first} steps in {duration(seconds)}{again}")
+    for doubt in result["doubts"]:
+        print(f"!! {doubt}", file=sys.stderr)
     print(f"the result, in PEFT's format: {out / 'adapter'}\nthe loss curve: {out / 'loss.png'}")
     if recipe.method == "lora":
         print(f"to have the swarm serve it: swarmd models add {out / 'adapter'} --name NAME --base {recipe.model}")

@@ -31,7 +31,7 @@ from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, Open
 from swarmd.values import Decision, PeerId
 from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import backward_frames, forward_frames
-from swarmd.wire.tensors import unpack_values_untrusted
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,10 @@ class Lane:
             raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
         if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
             raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
-        values = unpack_values_untrusted(message.tensor, frame.payload)
+        if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
+            values, _, _ = unpack_untrusted(message.tensor, frame.payload)
+        else:
+            values = unpack_values_untrusted(message.tensor, frame.payload)
         if isinstance(message, Forward) and number == 0:
             pending.rows = message.rows
         pending.parts.append(values if isinstance(message, Forward) else values / message.scale)

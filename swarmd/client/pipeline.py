@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,14 +19,16 @@ import torch
 import trio
 
 from swarmd.client.lane import Lane, MicroBatch
+from swarmd.client.lane_audit import Judged, LaneAudits
 from swarmd.client.lane_failure import LaneFailed
 from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits, understands
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import Window
+from swarmd.plan.trust import Trust
 from swarmd.protocol.messages import Ping
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import PeerId
+from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,27 @@ T = TypeVar("T")
 WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Whom an audit does without, and how the weights of whoever computes again are kept."""
+
+    without: frozenset[PeerId] = frozenset()
+    quantize: str = ""
+
+
 @dataclass(slots=True)
 class Ticket:
-    """A micro-batch that went forward: what left the last block, and where its backward should go."""
+    """A micro-batch that went forward: what left the last block, and where its backward should go.
+
+    One that is audited went another way too: its ``twin``, for these hops of its lane.
+    """
 
     batch: MicroBatch
     out: torch.Tensor
     lane: Lane
     seq: int
+    twin: Ticket | None = None
+    audited: tuple[Hop, ...] = ()
 
     def __del__(self) -> None:
         self.lane.live.discard(self.seq)  # its backward will never come
@@ -57,17 +72,18 @@ class Ticket:
 
 @dataclass(slots=True)
 class PipelineStatistics:
-    """What happened so far, for people and tests."""
+    """What happened so far, for people and tests; audits are not counted, but what they found is in ``doubts``."""
 
     forwards: int = 0
     backwards: int = 0
     retries: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
 
 class Pipeline:
     """All lanes of one model. Methods run in the client's trio thread."""
 
-    def __init__(self, swarm: Swarm, listeners: Listeners, terms: Terms) -> None:
+    def __init__(self, swarm: Swarm, listeners: Listeners, terms: Terms, judged: Judged | None = None) -> None:
         self.statistics = PipelineStatistics()
         self.layer_arity = 0
         self._swarm = swarm
@@ -82,6 +98,7 @@ class Pipeline:
         self._of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
         self._is_looking = False
+        self._audits = LaneAudits(swarm, judged, terms, self, self.statistics.doubts) if judged is not None else None
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -127,30 +144,32 @@ class Pipeline:
 
     async def _forward(self, batch: MicroBatch) -> Ticket:
         async with self._slot(is_backward=False):
-            return await self._with_retries(partial(self._try_forward, batch))
+            begun = trio.current_time()
+            ticket = await self._with_retries(partial(self._try_forward, batch))
+            took_s = trio.current_time() - begun
+        return ticket if self._audits is None else await self._audits.forward(ticket, took_s)
 
     async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         async with self._slot(is_backward=True):
-            return await self._with_retries(partial(self._try_backward, ticket, gradient))
+            found = await self._with_retries(partial(self.back, ticket, gradient))
+        self.statistics.backwards += 1
+        return found if self._audits is None else await self._audits.backward(ticket, gradient, found)
 
-    async def _try_forward(self, batch: MicroBatch) -> Ticket:
-        lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1])
+    async def _try_forward(self, batch: MicroBatch, others: Others = Others()) -> Ticket:
+        lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
         with _Load(self._of_peer, lane):
             seq, out = await self._in(lane, lane.forward(batch))
-        self.statistics.forwards += 1
+        self.statistics.forwards += not others.without
         return Ticket(batch, out, lane, seq)
 
-    async def _try_backward(
-        self, ticket: Ticket, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
             again = await self._try_forward(ticket.batch)
             ticket.lane, ticket.seq = again.lane, again.seq
         seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
         with _Load(self._of_peer, ticket.lane):
-            found = await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
-        self.statistics.backwards += 1
-        return found
+            return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
 
     async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
         """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
@@ -195,15 +214,44 @@ class Pipeline:
             except SwarmError as error:
                 logger.info("the view is getting old: %s", error)
 
+    # --- for audits ------------------------------------------------------------------------------------------
+
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str) -> Ticket:
+        """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
+        return await self._try_forward(batch, Others(without, quantize))
+
+    async def alone(
+        self, span: Span, of: frozenset[PeerId], batch: MicroBatch, gradient: torch.Tensor
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """What some servers make of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
+        terms = replace(self._terms, start=span.start, n_blocks=span.end, route=(), only=of)
+        lane = Lane(self._swarm, terms, self._route(1, Others(), terms))
+        self._listeners[lane.key] = lane
+        try:
+            await lane.open()
+            seq, out = await lane.forward(batch)
+            return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._drop(lane)
+
+    def decline(self, peers: Iterable[PeerId]) -> None:
+        """Do without some peers for a while: lanes through them take nothing more."""
+        gone = set(peers)
+        for peer in gone:
+            self._declined.add(peer, trio.current_time(), AGAIN_AFTER_S, LONGEST_DECLINED_S)
+        for lane in self._lanes.values():
+            lane.is_leaving = lane.is_leaving or any(hop.peer in gone for hop in lane.hops)
+
     # --- lanes -----------------------------------------------------------------------------------------------
 
-    async def _lane(self, n_tokens: int) -> Lane:
+    async def _lane(self, n_tokens: int, others: Others) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
-        lane = self._lanes.get(self._terms.route or self._route(n_tokens))
+        lane = self._lanes.get(self._chosen(n_tokens, others))
         if lane is not None and lane.takes_more:
             return lane
         async with self._opening:
-            hops = self._terms.route or self._route(n_tokens)  # what was known before the wait may be wrong now
+            hops = self._chosen(n_tokens, others)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
             if lane is not None and lane.takes_more:
                 return lane
@@ -226,8 +274,16 @@ class Pipeline:
                 self._swarm.start_soon(self._look)
             return lane
 
-    def _route(self, n_tokens: int) -> tuple[Hop, ...]:
+    def _chosen(self, n_tokens: int, others: Others) -> tuple[Hop, ...]:
+        is_pinned = bool(self._terms.route) and not others.without
+        return self._terms.route if is_pinned else self._route(n_tokens, others, self._terms)
+
+    def _route(self, n_tokens: int, others: Others, terms: Terms) -> tuple[Hop, ...]:
+        if others.without:
+            quantize = others.quantize or terms.quantize
+            terms = replace(terms, without=terms.without | others.without, quantize=quantize)
         now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
+        trust, least = self._swarm.trust(), Trust.PROVEN
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
@@ -235,16 +291,19 @@ class Pipeline:
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
-            return is_able and allowed and suits(span, self._terms, "") and understands(view, span, self._terms)
+            is_able &= trust.get((span.peer, span.slot), least) >= least
+            return is_able and allowed and suits(span, terms, "") and understands(view, span, terms)
 
         view = self._swarm.view()
-        spans = view.serving(self._terms.model)
-        wanted, client = self._terms.blocks, self._swarm.rpc.network.peer_id
+        spans = view.serving(terms.model)
+        wanted, client = terms.blocks, self._swarm.rpc.network.peer_id
         find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
-        try:
+        with suppress(NoRoute):
             return find().hops
-        except NoRoute:
-            is_last_resort = True
+        least = Trust.UNKNOWN  # not probed yet
+        with suppress(NoRoute):
+            return find().hops
+        is_last_resort, least = True, Trust.DOUBTED
         return find().hops
 
     async def _look(self) -> None:

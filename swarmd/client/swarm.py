@@ -157,7 +157,7 @@ class AsyncSwarm:
 
     def pipeline(self, terms: Terms) -> Pipeline:
         """Lanes for fine-tuning through a model's blocks."""
-        return Pipeline(self, self._listeners, terms)
+        return Pipeline(self, self._listeners, terms, self if self.audits else None)
 
     async def close_session(self, session: ChainSession) -> None:
         """Check what is left to check, unless this is cancelled, and give the hops back in any case."""

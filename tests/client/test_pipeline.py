@@ -15,11 +15,13 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.lane import Lane, MicroBatch
+from swarmd.client.lane_audit import Judged
 from swarmd.client.links import Terms
 from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, Ticket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.standing import Standing
+from swarmd.plan.trust import Trust
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.catalog import Catalog
@@ -152,6 +154,9 @@ class World:
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         return ()
 
+    def trust(self) -> dict[tuple[str, int], Trust]:
+        return {}
+
     async def refresh(self) -> None: ...
 
     def start_soon(self, function: Any) -> None:
@@ -191,9 +196,9 @@ class Channel:
 
 
 @asynccontextmanager
-async def pipeline(world: World, codec: str = "auto") -> Any:
+async def pipeline(world: World, codec: str = "auto", judged: Judged | None = None) -> Any:
     async with trio.open_nursery() as world.nursery:
-        yield Pipeline(world, world.listeners, Terms(MODEL, 2, 1, 1, codec=codec))  # type: ignore[arg-type]
+        yield Pipeline(world, world.listeners, Terms(MODEL, 2, 1, 1, codec=codec), judged)  # type: ignore[arg-type]
         world.nursery.cancel_scope.cancel()
 
 

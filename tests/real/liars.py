@@ -37,6 +37,7 @@ LIES = {
     "answers of an earlier session": "what it gave at the same place before",
     "a wrong cache migration": "caches that it hands over are changed",
 }
+TUNING_LIES = ("wrong outputs in fine-tuning", "wrong gradients in fine-tuning")
 CONTEXT, GARBAGE_SHARE, NOISE = 16, 0.05, 0.01
 
 
@@ -75,6 +76,14 @@ class LyingSpan(LoadedSpan):
             return out + 0.05 * (out - hidden)
         if self.lie == "answers of an earlier session" and n_new == 1:
             return self._seen.setdefault(n_past, out).clone()
+        return out
+
+    def forward_with_grad(self, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+        out = super().forward_with_grad(hidden, *more)
+        if self.lie == "wrong outputs in fine-tuning":
+            return out + NOISE * (out - hidden)
+        if self.lie == "wrong gradients in fine-tuning":
+            return out + 0.05 * (hidden - hidden.detach())
         return out
 
 

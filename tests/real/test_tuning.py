@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swarmd
 from swarmd.home import bundled_folder
+from tests.prove_trust import add_liar, probes_of
 from tests.real.faults import revive
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.liars import TUNING_LIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 N_STEPS = 12
@@ -78,6 +80,24 @@ class Stage:
             if parameter.requires_grad:
                 twin = self.parameters[name]
                 assert (parameter - twin).norm() / twin.norm() < 1e-3, name
+
+
+@pytest.mark.parametrize("lie", [pytest.param(TUNING_LIES[0], marks=pytest.mark.prove), TUNING_LIES[1]])
+def test_a_server_that_lies_in_fine_tuning_is_found_and_its_numbers_are_not_used(lie: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    local = train(tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)))
+    with local_swarm(tmp_path) as swarm:
+        holders = swarm.serving((0, 3), (3, 6), (0, 3), (3, 6), (3, 6))
+        liar = add_liar(swarm, lie, "bundled", 6)
+        assert "wrong" not in probes_of(holders, liar), "it is honest with all but those who train"
+        with swarmd.connect(swarm.invite()) as client:
+            model = client.model("demo")
+            model.micro_batch_rows = 1  # four at a time: all chains have some
+            assert train(tuned(model)) == pytest.approx(local, rel=1e-4)
+            standing, doubts = client.within.rpc.standing, model.lanes.statistics.doubts
+            assert not standing.allows(liar.peer), client.within.checks.findings
+            assert all(standing.allows(holder.peer) for holder in holders)
+            assert any(liar.peer[-8:] in said and "computed wrongly in fine-tuning" in said for said in doubts)
 
 
 @pytest.fixture(scope="module")

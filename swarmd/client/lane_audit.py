@@ -1,0 +1,314 @@
+"""Audits of fine-tuning: now and then a micro-batch is computed a second time, by other servers, there and back.
+
+Whoever computes sees a micro-batch like any other. When what left the blocks differs, or what came back (the gradient
+of the input, and those of the client's parameters), each hop is asked alone beside two others, and two against one
+name who was wrong; who lies only in company is not named, but a third chain says which of the two was wrong. Training
+goes on with what is right. Nothing of a lane is signed, so others are told nothing: who lied is banned here. How often
+is ``plan.audits``'s, what counts as equal ``plan.equality``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import trio
+
+from swarmd.client.checks import Checks, Finding
+from swarmd.client.lane import Lane, MicroBatch
+from swarmd.client.links import CHANGES, Swarm, Terms
+from swarmd.errors import NoRoute, SwarmError
+from swarmd.plan.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, two_of_three
+from swarmd.plan.routing import Hop
+from swarmd.plan.standing import Fault
+from swarmd.values import Decision, PeerId, Span
+
+if TYPE_CHECKING:
+    from swarmd.client.pipeline import Ticket
+
+logger = logging.getLogger(__name__)
+
+LEAST_WAIT_S = 2.0  # for a second answer to a micro-batch; training goes on without one that takes much longer
+WAIT_TIMES = 4.0  # than the first
+LARGEST = 0.5  # of a bound, through however many hops
+LEAST_PART = 1e-3  # of all parameters' gradients: a tensor that has less is held against that
+Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
+
+
+class Judged(Protocol):
+    """What an audit needs of the client: what was found so far, and who vouches for whom."""
+
+    checks: Checks
+
+    def voucher_of(self, peer: PeerId) -> bytes: ...
+
+
+class Lanes(Protocol):
+    """The pipeline, as audits use it. All raise SwarmError (LaneFailed and NoRoute are)."""
+
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str) -> Ticket:
+        """Send a micro-batch forward through servers of one format of weights, and none of ``without``."""
+
+    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> Answer: ...
+
+    async def alone(self, span: Span, of: frozenset[PeerId], batch: MicroBatch, gradient: torch.Tensor) -> list[Answer]:
+        """What some servers make of a micro-batch for these blocks, there and back, in a lane of its own."""
+
+    def decline(self, peers: Iterable[PeerId]) -> None:
+        """Do without some peers for a while."""
+
+
+@dataclass(slots=True)
+class LaneAudits:
+    """The audits of one pipeline. ``doubts`` are what its user should know."""
+
+    swarm: Swarm
+    judged: Judged
+    terms: Terms
+    lanes: Lanes
+    doubts: list[str]
+    has_told_alone: bool = False
+    undecided: set[tuple[Hop, ...]] = field(default_factory=set)
+
+    async def forward(self, ticket: Ticket, took_s: float) -> Ticket:
+        """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it."""
+        checks, hops = self.judged.checks, ticket.lane.hops
+        due = [hop for hop in hops if checks.is_due(self._key(hop), self.terms.verify).action]
+        if not due or not self._format(ticket.lane):
+            return ticket
+        try:
+            with trio.fail_after(max(LEAST_WAIT_S, WAIT_TIMES * took_s)):
+                twin = await self._twin(ticket, due)
+            verdict, third = await self._verdict(
+                ticket, twin, ticket.batch.hidden, (ticket.out, {}), (twin.out, {}), None
+            )
+        except (SwarmError, trio.TooSlowError) as error:
+            self._tell_nothing(ticket.lane, error)
+            return ticket
+        if verdict is Verdict.WRONG:
+            twin.twin = third
+            return twin
+        if ticket.batch.keep:
+            ticket.twin = twin if verdict is Verdict.RIGHT else third
+        elif verdict is Verdict.RIGHT:
+            self._is_right(ticket)
+        return ticket
+
+    async def _twin(self, ticket: Ticket, due: list[Hop]) -> Ticket:
+        """The same micro-batch through others: instead of all hops or, where there are too few, of one that is due."""
+        quantize = self._format(ticket.lane)
+        try:
+            ticket.audited = ticket.lane.hops
+            return await self.lanes.again(ticket.batch, _peers(ticket.lane), quantize)
+        except NoRoute:
+            if len(ticket.lane.hops) == 1:
+                raise
+            least = min(due, key=lambda hop: self.judged.checks.record(self._key(hop)).n_checks)
+            ticket.audited = (least,)
+            return await self.lanes.again(ticket.batch, frozenset({least.peer}), quantize)
+
+    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer) -> Answer:
+        """Compare the gradients of a micro-batch that went forward twice; returns what counts."""
+        twin, ticket.twin = ticket.twin, None
+        if twin is None:
+            return found
+        try:
+            again = await self.lanes.back(twin, gradient)
+            verdict, _ = await self._verdict(ticket, twin, gradient, found, again, gradient)
+        except SwarmError as error:
+            self._tell_nothing(ticket.lane, error)
+            return found
+        if verdict is Verdict.RIGHT:
+            self._is_right(ticket)
+        return again if verdict is Verdict.WRONG else found
+
+    # --- deciding --------------------------------------------------------------------------------------------
+
+    async def _verdict(
+        self,
+        ticket: Ticket,
+        twin: Ticket,
+        entered: torch.Tensor,
+        first: Answer,
+        second: Answer,
+        gradient: torch.Tensor | None,
+    ) -> tuple[Verdict, Ticket | None]:
+        """What two answers say; where they differ, what others say, and what follows for who computed."""
+        equal = same(entered, first, second, self._bound(ticket.lane, twin.lane))
+        if equal.action:
+            return Verdict.RIGHT, None
+        for lane, verdict in ((ticket.lane, Verdict.WRONG), (twin.lane, Verdict.REFERENCE_WRONG)):
+            if (hop := await self._who(lane, ticket.batch)) is not None:
+                self._convict((hop,), equal.reason)
+                return verdict, None
+        return await self._by_chains(ticket, twin, entered, first, second, gradient, equal.reason)
+
+    async def _who(self, lane: Lane, batch: MicroBatch) -> Hop | None:
+        """Ask each hop of a lane alone, beside others; who is wrong again, or None where nobody is, or can be named.
+
+        Whoever was banned since the micro-batch went out needs no more looking at.
+        """
+        hidden = batch.hidden
+        gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.dtype)
+        for hop in lane.hops:
+            if (banned := self._banned(lane)) is not None:
+                return banned
+            part = replace(batch, hidden=hidden, keep=True)
+            try:
+                verdict, hidden = await self._alone(lane, hop, part, gradient)
+            except SwarmError as error:
+                logger.info("nothing is found of %s alone: %s", hop, error)
+                return self._banned(lane)
+            if verdict is Verdict.WRONG:
+                return hop
+        return None
+
+    def _banned(self, lane: Lane) -> Hop | None:
+        return next((hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer)), None)
+
+    async def _alone(
+        self, lane: Lane, hop: Hop, part: MicroBatch, gradient: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor]:
+        """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
+        bound, entered = self._bound(lane), (part.hidden, gradient)
+
+        def agree(one: list[Answer], other: list[Answer]) -> bool:
+            return all(same(e, a, b, bound).action for e, a, b in zip(entered, one, other, strict=True))
+
+        one = await self.lanes.alone(hop.span, frozenset({hop.peer}), part, gradient)
+        said: list[list[Answer]] = []
+        for peer in self._strangers(hop):
+            with suppress(SwarmError):
+                said.append(await self.lanes.alone(hop.span, frozenset({peer}), part, gradient))
+            if len(said) == 1 and agree(one, said[0]):
+                return Verdict.RIGHT, said[0][0][0]
+            if len(said) == 2:
+                break
+        if len(said) < 2:
+            raise NoRoute(f"{len(said)} others, of other vouchers, hold {hop.span} and answer")
+        verdict = two_of_three(False, agree(one, said[1]), agree(said[0], said[1]))
+        if verdict is Verdict.UNDECIDED:
+            raise NoRoute(f"three answers for {hop.span} are three")
+        return verdict, (one if verdict is Verdict.REFERENCE_WRONG else said[1])[0][0]
+
+    async def _by_chains(
+        self,
+        ticket: Ticket,
+        twin: Ticket,
+        entered: torch.Tensor,
+        first: Answer,
+        second: Answer,
+        gradient: torch.Tensor | None,
+        reason: str,
+    ) -> tuple[Verdict, Ticket | None]:
+        """Who lies only beside others is not named: a third chain says which of two was wrong, and all of it is."""
+        verdict, third = Verdict.UNDECIDED, None
+        with suppress(SwarmError):
+            used = _peers(ticket.lane) | _peers(twin.lane)
+            third = await self.lanes.again(ticket.batch, self._kin(used), self._format(ticket.lane))
+            answer = (third.out, {}) if gradient is None else await self.lanes.back(third, gradient)
+            with_third = same(entered, first, answer, self._bound(ticket.lane, third.lane)).action
+            among = same(entered, second, answer, self._bound(twin.lane, third.lane)).action
+            verdict = two_of_three(False, with_third, among)
+        if verdict is Verdict.UNDECIDED:
+            self._tell(ticket.lane.hops, str(verdict), reason)
+            self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(twin.lane.hops)} disagree on a micro-batch")
+            if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
+                self.undecided.add(ticket.lane.hops)
+                self.lanes.decline(_peers(ticket.lane))
+        else:
+            self._convict((ticket if verdict is Verdict.WRONG else twin).lane.hops, reason)
+        return verdict, third
+
+    def _convict(self, hops: tuple[Hop, ...], reason: str) -> None:
+        """Do without a hop, or for a while without several of which one was wrong."""
+        fault = Fault.WRONG_RESULTS if len(hops) == 1 else Fault.FAULTY_NUMBERS
+        if all(self.swarm.rpc.standing.ban_left_s(hop.peer) for hop in hops):
+            return  # another micro-batch has shown it
+        for hop in hops:
+            self.swarm.rpc.standing.fault(hop.peer, fault, f"fine-tuning: {reason}")
+            self.judged.checks.note(self._key(hop), is_right=False)
+        self._tell(hops, str(Verdict.WRONG), reason)
+        self.doubts.append(f"{_names(hops)} computed wrongly in fine-tuning, and is left out: {reason}")
+        self.lanes.decline(hop.peer for hop in hops)
+
+    # --- what is compared, and with whom ------------------------------------------------------------------------
+
+    def _format(self, lane: Lane) -> str:
+        """How the weights of all hops are kept; "" where they differ, or rows travel as changes: not to be compared."""
+        peers, spans = _peers(lane), self.swarm.view().serving(self.terms.model)
+        formats = {span.quantize for span in spans if span.peer in peers}
+        return formats.pop() if len(formats) == 1 and self.terms.codec != CHANGES else ""
+
+    def _bound(self, *lanes: Lane) -> Bound:
+        """Each hop rounds, and the next one computes with that."""
+        is_raw = all(lane.codec.action == "raw" for lane in lanes)
+        bound = bound_of(self.terms.dtype, self._format(lanes[0]) or "any") if is_raw else ROUNDED
+        n = max(len(lane.hops) for lane in lanes)
+        return replace(bound, token=min(LARGEST, n * bound.token), most=min(LARGEST, n * bound.most))
+
+    def _strangers(self, hop: Hop) -> list[PeerId]:
+        """Who else holds the blocks of a hop, one of each voucher but its own."""
+        one_each = {self.judged.voucher_of(hop.peer): hop.peer}
+        for span in self.swarm.view().serving(self.terms.model):
+            if Span(span.start, span.end).covers(hop.span) and span.training_bytes:
+                one_each.setdefault(self.judged.voucher_of(PeerId(span.peer)), PeerId(span.peer))
+        return [peer for peer in one_each.values() if peer != hop.peer]
+
+    def _kin(self, peers: frozenset[PeerId]) -> frozenset[PeerId]:
+        """These peers, and everybody whom their vouchers brought in."""
+        vouchers = {self.judged.voucher_of(peer) for peer in peers}
+        hosts = {PeerId(span.peer) for span in self.swarm.view().serving(self.terms.model)}
+        return peers | {peer for peer in hosts if self.judged.voucher_of(peer) in vouchers}
+
+    def _key(self, hop: Hop) -> str:
+        return f"{hop.peer}/{self.terms.model[:16]}/{hop.span.start}:{hop.span.end}/tuning"
+
+    def _is_right(self, ticket: Ticket) -> None:
+        for hop in ticket.audited:
+            self.judged.checks.note(self._key(hop), is_right=True)
+        self._tell(ticket.audited, str(Verdict.RIGHT), "a micro-batch, there and back")
+
+    def _tell_nothing(self, lane: Lane, error: SwarmError | trio.TooSlowError) -> None:
+        """Of an audit that came to nothing; where nobody else holds the blocks, once."""
+        if not isinstance(error, NoRoute) or not self.has_told_alone:
+            self.has_told_alone |= isinstance(error, NoRoute)
+            self._tell(lane.hops, "inconclusive", str(error) or "the others are much slower")
+
+    def _tell(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
+        level = logging.INFO if outcome in (Verdict.RIGHT, "inconclusive") else logging.WARNING
+        logger.log(level, "audit of the lane through %s: %s: %s", _names(hops), outcome, reason)
+        self.judged.checks.tell(Finding(_names(hops), outcome, reason))
+
+
+def same(entered: torch.Tensor, one: Answer, other: Answer, bound: Bound) -> Decision[bool]:
+    """Are two answers to one micro-batch the same? ``entered`` went into the blocks from their side."""
+    found = errors(_floats(entered), _floats(one[0]), _floats(other[0]), bound)
+    equal = is_equal(found, bound)
+    if not equal.action or not other[1]:
+        return equal
+    total = float(np.sqrt(sum(float(t.float().square().sum()) for t in other[1].values())))
+    for name, tensor in other[1].items():
+        size = max(float(tensor.float().norm()), LEAST_PART * total, 1e-30)
+        error = float((one[1][name].float() - tensor.float()).norm()) / size
+        if not error <= bound.token:  # what is no number is an error, too
+            return Decision(False, f"the gradient of {name} differs by {error:.2g}; bound {bound.token:g}")
+    return equal
+
+
+def _floats(values: torch.Tensor) -> np.ndarray:
+    return np.asarray(values.detach().float().numpy())
+
+
+def _peers(lane: Lane) -> frozenset[PeerId]:
+    return frozenset(hop.peer for hop in lane.hops)
+
+
+def _names(hops: tuple[Hop, ...]) -> str:
+    return ", ".join(map(str, hops))

@@ -1,0 +1,131 @@
+"""Micro-batches that are computed twice: what is right goes on, who was wrong is named, nobody else is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from trio.testing import MockClock
+
+from swarmd.client.checks import Checks
+from swarmd.client.lane_audit import same
+from swarmd.client.own import OwnParameters
+from swarmd.plan.audits import ALWAYS_BELOW
+from swarmd.plan.equality import BOUNDS
+from swarmd.protocol import messages
+from swarmd.protocol.tuning import Backward, Forward, Gradients
+from swarmd.values import PeerId
+from swarmd.wire.micro_batches import backward_frames, forward_frames
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
+from tests.client.test_pipeline import Answer, World, batches, both_ways, doubling, pipeline
+
+OWN = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
+
+
+@dataclass
+class Client:
+    """Everybody came by an invite of his own, but for whom ``vouchers`` name."""
+
+    vouchers: dict[str, bytes] = field(default_factory=dict)
+    checks: Checks = field(default_factory=lambda: Checks(random.Random(1)))
+
+    def voucher_of(self, peer: PeerId) -> bytes:
+        return self.vouchers.get(peer, peer.encode())
+
+
+def altered(
+    forward: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: 2 * hidden,
+    backward: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: 2 * gradient,
+    own: float = 1.0,
+) -> Answer:
+    """A server that computes something else than 2 x."""
+
+    def answer(world: World, peer: PeerId, message: Any, payload: memoryview) -> list[bytes]:
+        if isinstance(message, Forward):
+            hidden, _, _ = unpack_untrusted(message.tensor, payload)
+            return list(forward_frames(message, 2, forward(hidden), None, "raw"))
+        assert isinstance(message, Backward)
+        gradient = unpack_values_untrusted(message.tensor, payload) / message.scale
+        header = Gradients(message.session, 0, message.seq)
+        given = safetensors.torch.save({"w": own * gradient.sum().reshape(1)})
+        back = backward_frames(message.session, 0, message.seq, backward(gradient), "raw")
+        return [*([messages.framed(header, given)] if world.has_own else []), *back]
+
+    return answer
+
+
+LIARS = {
+    "a little more": altered(lambda hidden: 2.001 * hidden),
+    "the input": altered(lambda hidden: hidden),
+    "another gradient": altered(backward=lambda gradient: -2 * gradient),
+    "a gradient that is no number elsewhere": altered(backward=lambda gradient: gradient.roll(1, 1)),
+    "gradients of parameters": altered(own=1.01),
+}
+
+
+@pytest.mark.parametrize("lie", LIARS)
+async def test_who_computes_wrongly_is_named_and_nothing_wrong_is_trained_with(
+    lie: str, virtual_time: MockClock
+) -> None:
+    client, world = Client(), World({"a": doubling, "b": LIARS[lie], "c": doubling, "d": doubling}, has_own=True)
+    async with pipeline(world, judged=client) as lanes:
+        for _ in range(4):
+            given = batches(4, OWN)
+            tickets = await lanes.forward(given)
+            assert all(torch.equal(t.out, 2 * b.hidden) for t, b in zip(tickets, given, strict=True))
+            gradient = torch.ones(1, 3, 4) + torch.arange(3).view(1, 3, 1)
+            for entering, own in await lanes.backward(tickets, [gradient] * 4):
+                assert torch.equal(entering, 2 * gradient)
+                assert float(own["w"]) == float(gradient.sum())
+        assert not world.standing.allows(PeerId("b"))
+        assert all(world.standing.allows(PeerId(peer)) for peer in "acd")
+        assert [said for said in lanes.statistics.doubts if "b[0,2)" in said or "b " in said]
+        assert client.checks.outcomes["wrong"] >= 1
+
+
+async def test_honest_servers_are_looked_at_less_and_less_and_nobody_is_doubted(virtual_time: MockClock) -> None:
+    client, world = Client(), World({"a": doubling, "b": doubling, "c": doubling})
+    async with pipeline(world, judged=client) as lanes:
+        for _ in range(40):
+            await both_ways(lanes, batches(6))
+        n_backwards, n_given = len(world.backwards), 240
+        assert not lanes.statistics.doubts
+        assert set(client.checks.outcomes) == {"right"}
+        assert 3 * ALWAYS_BELOW <= n_backwards - n_given <= n_given / 2
+        assert all(world.standing.allows(PeerId(peer)) for peer in "abc")
+
+
+@pytest.mark.parametrize("more", [{}, {"c": b"a"}])
+async def test_where_nobody_can_decide_the_user_is_told_and_nobody_is_blamed(
+    more: dict[str, bytes], virtual_time: MockClock
+) -> None:
+    """Two servers alone; or a third that came by the invite of one of the two."""
+    client, peers = Client(more), {"a": doubling, "b": LIARS["the input"], **dict.fromkeys(more, doubling)}
+    world = World(peers)
+    async with pipeline(world, judged=client) as lanes:
+        await lanes.backward(await lanes.forward(batches(6)), [torch.ones(1, 3, 4)] * 6)
+        assert "disagree on a micro-batch" in lanes.statistics.doubts[0]
+        assert client.checks.outcomes["wrong"] == 0
+        assert all(world.standing.allows(PeerId(peer)) for peer in peers)
+
+
+async def test_alone_nothing_is_checked_and_that_is_said_once(virtual_time: MockClock) -> None:
+    client = Client()
+    async with pipeline(World({"a": doubling}), judged=client) as lanes:
+        for _ in range(3):
+            await both_ways(lanes, batches(3))
+    assert client.checks.outcomes == {"inconclusive": 1}
+
+
+def test_parameters_that_hardly_matter_make_nobody_a_liar() -> None:
+    hidden, one = torch.ones(1, 2, 4), torch.ones(3)
+    bound = BOUNDS["float32"]
+    tiny = {"a": one, "b": 1e-9 * one}
+    assert same(hidden, (2 * hidden, {**tiny, "b": 2e-9 * one}), (2 * hidden, tiny), bound).action
+    assert not same(hidden, (2 * hidden, {**tiny, "a": 1.01 * one}), (2 * hidden, tiny), bound).action
+    assert not same(hidden, (2 * hidden, {**tiny, "a": one * float("nan")}), (2 * hidden, tiny), bound).action
