@@ -25,7 +25,7 @@ AT_MOST_S = 400
     [
         ("litellm", ""),
         ("openapi", ""),
-        ("langchain", "test_invoke or test_stream or test_tool_calling or agent_loop or json_mode"),
+        ("langchain", "test_invoke or test_stream or test_tool_calling"),
         pytest.param("langchain", "", marks=pytest.mark.prove),  # all of it: a minute
     ],
 )
