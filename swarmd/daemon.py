@@ -48,7 +48,7 @@ from swarmd.node.registrar import Registrar
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
 from swarmd.node.worker_link import WORKER, Prestarted, Starter
-from swarmd.protocol.catalog import Admitted
+from swarmd.protocol.catalog import Admitted, Catalog
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import SwarmKeys
@@ -138,7 +138,7 @@ class Daemon:
         owned = (self.gateway, self.reachability, self.health, self.prober)
         self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
         self._certificate, self._understands = member.certificate, world.understands
-        self._home, self._metrics, self._policy = home, config.metrics, ""
+        self._home, self._metrics, self._policy, self._rng = home, config.metrics, "", world.rng
         self.stopping, self._hurry = trio.Event(), trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -165,7 +165,7 @@ class Daemon:
             nursery.start_soon(self.books.keep)
             nursery.start_soon(self.order.run)
             nursery.start_soon(self._count_hours)
-            nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon).run)
+            nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng).run)
             task_status.started()
             await self.stopping.wait()
             async with trio.open_nursery() as last:
@@ -248,11 +248,11 @@ class Daemon:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
-    def _admit(self, arrivals: dict[bytes, Admitted]) -> bytes | None:
+    def _admit(self, arrivals: dict[bytes, Admitted], before: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
         if self._home is None or not self._home.is_founder:
             return None
-        self._home.admit(arrivals)
+        self._home.admit(arrivals, before)
         return self._home.catalog_raw()
 
     def _save_catalog(self) -> None:

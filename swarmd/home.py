@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmd.errors import ConfigError, NotJoined
+from swarmd.errors import ConfigError, IntegrityError, NotJoined
 from swarmd.folders import SOCKET, default_folder, write_file
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
@@ -34,6 +34,7 @@ from swarmd.protocol.catalog import (
     sign_catalog_as_delegate,
     with_admitted,
     with_invite,
+    with_what_was_lost,
 )
 from swarmd.protocol.charter import Founders, Signed, founders_untrusted, missing
 from swarmd.protocol.charter import sign as sign_charter
@@ -180,8 +181,11 @@ class Home:
 
     def founders(self) -> Founders:
         """Who founds the swarm by now, as far as this member knows."""
-        keys, catalog = self.swarm().keys, self.catalog()
-        return founders_untrusted(keys.founder_key, max(keys.charters, catalog.charters, key=len))
+        return founders_untrusted(self.swarm().keys.founder_key, self.charters())
+
+    def charters(self) -> tuple[bytes, ...]:
+        """What leads from the first founder to those of now, as far as this member knows."""
+        return max(self.swarm().keys.charters, self.catalog().charters, key=len)
 
     def invite(
         self,
@@ -192,46 +196,54 @@ class Home:
         may: tuple[Right, ...] = RIGHTS,
     ) -> Invite:
         """Make an invite (protocol.catalog, Terms), and list it where it is not one for any number, to do anything."""
-        keys, catalog, terms = self.swarm().keys, self.catalog(), Terms(int(time.time()) + lifetime_s, uses, waits, may)
-        known = msgspec.structs.replace(keys, charters=max(keys.charters, catalog.charters, key=len))
+        terms = Terms(int(time.time()) + lifetime_s, uses, waits, may)
+        known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         made = invites.create(known, self.founder(), addresses, terms.ends_at)
         if terms != Terms(terms.ends_at):
             self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
         return made
 
-    def admit(self, arrivals: dict[bytes, Admitted]) -> Catalog:
-        """Let members in for good. Raises ConfigError where this is no founder."""
-        self.founder()
-        return self.change_catalog(lambda c: with_admitted(c, arrivals, time.time()))
+    def admit(self, arrivals: dict[bytes, Admitted], before: Catalog | None = None) -> Catalog:
+        """Let members in for good, and bring back what a catalog ``before`` said of people and this one does not.
 
-    def founder_key(self) -> bytes:
-        """The public key with which this machine can be made a founder; made where there is none."""
+        Raises ConfigError where this is no founder.
+        """
+        self.founder()
+
+        def change(catalog: Catalog) -> Catalog:
+            lost = with_what_was_lost(catalog, before, time.time()) if before is not None else None
+            return with_admitted(lost or catalog, arrivals, time.time())
+
+        return self.change_catalog(change)
+
+    def founder_key(self) -> Identity:
+        """The key with which this machine founds, or can be made a founder; made where there is none."""
         if not (self.folder / "founder.key").is_file():
             self._write("founder.key", Identity.generate().seed.hex(), secret=True)
-        return self._key("founder.key").public_key
+        return self._key("founder.key")
 
     def found_on(self, draft: Signed) -> Signed:
         """Sign a charter as a founder of now; it counts once all have that must, and a new founder is here.
 
         Raises ConfigError, IntegrityError.
         """
-        founders, key = self.founders(), self.founder_key()
+        founders, key = self.founders(), self.founder_key().public_key
         if key in founders.charter.keys:
             draft = sign_charter(draft, self._key("founder.key"))
         if not missing(draft, founders.charter) and key in draft.charter.keys:
             with self._held("catalog.lock"):
-                self.save_catalog(self._founded_on(draft))
+                self._write("catalog.bin", self._founded_on(draft))
         return draft
 
     def _founded_on(self, draft: Signed) -> bytes:
         """The catalog of now under a new charter; this machine stays a member whoever let it in."""
         old, swarm = self.catalog(), self.swarm()
         own = {self.identity().public_key: Admitted(expiry_of(swarm.certificate))}
-        charters = max(old.charters, swarm.keys.charters, key=len)
         new = msgspec.structs.replace(
             with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
-            charters=(*charters, msgspec.msgpack.encode(draft)),
-            version=max(old.version + 1, int(time.time())),
+            charters=(*self.charters(), msgspec.msgpack.encode(draft)),
+            delegates=old.delegates if draft.charter.honours(self.founders().ever) else (),
+            version=int(time.time()),  # whatever number was chosen before: charters count first
             root=0,
         )
         raw = sign_catalog(new, self._key("founder.key"))
@@ -261,7 +273,11 @@ class Home:
         return Catalog() if raw is None else read_catalog_untrusted(raw, self.swarm().keys.founder_key)
 
     def save_catalog(self, raw: bytes) -> None:
-        self._write("catalog.bin", raw)
+        """Keep a catalog that came; not over a newer one, which another process has just signed here."""
+        with self._held("catalog.lock"):
+            kept = self.catalog() if self.has_joined else Catalog()
+            if not kept.version or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= kept.rank:
+                self._write("catalog.bin", raw)
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
         """Sign the next version of the catalog, as the founder or its delegate. Raises ConfigError for others."""
@@ -270,8 +286,17 @@ class Home:
             last = old.rank[1] if self.is_founder else old.version  # whatever number a delegate chose
             version = max(last + 1, int(time.time()))
             new = msgspec.structs.replace(change(old), version=version, root=0)
-            self.save_catalog(self._sign(new))
+            raw = self._sign(new)
+            self._check(raw)
+            self._write("catalog.bin", raw)
             return new
+
+    def _check(self, raw: bytes) -> None:
+        """Nothing is saved that could not be read again. Raises ConfigError."""
+        try:
+            read_catalog_untrusted(raw, self.swarm().keys.founder_key)
+        except IntegrityError as error:
+            raise ConfigError(f"the catalog cannot be changed so: {error}; nothing was changed") from None
 
     @property
     def may_publish(self) -> bool:

@@ -1,11 +1,11 @@
 """Every way in which a worker can lie, by a real process in a swarm of real processes: how soon it is found.
 
-python -m tests.prove_trust [--only LIE] [--model bundled|smollm2] [--sessions 12]
+python -m tests.prove_trust [--only LIE] [--model bundled|smollm2] [--sessions 12] [--late TRIALS]
 
 Of each block there are three holders from three invites. A client pins its sessions to the liar and an honest server,
 and generates until the liar is banned: audits are those that every client makes (always, until ten in a row are
 right). It tells tokens that were given meanwhile, of them how many differ from an honest generation's, and what
-checking computed.
+checking computed. With ``--late`` the liar was right a thousand times before: so many times, windows until it is found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch
 from transformers import StoppingCriteria
 
 import swarmd
+from swarmd.client import audit
 from swarmd.errors import SwarmError
+from swarmd.plan.audits import Record
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
 from swarmd.values import Span
@@ -72,6 +74,8 @@ HEAD = (
     "| the lie | probes say | found by audits after | wrong tokens given | honest ones accused | others who compute it "
     "and believe | checking computed | what was said |\n|---|---|---|---|---|---|---|---|"
 )
+LATE = "right for what looks like a check"
+WINDOWS_OF_AN_ANSWER = 2  # after 32 ops, and at its end
 MIGRATION = "a wrong cache migration"
 
 
@@ -176,17 +180,55 @@ def prove(swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, lie: str
         return Outcome(lie, probes, is_found, n_sessions, n_tokens, n_wrong, accused, believe, share, others[-1][:120])
 
 
+class RightBefore(dict[str, Record]):
+    """Records of servers that were right a thousand times before anything was noted here."""
+
+    KNOWN = Record(1_000, 1_000, 0)
+
+    def get(self, key: str, default: Any = None) -> Record:
+        return super().get(key, self.KNOWN)
+
+    def pop(self, key: str, default: Any = None) -> Record:
+        return super().pop(key, self.KNOWN)
+
+
+def windows_until_found(swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, half: int, name: str) -> int:
+    """How many windows of one who was right for long, and lies now, a client is given until one of them is drawn."""
+
+    async def tell_nobody(*_: Any) -> None:
+        return
+
+    chain = (Hop(liar.peer, Span(0, half)), Hop(holders[0].peer, Span(half, 2 * half)))
+    with swarmd.connect(swarm.invite()) as client:
+        audit.accuse = tell_nobody  # else the others would do without it, and this would be the only trial
+        client.within.checks._records = RightBefore()
+        model, tokenizer = client.model(name, chain=chain, lookup=False), client.tokenizer(name)
+        for n_answers in range(1, 1_000):
+            generate(model, tokenizer, PROMPTS[n_answers % len(PROMPTS)])
+            model.last_session.wait_closed()
+            if model.last_session.statistics.doubts:
+                return n_answers * WINDOWS_OF_AN_ANSWER
+    raise AssertionError("not found in 2,000 windows")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="one lie")
     parser.add_argument("--model", default="bundled", choices=["bundled", "smollm2"])
     parser.add_argument("--sessions", type=int, default=12, help="answers until it counts as not found")
+    parser.add_argument("--late", type=int, default=0, help="how often one who was right for long is tried")
     given = parser.parse_args()
     lies = [lie for lie in LIES if given.only in ("", lie)]
     missed = []
     print(HEAD, flush=True)
     with TemporaryDirectory() as folder, honest_swarm(Path(folder), given.model) as (swarm, holders, blocks):
         name = "smollm2" if given.model == "smollm2" else "demo"
+        if given.late:
+            liar = add_liar(swarm, given.only or LATE, given.model, blocks)
+            found = [windows_until_found(swarm, holders, liar, blocks // 2, name) for _ in range(given.late)]
+            mean = sum(found) / len(found)
+            print(f"windows until one who was right 1,000 times is found: {found}; mean {mean:.0f}, expected 50")
+            return
         for lie in lies:
             liar = add_liar(swarm, lie, given.model, blocks)
             outcome = prove(swarm, holders, liar, lie, name, given.sessions)

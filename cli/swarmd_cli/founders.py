@@ -14,7 +14,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Key = Annotated[str, typer.Argument(metavar="KEY", help="A founder's key, as swarmd founders key prints it.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="A founder's key, as swarmd founders ls shows it.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Though the loss of any one key would leave nobody to change it.")]
 Needed = Annotated[
     int | None, typer.Option("--needed", min=1, help="How many founders must sign the next change; as now.")
 ]
@@ -28,7 +29,7 @@ def ls(as_json: Json = False) -> None:
     """
     state = home()
     charter = state.founders().charter
-    own = state.founder_key() if state.is_founder else b""
+    own = state.founder_key().public_key if state.is_founder else b""
     if as_json:
         keys = [key.hex() for key in charter.keys]
         print_json({"founders": keys, "needed": charter.needed, "honoured": [key.hex() for key in charter.honoured]})
@@ -44,30 +45,39 @@ def key() -> None:
 
     Example: swarmd founders key
     """
+    from swarmd.protocol import charter
+
     state = home()
     state.swarm()
-    print(state.founder_key().hex())
+    print(charter.encode_key(state.founder_key()))
 
 
 @app.command("add")
-def add(founder: Key, needed: Needed = None) -> None:
+def add(
+    founder: Annotated[str, typer.Argument(metavar="KEY", help="What swarmd founders key printed there.")],
+    needed: Needed = None,
+    yes: Yes = False,
+) -> None:
     """Make another member's machine a founder. Where several must sign, prints a line for the others.
 
-    Example: swarmd founders add 5f0c... --needed 2
+    Example: swarmd founders add founder1-... --needed 2
     """
+    from swarmd.protocol import charter
+
     now = home().founders().charter
-    _change((*now.keys, _key(founder)), needed or now.needed, now.honoured)
+    _change((*now.keys, charter.decode_key_untrusted(founder)), needed or now.needed, now.honoured, yes)
 
 
 @app.command("rm")
 def rm(
     founder: Key,
     needed: Needed = None,
+    yes: Yes = False,
     stolen: Annotated[
         bool, typer.Option("--stolen", help="Whom its invites let in go, too, unless they are admitted for good.")
     ] = False,
 ) -> None:
-    """Let a founder go: one that is lost, or whose key was stolen.
+    """Let a founder go. Without --stolen its certificates count on: whoever has the key could still invite.
 
     Example: swarmd founders rm 5f0c... --stolen
     """
@@ -79,7 +89,7 @@ def rm(
         from swarmd.errors import ConfigError
 
         raise ConfigError(f"{founder[:16]} is no founder: see swarmd founders ls")
-    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)))
+    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)), yes)
 
 
 @app.command("sign")
@@ -95,11 +105,16 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
     _finish(draft)
 
 
-def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
+def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...], is_sure: bool) -> None:
+    from swarmd.errors import ConfigError
     from swarmd.protocol import charter
 
     state = home()
     state.founder()
+    if needed == len(keys) > 1 and not is_sure:
+        raise ConfigError(
+            f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
+        )
     _finish(charter.follower(state.founders().charter, keys, needed, honoured))
 
 
@@ -134,5 +149,5 @@ def _key(text: str) -> bytes:
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise ConfigError(f"a founder's key is 64 hexadecimal digits (swarmd founders key), not {text[:20]!r}")
+        raise ConfigError(f"a founder's key is 64 hexadecimal digits (swarmd founders ls), not {text[:20]!r}")
     return key

@@ -23,34 +23,76 @@ app = typer.Typer(
 
 @app.command("ls")
 def ls(as_json: Json = False) -> None:
-    """List the members that are there, by the invite that brought them in, and what others found of their blocks.
+    """List the members, by the invite that brought them in; open invites, and who waits to be let in.
+
+    Members are those that are here, and those that a founder admitted for good. What others found of their blocks is
+    by probes. Without the daemon only what the catalog says is known.
 
     Example: swarmd members ls
     """
-    answer = ask("peers")
-    peers, waiting = answer["peers"], answer["waiting"]
-    keys = ("peer", "is_self", "voucher", "may", "ends_at", "found_right", "found_wrong")
-    if as_json:
-        print_json({"members": [{key: peer[key] for key in keys} for peer in peers], "waiting": waiting})
-        return
-    rows = [
-        [
-            peer["peer"][-8:] + (" (this one)" if peer["is_self"] else ""),
-            _brought_in(peer["voucher"]),
-            ", ".join(peer["may"]),
-            _until(peer["ends_at"]),
-            ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
-            _found(peer),
-        ]
-        for peer in sorted(peers, key=lambda peer: (peer["voucher"], peer["peer"]))
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    catalog = home().catalog()
+    here = [{**peer, "is_here": True} for peer in answer["peers"]]
+    members = sorted(here + _away(catalog, here), key=lambda row: (row["voucher"], row["peer"]))
+    invites: list[dict[str, Any]] = [
+        {"voucher": key.hex(), "uses": t.uses, "waits": t.waits, "may": list(t.may), "ends_at": t.ends_at}
+        | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
+        for key, t in catalog.invites.items()
+        if t.ends_at > time.time()
     ]
-    table("Members", ["member", "brought in by", "may", "until", "serves", "its blocks were found"], rows)
-    if waiting:
+    if as_json:
+        keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
+        rows = [{key: row[key] for key in keys} for row in members]
+        print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
+        return
+    table(
+        "Members",
+        ["member", "brought in by", "may", "until", "serves", "its blocks were found"],
+        [_member_row(row) for row in members],
+    )
+    if invites:
+        listed = [
+            [row["voucher"][:8], _uses(row), ", ".join(row["may"]), _until(row["ends_at"])]
+            for row in sorted(invites, key=lambda row: row["ends_at"])
+        ]
+        table("Open invites", ["invite", "used", "for", "until"], listed)
+    if answer["waiting"]:
         waits = [
             [row["peer"][-8:], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
-            for row in sorted(waiting, key=lambda row: -row["knocked_s"])
+            for row in sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
         ]
         table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+
+
+def _away(catalog: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Members that were admitted and are not here now."""
+    from swarmd.protocol.identity import peer_id_of
+
+    present = {row["peer"] for row in here}
+    rows = ((peer_id_of(key), entry) for key, entry in catalog.admitted.items() if key not in catalog.revoked)
+    nothing = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
+    return [
+        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **nothing}
+        for peer, entry in rows
+        if peer not in present
+    ]
+
+
+def _member_row(row: dict[str, Any]) -> list[str]:
+    serves = ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in row["spans"]) or "nothing"
+    return [
+        row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
+        _brought_in(row["voucher"]),
+        ", ".join(row["may"]),
+        _until(row["ends_at"]),
+        serves if row["is_here"] else "not here",
+        _found(row),
+    ]
+
+
+def _uses(row: dict[str, Any]) -> str:
+    of = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
+    return of + (", each waits" if row["waits"] else "")
 
 
 def _brought_in(voucher: str) -> str:
@@ -67,12 +109,13 @@ def _until(ends_at: int) -> str:
 def approve(
     peer: Annotated[str, typer.Argument(metavar="PEER", help="Who waits, by the end of its id; or any id in full.")],
     may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
-    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="For so many days.")] = 365,
+    days: Annotated[int, typer.Option("--days", min=1, max=365, help="For so many days.")] = 365,
 ) -> None:
     """Let in for good who waits, or change what a member may do, and until when. Only a founder can.
 
     Example: swarmd members approve 8auXSk2p --may use,serve
     """
+    from swarmd.errors import ConfigError
     from swarmd.protocol.catalog import Admitted
     from swarmd.protocol.identity import public_key_of_untrusted
     from swarmd_cli.member import rights
@@ -81,9 +124,13 @@ def approve(
     state.founder()
     found, voucher = _find(peer)
     key = public_key_of_untrusted(found)
-    terms = state.catalog().invites.get(bytes.fromhex(voucher))
-    granted = rights(may) if may or terms is None else terms.may
-    state.admit({key: Admitted(int(time.time()) + days * 86_400, bytes.fromhex(voucher), granted)})
+    known = state.catalog().admitted.get(key)
+    invite = known.invite if known is not None else bytes.fromhex(voucher)
+    like = known or state.catalog().invites.get(invite)
+    if not may and like is None and not voucher:
+        raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
+    granted = rights(may) if may or like is None else like.may
+    state.admit({key: Admitted(int(time.time()) + days * 86_400, invite, granted)})
     if is_running():
         ask("reload", "POST")
     print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 ACCUSE_WITHIN_S = 5.0  # for holders to compute the evidence: the session waits for none of it, its end does
 AUDIT_TIMEOUT_S = 60.0  # for one audit; who is busy is not to blame
+SECOND_TIMEOUT_S = 4.0  # for a third answer, when two differ: half of what the end of a session waits
 LAST_LOOK_TIMEOUT_S = 8.0  # after a session: its hops, and whoever ends the program, wait for so long
 
 
@@ -205,9 +206,15 @@ class Auditor:
         vouchers = first.vouchers | {self._opens.voucher_of(link.hop.peer)}
         without = first.peers | {link.hop.peer}
         try:
-            again = await self._again(link.hop.span, record, said.entered, without, vouchers)
+            with trio.fail_after(SECOND_TIMEOUT_S):
+                again = await self._again(link.hop.span, record, said.entered, without, vouchers)
         except (NoRoute, Inconclusive):
             return Verdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
+        except (
+            SwarmError,
+            trio.TooSlowError,
+        ) as error:  # that two differ is known, and must not be lost with the third
+            return Verdict.UNDECIDED, f"nobody else answers: {error}"
         entered, second = _floats(said.entered[0])[:, window], again.left[:, window]
         with_second = is_equal(errors(entered, _floats(said.left), second, bound), bound)
         among = is_equal(errors(entered, first.left[:, window], second, bound), bound)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +22,7 @@ from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_RECORDS = 4_096  # of those who were right most recently
 N_KEPT = 64  # findings that people are shown
 
@@ -52,6 +55,10 @@ class Checks:
     def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
         """Is a window checked? At least a share ``least`` of them is."""
         return is_due(self.record(key), self._rng.random(), least)
+
+    def shuffled(self, several: Sequence[T]) -> list[T]:
+        """In an order that nobody can foresee."""
+        return self._rng.sample(several, len(several))
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""

@@ -6,6 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from swarmd.client.swarm import Membership
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
@@ -31,7 +33,8 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
     certificate = state.client_certificate(identity.public_key)
     near = _members_near(state)
     kept = (state.folders(), state.weights, state.checks_file, state.books_file)
-    return Membership(swarm.keys, identity, certificate, near, *kept)
+    known = msgspec.structs.replace(swarm.keys, charters=state.charters())
+    return Membership(known, identity, certificate, near, *kept)
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_WAIT_S = 2.0  # for a second answer to a micro-batch; training goes on without one that takes much longer
 WAIT_TIMES = 4.0  # than the first
+DECIDE_WITHIN_S = 30.0  # who of two was wrong: some lanes of one micro-batch
+MIXED = "any"  # formats of weights: what asks for none in particular
 LARGEST = 0.5  # of a bound, through however many hops
 LEAST_PART = 1e-3  # of all parameters' gradients: a tensor that has less is held against that
 Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -52,13 +54,15 @@ class Judged(Protocol):
 class Lanes(Protocol):
     """The pipeline, as audits use it. All raise SwarmError (LaneFailed and NoRoute are)."""
 
-    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str) -> Ticket:
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
         """Send a micro-batch forward through servers of one format of weights, and none of ``without``."""
 
     async def back(self, ticket: Ticket, gradient: torch.Tensor) -> Answer: ...
 
-    async def alone(self, span: Span, of: frozenset[PeerId], batch: MicroBatch, gradient: torch.Tensor) -> list[Answer]:
-        """What some servers make of a micro-batch for these blocks, there and back, in a lane of its own."""
+    async def alone(
+        self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
+    ) -> list[Answer]:
+        """What one server makes of a micro-batch for these blocks, there and back, in a lane of its own."""
 
     def decline(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while."""
@@ -80,15 +84,18 @@ class LaneAudits:
         """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it."""
         checks, hops = self.judged.checks, ticket.lane.hops
         due = [hop for hop in hops if checks.is_due(self._key(hop), self.terms.verify).action]
-        if not due or not self._format(ticket.lane):
+        if not due or self.terms.codec == CHANGES:
             return ticket
+        least = min(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
         try:
-            with trio.fail_after(max(LEAST_WAIT_S, WAIT_TIMES * took_s)):
-                twin = await self._twin(ticket, due)
+            if self._format(*hops) == MIXED:
+                await self._look_at(least, ticket)
+                return ticket
+            twin = await self._twin(ticket, least, _limit_s(took_s))
             verdict, third = await self._verdict(
                 ticket, twin, ticket.batch.hidden, (ticket.out, {}), (twin.out, {}), None
             )
-        except (SwarmError, trio.TooSlowError) as error:
+        except SwarmError as error:
             self._tell_nothing(ticket.lane, error)
             return ticket
         if verdict is Verdict.WRONG:
@@ -100,29 +107,44 @@ class LaneAudits:
             self._is_right(ticket)
         return ticket
 
-    async def _twin(self, ticket: Ticket, due: list[Hop]) -> Ticket:
-        """The same micro-batch through others: instead of all hops or, where there are too few, of one that is due."""
-        quantize = self._format(ticket.lane)
-        try:
-            ticket.audited = ticket.lane.hops
-            return await self.lanes.again(ticket.batch, _peers(ticket.lane), quantize)
-        except NoRoute:
-            if len(ticket.lane.hops) == 1:
-                raise
-            least = min(due, key=lambda hop: self.judged.checks.record(self._key(hop)).n_checks)
-            ticket.audited = (least,)
-            return await self.lanes.again(ticket.batch, frozenset({least.peer}), quantize)
+    async def _look_at(self, hop: Hop, ticket: Ticket) -> None:
+        """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
+        verdict, _ = await self._alone(hop, ticket.batch, torch.randn_like(ticket.batch.hidden))
+        if verdict is Verdict.WRONG:
+            self._convict((hop,), "alone, beside two others")
+        else:
+            ticket.audited = (hop,)
+            self._is_right(ticket)
 
-    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer) -> Answer:
+    async def _twin(self, ticket: Ticket, least: Hop, limit_s: float) -> Ticket:
+        """The same micro-batch through others: instead of all hops or, where there are too few, of one that is due.
+
+        Who does not answer in time is left out for a while, and others are asked.
+        """
+        choices = [ticket.lane.hops] if len(ticket.lane.hops) == 1 else [ticket.lane.hops, (least,)]
+        failed: SwarmError | None = None
+        for ticket.audited in [choices[0], *choices]:
+            try:
+                without = frozenset(hop.peer for hop in ticket.audited)
+                return await self.lanes.again(ticket.batch, without, self._format(*ticket.lane.hops), limit_s)
+            except SwarmError as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer, took_s: float) -> Answer:
         """Compare the gradients of a micro-batch that went forward twice; returns what counts."""
         twin, ticket.twin = ticket.twin, None
-        if twin is None:
+        if twin is None or not ticket.audited:  # its lane ended meanwhile: it came back another way
             return found
         try:
-            again = await self.lanes.back(twin, gradient)
+            with trio.fail_after(_limit_s(took_s)):
+                again = await self.lanes.back(twin, gradient)
             verdict, _ = await self._verdict(ticket, twin, gradient, found, again, gradient)
-        except SwarmError as error:
+        except (SwarmError, trio.TooSlowError) as error:
             self._tell_nothing(ticket.lane, error)
+            if isinstance(error, trio.TooSlowError):
+                self.lanes.decline(_peers(twin.lane))
             return found
         if verdict is Verdict.RIGHT:
             self._is_right(ticket)
@@ -143,11 +165,21 @@ class LaneAudits:
         equal = same(entered, first, second, self._bound(ticket.lane, twin.lane))
         if equal.action:
             return Verdict.RIGHT, None
-        for lane, verdict in ((ticket.lane, Verdict.WRONG), (twin.lane, Verdict.REFERENCE_WRONG)):
-            if (hop := await self._who(lane, ticket.batch)) is not None:
-                self._convict((hop,), equal.reason)
-                return verdict, None
-        return await self._by_chains(ticket, twin, entered, first, second, gradient, equal.reason)
+        with trio.move_on_after(DECIDE_WITHIN_S):
+            for lane, verdict in ((ticket.lane, Verdict.WRONG), (twin.lane, Verdict.REFERENCE_WRONG)):
+                if (hop := await self._who(lane, ticket.batch)) is not None:
+                    self._convict((hop,), equal.reason)
+                    return verdict, None
+            verdict, third = await self._by_chains(ticket, twin, entered, first, second, gradient)
+            if verdict is not Verdict.UNDECIDED:
+                self._convict((ticket if verdict is Verdict.WRONG else twin).lane.hops, equal.reason)
+                return verdict, third
+        self._tell(ticket.lane.hops, str(Verdict.UNDECIDED), equal.reason)
+        self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(twin.lane.hops)} disagree on a micro-batch")
+        if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
+            self.undecided.add(ticket.lane.hops)
+            self.lanes.decline(_peers(ticket.lane))
+        return Verdict.UNDECIDED, None
 
     async def _who(self, lane: Lane, batch: MicroBatch) -> Hop | None:
         """Ask each hop of a lane alone, beside others; who is wrong again, or None where nobody is, or can be named.
@@ -159,9 +191,9 @@ class LaneAudits:
         for hop in lane.hops:
             if (banned := self._banned(lane)) is not None:
                 return banned
-            part = replace(batch, hidden=hidden, keep=True)
+            part = replace(batch, hidden=hidden)
             try:
-                verdict, hidden = await self._alone(lane, hop, part, gradient)
+                verdict, hidden = await self._alone(hop, part, gradient)
             except SwarmError as error:
                 logger.info("nothing is found of %s alone: %s", hop, error)
                 return self._banned(lane)
@@ -172,20 +204,19 @@ class LaneAudits:
     def _banned(self, lane: Lane) -> Hop | None:
         return next((hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer)), None)
 
-    async def _alone(
-        self, lane: Lane, hop: Hop, part: MicroBatch, gradient: torch.Tensor
-    ) -> tuple[Verdict, torch.Tensor]:
+    async def _alone(self, hop: Hop, part: MicroBatch, gradient: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
         """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
-        bound, entered = self._bound(lane), (part.hidden, gradient)
+        quantize, entered = self._format(hop), (part.hidden, gradient)
+        part, bound = replace(part, keep=True), bound_of(self.terms.dtype, quantize)
 
         def agree(one: list[Answer], other: list[Answer]) -> bool:
             return all(same(e, a, b, bound).action for e, a, b in zip(entered, one, other, strict=True))
 
-        one = await self.lanes.alone(hop.span, frozenset({hop.peer}), part, gradient)
+        one = await self.lanes.alone(hop.span, hop.peer, quantize, part, gradient)
         said: list[list[Answer]] = []
         for peer in self._strangers(hop):
             with suppress(SwarmError):
-                said.append(await self.lanes.alone(hop.span, frozenset({peer}), part, gradient))
+                said.append(await self.lanes.alone(hop.span, peer, quantize, part, gradient))
             if len(said) == 1 and agree(one, said[0]):
                 return Verdict.RIGHT, said[0][0][0]
             if len(said) == 2:
@@ -205,26 +236,16 @@ class LaneAudits:
         first: Answer,
         second: Answer,
         gradient: torch.Tensor | None,
-        reason: str,
     ) -> tuple[Verdict, Ticket | None]:
         """Who lies only beside others is not named: a third chain says which of two was wrong, and all of it is."""
-        verdict, third = Verdict.UNDECIDED, None
         with suppress(SwarmError):
-            used = _peers(ticket.lane) | _peers(twin.lane)
-            third = await self.lanes.again(ticket.batch, self._kin(used), self._format(ticket.lane))
+            used = self._kin(_peers(ticket.lane) | _peers(twin.lane))
+            third = await self.lanes.again(ticket.batch, used, self._format(*ticket.lane.hops), DECIDE_WITHIN_S)
             answer = (third.out, {}) if gradient is None else await self.lanes.back(third, gradient)
             with_third = same(entered, first, answer, self._bound(ticket.lane, third.lane)).action
             among = same(entered, second, answer, self._bound(twin.lane, third.lane)).action
-            verdict = two_of_three(False, with_third, among)
-        if verdict is Verdict.UNDECIDED:
-            self._tell(ticket.lane.hops, str(verdict), reason)
-            self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(twin.lane.hops)} disagree on a micro-batch")
-            if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
-                self.undecided.add(ticket.lane.hops)
-                self.lanes.decline(_peers(ticket.lane))
-        else:
-            self._convict((ticket if verdict is Verdict.WRONG else twin).lane.hops, reason)
-        return verdict, third
+            return two_of_three(False, with_third, among), third
+        return Verdict.UNDECIDED, None
 
     def _convict(self, hops: tuple[Hop, ...], reason: str) -> None:
         """Do without a hop, or for a while without several of which one was wrong."""
@@ -240,24 +261,29 @@ class LaneAudits:
 
     # --- what is compared, and with whom ------------------------------------------------------------------------
 
-    def _format(self, lane: Lane) -> str:
-        """How the weights of all hops are kept; "" where they differ, or rows travel as changes: not to be compared."""
-        peers, spans = _peers(lane), self.swarm.view().serving(self.terms.model)
-        formats = {span.quantize for span in spans if span.peer in peers}
-        return formats.pop() if len(formats) == 1 and self.terms.codec != CHANGES else ""
+    def _format(self, *hops: Hop) -> str:
+        """How the weights of these hops are kept, as their servers announce; MIXED where they differ."""
+        at = {(hop.peer, hop.slot) for hop in hops}
+        spans = self.swarm.view().serving(self.terms.model)
+        formats = {span.quantize for span in spans if (span.peer, span.slot) in at}
+        return formats.pop() if len(formats) == 1 else MIXED
 
     def _bound(self, *lanes: Lane) -> Bound:
         """Each hop rounds, and the next one computes with that."""
         is_raw = all(lane.codec.action == "raw" for lane in lanes)
-        bound = bound_of(self.terms.dtype, self._format(lanes[0]) or "any") if is_raw else ROUNDED
+        bound = (
+            bound_of(self.terms.dtype, self._format(*(hop for lane in lanes for hop in lane.hops)))
+            if is_raw
+            else ROUNDED
+        )
         n = max(len(lane.hops) for lane in lanes)
         return replace(bound, token=min(LARGEST, n * bound.token), most=min(LARGEST, n * bound.most))
 
     def _strangers(self, hop: Hop) -> list[PeerId]:
         """Who else holds the blocks of a hop, one of each voucher but its own."""
-        one_each = {self.judged.voucher_of(hop.peer): hop.peer}
-        for span in self.swarm.view().serving(self.terms.model):
-            if Span(span.start, span.end).covers(hop.span) and span.training_bytes:
+        one_each, quantize = {self.judged.voucher_of(hop.peer): hop.peer}, self._format(hop)
+        for span in self.judged.checks.shuffled(self.swarm.view().serving(self.terms.model)):
+            if Span(span.start, span.end).covers(hop.span) and span.training_bytes and span.quantize == quantize:
                 one_each.setdefault(self.judged.voucher_of(PeerId(span.peer)), PeerId(span.peer))
         return [peer for peer in one_each.values() if peer != hop.peer]
 
@@ -279,7 +305,7 @@ class LaneAudits:
         """Of an audit that came to nothing; where nobody else holds the blocks, once."""
         if not isinstance(error, NoRoute) or not self.has_told_alone:
             self.has_told_alone |= isinstance(error, NoRoute)
-            self._tell(lane.hops, "inconclusive", str(error) or "the others are much slower")
+            self._tell(lane.hops, "inconclusive", str(error) or "others did not answer in time")
 
     def _tell(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
         level = logging.INFO if outcome in (Verdict.RIGHT, "inconclusive") else logging.WARNING
@@ -300,6 +326,11 @@ def same(entered: torch.Tensor, one: Answer, other: Answer, bound: Bound) -> Dec
         if not error <= bound.token:  # what is no number is an error, too
             return Decision(False, f"the gradient of {name} differs by {error:.2g}; bound {bound.token:g}")
     return equal
+
+
+def _limit_s(took_s: float) -> float:
+    """How long a second answer is waited for when the first took so long."""
+    return max(LEAST_WAIT_S, WAIT_TIMES * took_s)
 
 
 def _floats(values: torch.Tensor) -> np.ndarray:

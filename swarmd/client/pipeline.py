@@ -8,6 +8,7 @@ same, and counted once, because only the last try is asked for it.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -41,7 +42,7 @@ AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
-WITHOUT_GRADIENTS = ("nf4",)  # packed for some CPUs in a way that has no backward
+WITH_GRADIENTS = ("none", "int8", "int4")  # nf4 is packed for some CPUs in a way that has no backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Ticket:
     out: torch.Tensor
     lane: Lane
     seq: int
+    others: Others
     twin: Ticket | None = None
     audited: tuple[Hop, ...] = ()
 
@@ -151,22 +153,29 @@ class Pipeline:
 
     async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         async with self._slot(is_backward=True):
+            begun = trio.current_time()
             found = await self._with_retries(partial(self.back, ticket, gradient))
+            took_s = trio.current_time() - begun
         self.statistics.backwards += 1
-        return found if self._audits is None else await self._audits.backward(ticket, gradient, found)
+        return found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
 
-    async def _try_forward(self, batch: MicroBatch, others: Others = Others()) -> Ticket:
+    async def _try_forward(self, batch: MicroBatch, others: Others = Others(), limit_s: float = math.inf) -> Ticket:
         lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
-        with _Load(self._of_peer, lane):
-            seq, out = await self._in(lane, lane.forward(batch))
+        try:
+            with _Load(self._of_peer, lane), trio.fail_after(limit_s):
+                seq, out = await self._in(lane, lane.forward(batch))
+        except trio.TooSlowError:
+            self.decline(hop.peer for hop in lane.hops)
+            names = ", ".join(map(str, lane.hops))
+            raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
         self.statistics.forwards += not others.without
-        return Ticket(batch, out, lane, seq)
+        return Ticket(batch, out, lane, seq, others)
 
     async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
-            again = await self._try_forward(ticket.batch)
-            ticket.lane, ticket.seq = again.lane, again.seq
+            again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
+            ticket.lane, ticket.seq, ticket.audited = again.lane, again.seq, ()
         seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
         with _Load(self._of_peer, ticket.lane):
             return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
@@ -216,15 +225,16 @@ class Pipeline:
 
     # --- for audits ------------------------------------------------------------------------------------------
 
-    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str) -> Ticket:
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
         """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
-        return await self._try_forward(batch, Others(without, quantize))
+        return await self._try_forward(batch, Others(without, quantize), limit_s)
 
     async def alone(
-        self, span: Span, of: frozenset[PeerId], batch: MicroBatch, gradient: torch.Tensor
+        self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """What some servers make of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
-        terms = replace(self._terms, start=span.start, n_blocks=span.end, route=(), only=of)
+        """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
+        whole, only = self._terms, frozenset({peer})
+        terms = replace(whole, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw")
         lane = Lane(self._swarm, terms, self._route(1, Others(), terms))
         self._listeners[lane.key] = lane
         try:
@@ -287,7 +297,7 @@ class Pipeline:
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
-            is_able = span.training_bytes > 0 and span.quantize not in WITHOUT_GRADIENTS
+            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)

@@ -21,7 +21,7 @@ from swarmd.plan.doors import Doors, Pass
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView, short_name
 from swarmd.protocol import records
-from swarmd.protocol.catalog import Right, read_catalog_untrusted
+from swarmd.protocol.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
 from swarmd.protocol.charter import founders_untrusted
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.frames import Frame
@@ -29,7 +29,7 @@ from swarmd.protocol.identity import Membership, follow_untrusted, peer_id_of, r
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord
-from swarmd.protocol.understanding import SHORT_DIGESTS
+from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
 
@@ -58,6 +58,7 @@ class Exchange:
         self._view: SwarmView | None = None
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
+        self._told_charters: dict[PeerId, int] = {}
         self.doors = Doors(founders_untrusted(keys.founder_key, keys.charters))
 
     def view(self) -> SwarmView:
@@ -171,7 +172,15 @@ class Exchange:
         self._taken_at[key] = now
 
     def merge_catalog_untrusted(self, raw: bytes) -> bool:
+        """Take a catalog that is newer. One that does not follow the charters known here counts for nothing.
+
+        Raises IntegrityError for a forged one.
+        """
         catalog = read_catalog_untrusted(raw, self.keys.founder_key)
+        known = max(self.keys.charters, self.book.catalog.charters, key=len)
+        if catalog.charters[: len(known)] != known or catalog.version > self._wall_clock() + MAX_AHEAD_S:
+            logger.info("a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank)
+            return False
         news = self.book.add_catalog(catalog, raw).action
         if news:
             self._view = None
@@ -222,7 +231,8 @@ class Exchange:
         wanted = self.book.pick(set(body.want), naming) if body.want else []
         if wanted:
             channel = await rpc.channel(peer, "bulk")
-            await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted)))
+            catalog = self.book.catalog_raw if self._is_news_to(peer) else None  # else its founders are not known there
+            await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted, catalog=catalog)))
         return bool(wanted or body.envelopes or body.catalog)
 
     async def push(self, rpc: Rpc, raws: list[bytes], peers: Iterable[PeerId], catalog: bool = False) -> None:
@@ -243,9 +253,24 @@ class Exchange:
         naming = short_name if message.is_short else str
         send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
         theirs = (message.catalog_charters, message.catalog_root, message.catalog_version)
-        catalog = self.book.catalog_raw if not any(theirs) or self.book.catalog.rank > theirs else None
+        is_newer = not any(theirs) or self.book.catalog.rank > theirs
+        catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
         await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
+
+    def _reads_charters(self, peer: PeerId) -> bool:
+        """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""
+        known = self.view().peers.get(peer)
+        return not self.book.catalog.charters or known is None or known.minor >= CHARTERS
+
+    def _is_news_to(self, peer: PeerId) -> bool:
+        """Is this the first time that a peer is sent records under the charters of now?"""
+        n = len(self.book.catalog.charters)
+        is_news = n > self._told_charters.pop(peer, 0) and self._reads_charters(peer)
+        self._told_charters[peer] = n
+        if len(self._told_charters) > MAX_REMEMBERED_MEMBERS:
+            del self._told_charters[next(iter(self._told_charters))]
+        return is_news
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         record = self.view().peers.get(peer)

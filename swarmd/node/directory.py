@@ -357,6 +357,8 @@ def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Calla
 
     def sequence(key: str, value: bytes) -> int:
         body = decode(value, ExchangeBody, "a value", IntegrityError)
+        if body.catalog is not None:
+            raise IntegrityError("a catalog in a value of the DHT")
         highest = 0
         for raw in body.envelopes:
             verified = records.read_untrusted(raw, exchange.doors.founders.ever, wall_clock())

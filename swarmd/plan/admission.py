@@ -111,7 +111,11 @@ class CacheLedger:
         weights = {**{p.owner: p.weight for p in others.values()}, client: weight}
         fair = {owner: int(self.total_tokens * w / sum(weights.values())) for owner, w in weights.items()}
         own = sum(p.tokens for p in others.values() if p.owner == client)
-        ending = None if own + n_tokens > fair[client] else _who_ends(others, fair, missing, now)
+        has_little = own + n_tokens <= self.total_tokens // len(weights)
+        if has_little and missing <= sum(p.spare for p in others.values()):
+            ending: list[Key] | None = []  # what nobody uses goes by heads: only who has to end goes by weight
+        else:
+            ending = None if own + n_tokens > fair[client] else _who_ends(others, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
             asked = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"

@@ -16,6 +16,7 @@ from swarmd.protocol.charter import Founders
 from swarmd.protocol.identity import Membership, peer_id_of
 from swarmd.values import PeerId
 
+MAX_WAITING_OF_AN_INVITE = 16  # of a leaked one no more, so that others are seen
 MAX_WAITING = 64  # who knocked lately; more people than a founder answers in an evening
 
 
@@ -86,14 +87,22 @@ class Doors:
         if terms is None or membership.expires_at <= now:
             return Pass(membership.expires_at)
         if terms.waits:
-            self.waiting.pop(membership.peer, None)
-            self.waiting[membership.peer] = (membership.invite, now)
-            if len(self.waiting) > MAX_WAITING:
-                del self.waiting[next(iter(self.waiting))]
+            if membership.role == "member":
+                self._note_waiting(membership, now)
             raise Refused(Code.WAITS, f"{membership.peer} waits for a founder: swarmd members approve")
         if terms.uses:
             self._take_use(membership, terms)
         return Pass(membership.expires_at, terms.may)
+
+    def _note_waiting(self, membership: Membership, now: float) -> None:
+        """Who knocks once more is the latest; of one invite, and of all, the earliest are forgotten."""
+        self.waiting.pop(membership.peer, None)
+        self.waiting[membership.peer] = (membership.invite, now)
+        of_invite = [peer for peer, (invite, _) in self.waiting.items() if invite == membership.invite]
+        if len(of_invite) > MAX_WAITING_OF_AN_INVITE:
+            del self.waiting[of_invite[0]]
+        if len(self.waiting) > MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
 
     def _take_use(self, membership: Membership, terms: Terms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""

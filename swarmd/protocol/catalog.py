@@ -21,6 +21,8 @@ from swarmd.values import ModelId, is_model_hash
 
 _DOMAIN = b"swarmd catalog 1\0"
 MEMBERSHIP_LIFETIME_S = 365 * 86_400  # of who was admitted: a person asks for an invite once a year
+MAX_CATALOG_BYTES = 4 * 2**20  # full tables, twice: a delegate's has the founder's inside
+MAX_AHEAD_S = 7 * 86_400  # versions are times: no founder's clock is a week ahead
 MAX_INVITES = 1_024  # that have not expired
 MAX_ADMITTED = 4_096  # members, at 60 bytes each: a larger swarm lets in by invites for any number
 MAX_REVOKED = 4_096  # keys: an invite takes its guests with it
@@ -94,6 +96,19 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
         return charter.founders_untrusted(first_key, self.charters)
 
 
+def with_what_was_lost(now_counts: Catalog, before: Catalog, now: float) -> Catalog | None:
+    """A catalog with what one before says of people and it does not; None where nothing is lost.
+
+    Two founders who change the catalog at once each sign all of it; what the later one did not know comes back so.
+    """
+    revoked = tuple(dict.fromkeys((*now_counts.revoked, *before.revoked)))
+    invites = {k: t for k, t in before.invites.items() if t.ends_at > now} | now_counts.invites
+    admitted = {k: a for k, a in before.admitted.items() if a.ends_at > now} | now_counts.admitted
+    fits = len(revoked) <= MAX_REVOKED and len(invites) <= MAX_INVITES and len(admitted) <= MAX_ADMITTED
+    merged = msgspec.structs.replace(now_counts, revoked=revoked, invites=invites, admitted=admitted)
+    return merged if fits and merged != now_counts else None
+
+
 def with_invite(catalog: Catalog, key: bytes, terms: Terms, now: float) -> Catalog:
     """A catalog with one more invite, and without those that have ended. Raises ConfigError where it is full."""
     listed = {k: t for k, t in catalog.invites.items() if t.ends_at > now}
@@ -124,9 +139,8 @@ def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
 
 def sign_catalog_as_delegate(catalog: Catalog, delegate: Identity, current: bytes, founder_key: bytes) -> bytes:
     """Sign what follows the ``current`` catalog. Raises IntegrityError when no founder named this key."""
-    envelope = decode(current, _SignedCatalog, "a catalog", IntegrityError)
-    root_raw = envelope.root_raw or current
-    root = _read_root(decode(root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
+    root_raw = _envelope_untrusted(current).root_raw or current
+    root = _read_root(_envelope_untrusted(root_raw), founder_key)
     body = msgspec.msgpack.encode(msgspec.structs.replace(catalog, root=root.version))
     signed = _SignedCatalog(body, delegate.sign(_DOMAIN, body), delegate.public_key, root_raw)
     raw = msgspec.msgpack.encode(signed)
@@ -136,25 +150,32 @@ def sign_catalog_as_delegate(catalog: Catalog, delegate: Identity, current: byte
 
 def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
     """Check a catalog's signatures, from the first founder's key on, and read it. Raises IntegrityError."""
-    envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
+    envelope = _envelope_untrusted(raw)
     if not envelope.root_raw:
         return _read_root(envelope, founder_key)
-    root = _read_root(decode(envelope.root_raw, _SignedCatalog, "a catalog", IntegrityError), founder_key)
+    root = _read_root(_envelope_untrusted(envelope.root_raw), founder_key)
     if envelope.signer not in root.delegates:
         raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
     verify(envelope.signer, _DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
     catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
-    if catalog.root != root.version or _founders_part(catalog) != _founders_part(root):
+    if (catalog.root, catalog.delegates, catalog.revoked) != (root.version, root.delegates, root.revoked):
         raise IntegrityError("a delegate may change models only")
     if catalog.version <= root.version:
         raise IntegrityError("a delegate may change models only in a version after the founder's")
-    return catalog
+    own = {"models": catalog.models, "adapters": catalog.adapters, "sources": catalog.sources}
+    return msgspec.structs.replace(root, version=catalog.version, root=root.version, **own)
 
 
-def _founders_part(catalog: Catalog) -> tuple[object, ...]:
-    """What only founders say."""
-    people = (catalog.delegates, catalog.revoked, catalog.invites, catalog.admitted)
-    return *people, catalog.charters, catalog.order, catalog.favours
+def _envelope_untrusted(raw: bytes) -> _SignedCatalog:
+    """What a catalog comes in: nothing beside what is signed, for everybody keeps it and passes it on."""
+    if len(raw) > MAX_CATALOG_BYTES:
+        raise IntegrityError(f"a catalog of {len(raw)} B; the limit is {MAX_CATALOG_BYTES}")
+    envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
+    is_root = not envelope.root_raw
+    whole = (envelope.body, envelope.signature) if is_root else envelope
+    if msgspec.msgpack.encode(whole) != raw:
+        raise IntegrityError("a catalog with more around it than its signatures")
+    return envelope
 
 
 def _read_root(envelope: _SignedCatalog, founder_key: bytes) -> Catalog:

@@ -20,7 +20,8 @@ from swarmd.protocol.identity import Identity, PublicKey, Signature, verify
 from swarmd.protocol.untrusted import decode
 
 _DOMAIN = b"swarmd charter 1\0"
-_PREFIX, _VERSION = "charter", "1"
+_KEY_DOMAIN = b"swarmd founder 1\0"
+_PREFIX, _KEY_PREFIX, _VERSION = "charter", "founder", "1"
 MAX_FOUNDERS = 16  # people who can talk with each other; each certificate is tried with each key
 MAX_CHARTERS = 64  # one a year outlives everybody
 
@@ -40,6 +41,10 @@ class Charter(msgspec.Struct, frozen=True, array_like=True):
     def issuers(self) -> tuple[bytes, ...]:
         """Whose certificates count."""
         return (*self.keys, *self.honoured)
+
+    def honours(self, keys: tuple[bytes, ...]) -> bool:
+        """Do certificates of all these keys still count?"""
+        return set(keys) <= set(self.issuers)
 
     @property
     def digest(self) -> bytes:
@@ -84,6 +89,23 @@ def decode_line_untrusted(text: str) -> Signed:
     draft = decode(body, Signed, "the draft", ConfigError)
     decode(draft.body, Charter, "the draft", ConfigError)
     return draft
+
+
+def encode_key(founder: Identity) -> str:
+    """A key as a line that its holder gives to a founder; it proves that the private half is there."""
+    body = (founder.public_key, founder.sign(_KEY_DOMAIN, founder.public_key))
+    return lines.encode(_KEY_PREFIX + _VERSION, msgspec.msgpack.encode(body))
+
+
+def decode_key_untrusted(text: str) -> bytes:
+    """Read a key as typed or pasted. Raises ConfigError."""
+    body = lines.decode_untrusted(text, _KEY_PREFIX, _VERSION, "a founder's key")
+    key, signature = decode(body, tuple[PublicKey, Signature], "a founder's key", ConfigError)
+    try:
+        verify(key, _KEY_DOMAIN, key, signature, "a founder's key")
+    except IntegrityError as error:
+        raise ConfigError(str(error)) from None
+    return key
 
 
 def missing(draft: Signed, now: Charter) -> int:

@@ -12,8 +12,9 @@ from swarmd.protocol.messages import KNOWN_NEEDS
 from swarmd.protocol.records import PeerRecord
 from swarmd.protocol.tensors import CODECS
 
-MINOR = 4  # grows with each message, codec or need that is added
+MINOR = 5  # grows with each message, codec or need that is added
 
+CHARTERS = 5  # the minor from which on catalogs may be signed by other founders than the first
 RECEIPTS = 3  # the minor from which on servers sign what passes through them
 SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly
 

@@ -15,14 +15,16 @@ from trio.testing import MockClock
 from swarmd.client.checks import Checks
 from swarmd.client.lane_audit import same
 from swarmd.client.own import OwnParameters
+from swarmd.errors import Code
 from swarmd.plan.audits import ALWAYS_BELOW
 from swarmd.plan.equality import BOUNDS
 from swarmd.protocol import messages
+from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tuning import Backward, Forward, Gradients
 from swarmd.values import PeerId
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
-from tests.client.test_pipeline import Answer, World, batches, both_ways, doubling, pipeline
+from tests.client.test_pipeline import MODEL, Answer, World, batches, both_ways, doubling, pipeline, refusing
 
 OWN = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
 
@@ -86,6 +88,40 @@ async def test_who_computes_wrongly_is_named_and_nothing_wrong_is_trained_with(
         assert all(world.standing.allows(PeerId(peer)) for peer in "acd")
         assert [said for said in lanes.statistics.doubts if "b[0,2)" in said or "b " in said]
         assert client.checks.outcomes["wrong"] >= 1
+
+
+async def test_a_record_beside_the_one_that_serves_hides_nobody(virtual_time: MockClock) -> None:
+    about = {"sequence": 1, "issued_at": 0, "expires_at": 10, "certificate": (), "state": "online"}
+    dummy = SpanRecord(peer="b", model=MODEL, start=0, end=2, slot=1, quantize="int8", **about)  # type: ignore[arg-type]
+    world = World({"a": doubling, "b": LIARS["the input"], "c": doubling, "d": doubling}, more=(dummy,))
+    async with pipeline(world, judged=Client()) as lanes:
+        for _ in range(3):
+            await both_ways(lanes, batches(4))
+    assert not world.standing.allows(PeerId("b"))
+
+
+async def test_honest_servers_of_two_formats_are_no_liars_beside_one(virtual_time: MockClock) -> None:
+    """Whose weights are rounded answers a little else; a liar sets one kind against the other in vain."""
+    rounded = altered(lambda hidden: 2.01 * hidden)
+    peers = {"a": doubling, "b": doubling, "c": rounded, "d": rounded, "z": LIARS["the input"]}
+    client, world = Client(), World(peers, formats={"c": "int8", "d": "int8"})
+    async with pipeline(world, judged=client) as lanes:
+        for _ in range(10):
+            tickets = await lanes.forward(batches(5))
+            await lanes.backward(tickets, [torch.ones(1, 3, 4)] * 5)
+    assert all(world.standing.allows(PeerId(peer)) for peer in "abcd")
+
+
+async def test_a_twin_that_loses_its_lane_does_not_make_the_liar_his_own_judge(virtual_time: MockClock) -> None:
+    """Whoever computes again refuses each backward; the liar's gradients must not be compared with his own."""
+    forgetful = refusing(Code.SESSION_LOST, only=Backward)
+    client = Client()
+    world = World({"a": forgetful, "b": LIARS["another gradient"], "c": forgetful})
+    async with pipeline(world, judged=client) as lanes:
+        for _ in range(3):
+            tickets = await lanes.forward(batches(3))
+            await lanes.backward(tickets, [torch.ones(1, 3, 4)] * 3)
+    assert client.checks.outcomes["right"] == 0
 
 
 async def test_honest_servers_are_looked_at_less_and_less_and_nobody_is_doubted(virtual_time: MockClock) -> None:

@@ -113,6 +113,8 @@ class World:
     listeners: dict[bytes, Any] = field(default_factory=dict)
     nursery: trio.Nursery | None = None
     standing: Standing = field(default_factory=Standing)
+    formats: dict[str, str] = field(default_factory=dict)
+    more: tuple[SpanRecord, ...] = ()
 
     # the rpc
     peer_id = PeerId("me")
@@ -143,7 +145,8 @@ class World:
             SpanRecord(peer=p, model=MODEL, start=0, end=2, training_bytes=1, prefill_tokens_per_s=100.0, **common)  # type: ignore[arg-type]
             for p in sorted(self.peers)
         ]
-        return SwarmView({}, tuple(spans), Catalog())
+        kept = (msgspec.structs.replace(s, quantize=self.formats.get(s.peer, "none")) for s in spans)
+        return SwarmView({}, (*kept, *self.more), Catalog())
 
     def wall_clock(self) -> float:
         return 0.0

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from swarmd.errors import Code, Refused
-from swarmd.plan.doors import MAX_WAITING, Doors
+from swarmd.plan.doors import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Doors
 from swarmd.protocol.catalog import RIGHTS, Admitted, Catalog, Terms
 from swarmd.protocol.charter import Founders, follower, founders_untrusted, sign
 from swarmd.protocol.identity import Identity, Membership, certify, follow_untrusted
@@ -100,7 +100,8 @@ def test_who_knocks_very_often_takes_no_more_room() -> None:
     at = doors(Terms(INVITED_UNTIL, waits=True))
     for number in range(100, 100 + 2 * MAX_WAITING):
         refusal(at, guest(number))
-    assert len(at.waiting) == MAX_WAITING
+        refusal(at, guest(number, "client"))
+    assert len(at.waiting) == MAX_WAITING_OF_AN_INVITE
     assert guest(99 + 2 * MAX_WAITING).peer in at.waiting
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.home import Home
 from swarmd.plan.view import RecordBook
-from swarmd.protocol.catalog import Catalog, read_catalog_untrusted, sign_catalog, sign_catalog_as_delegate
+from swarmd.protocol.catalog import (
+    MAX_CATALOG_BYTES,
+    Admitted,
+    Catalog,
+    Terms,
+    read_catalog_untrusted,
+    sign_catalog,
+    sign_catalog_as_delegate,
+    with_what_was_lost,
+)
 from swarmd.protocol.identity import Identity
 
 FOUNDER, DELEGATE, OTHER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
@@ -47,6 +57,43 @@ def test_a_delegate_adds_a_model_and_another_delegate_builds_on_it() -> None:
 def test_a_delegate_changes_nothing_but_models(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
         sign_catalog_as_delegate(changed(root(), **{"version": 11, **changes}), DELEGATE, root(), KEY)
+
+
+def test_what_a_delegate_of_an_older_version_does_not_know_is_the_founders_still() -> None:
+    known = {b"i" * 32: Terms(10_000, uses=1)}
+    current = root(invites=known)
+    forgetful = msgspec.structs.replace(changed(current, version=11, models={"one": MODEL}), invites={})
+    read = read_catalog_untrusted(sign_catalog_as_delegate(forgetful, DELEGATE, current, KEY), KEY)
+    assert (read.models, read.invites) == ({"one": MODEL}, known)
+
+
+@pytest.mark.parametrize(
+    "padded",
+    [
+        lambda raw: msgspec.msgpack.encode((*msgspec.msgpack.decode(raw), b"", b"", b"more")),
+        lambda raw: msgspec.msgpack.encode((*msgspec.msgpack.decode(raw), b"x" * 1_000)),
+        lambda raw: raw.replace(b"\xc4\x40", b"\xc5\x00\x40", 1),
+    ],
+)
+def test_a_catalog_carries_nothing_but_what_is_signed(padded: Callable[[bytes], bytes]) -> None:
+    """Everybody keeps it and passes it on: who adds to it would fill their disks and their frames."""
+    assert read_catalog_untrusted(root(), KEY)
+    with pytest.raises(IntegrityError, match="more around it"):
+        read_catalog_untrusted(padded(root()), KEY)
+    with pytest.raises(IntegrityError, match="the limit is"):
+        read_catalog_untrusted(root() + bytes(MAX_CATALOG_BYTES), KEY)
+
+
+def test_what_the_later_of_two_founders_did_not_know_comes_back() -> None:
+    ends = {"now": 100.0}
+    mine = Catalog(version=5, revoked=(b"a" * 32,), invites={b"i" * 32: Terms(200, 1), b"o" * 32: Terms(50, 1)})
+    theirs = Catalog(version=6, revoked=(b"b" * 32,), admitted={b"m" * 32: Admitted(300)}, models={"one": MODEL})
+    both = with_what_was_lost(theirs, mine, **ends)
+    assert both is not None
+    assert set(both.revoked) == {b"a" * 32, b"b" * 32}
+    assert (set(both.invites), both.admitted, both.models) == ({b"i" * 32}, theirs.admitted, theirs.models)
+    assert with_what_was_lost(both, mine, **ends) is None
+    assert with_what_was_lost(both, theirs, **ends) is None
 
 
 def test_who_is_no_delegate_is_refused_also_when_the_signature_is_good() -> None:

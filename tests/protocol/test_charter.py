@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol import charter
+from swarmd.net.exchange import Exchange
+from swarmd.protocol import charter, lines
 from swarmd.protocol.catalog import Catalog, read_catalog_untrusted, sign_catalog
 from swarmd.protocol.charter import Charter, Signed, follower, founders_untrusted, missing, sign
 from swarmd.protocol.identity import Identity
+from swarmd.protocol.invite import SwarmKeys
 
 A, B, C, THIEF = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
 FIRST = founders_untrusted(A.public_key).charter
@@ -87,6 +89,33 @@ def test_a_thief_with_an_old_founders_key_cannot_outbid_the_charter_after_it() -
     now = read_catalog_untrusted(sign_catalog(Catalog(version=5, charters=encoded(replaced)), B), A.public_key)
     thiefs = read_catalog_untrusted(sign_catalog(Catalog(version=2**53), A), A.public_key)
     assert now.rank > thiefs.rank
+
+
+async def test_charters_that_leave_the_known_ones_count_for_nothing_however_many_they_are() -> None:
+    """The first founder, long let go, begins again from the first key, three times over: nobody follows."""
+    exchange = Exchange(SwarmKeys("ours", A.public_key, bytes(32)), lambda: 100.0)
+    replaced = sign(follower(FIRST, (B.public_key, C.public_key), 2, ()), A)
+    assert exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=5, charters=encoded(replaced)), B))
+    chain = [sign(follower(FIRST, (THIEF.public_key,), 1, ()), A)]
+    while len(chain) < 3:
+        chain.append(sign(follower(chain[-1].charter, (THIEF.public_key,), 1, (bytes([len(chain)]) * 32,)), THIEF))
+    thiefs = sign_catalog(Catalog(version=9, charters=encoded(*chain)), THIEF)
+    assert read_catalog_untrusted(thiefs, A.public_key).rank[0] == 3, "by itself it is in order"
+    assert not exchange.merge_catalog_untrusted(thiefs)
+    assert not exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=50), A))
+    assert exchange.doors.founders.charter.keys == (B.public_key, C.public_key)
+    assert not exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=2**53, charters=encoded(replaced)), B))
+    late = Exchange(SwarmKeys("ours", A.public_key, bytes(32), encoded(replaced)), lambda: 100.0)
+    assert not late.merge_catalog_untrusted(sign_catalog(Catalog(version=50), A)), "an invite says who founds, too"
+
+
+def test_a_founders_key_is_a_line_that_proves_itself() -> None:
+    line = charter.encode_key(B)
+    assert charter.decode_key_untrusted(line) == B.public_key
+    stolen = lines.encode("founder1", msgspec.msgpack.encode((C.public_key, B.sign(b"x", C.public_key))))
+    for broken in (line[:-4], stolen, B.public_key.hex(), charter.encode(two_of_three())):
+        with pytest.raises(ConfigError):
+            charter.decode_key_untrusted(broken)
 
 
 def test_a_draft_is_a_line_that_says_when_it_was_cut() -> None:

@@ -124,6 +124,7 @@ def test_a_founder_that_is_lost_is_followed_by_the_two_others(swarm: LocalSwarm)
     second, third, guest = (joined(swarm, invited(swarm)) for _ in range(3))
     swarm.wait(lambda: len(guest.home.catalog().admitted) == 3, "all to be admitted")
     key = {v.peer: says(v.home, "founders", "key").strip() for v in (second, third)}
+    assert "leaves nobody" in says(first.home, "founders", "add", key[second.peer], "--needed", "2", code=2)
     says(first.home, "founders", "add", "abc", code=2)
     says(first.home, "founders", "add", key[second.peer])
     assert "It counts from now on" in says(first.home, "founders", "add", key[third.peer], "--needed", "2")
