@@ -62,17 +62,22 @@ def add(
 
     Example: swarmd founders add founder1-... --needed 2
     """
+    from swarmd.errors import ConfigError
     from swarmd.protocol import charter
 
     now = home().founders().charter
-    _change((*now.keys, charter.decode_key_untrusted(founder)), needed or now.needed, now.honoured, yes)
+    keys, needed = (*now.keys, charter.decode_key_untrusted(founder)), needed or now.needed
+    if needed == len(keys) and not yes:
+        raise ConfigError(
+            f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
+        )
+    _change(keys, needed, now.honoured)
 
 
 @app.command("rm")
 def rm(
     founder: Key,
     needed: Needed = None,
-    yes: Yes = False,
     stolen: Annotated[
         bool, typer.Option("--stolen", help="Whom its invites let in go, too, unless they are admitted for good.")
     ] = False,
@@ -89,7 +94,7 @@ def rm(
         from swarmd.errors import ConfigError
 
         raise ConfigError(f"{founder[:16]} is no founder: see swarmd founders ls")
-    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)), yes)
+    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)))
 
 
 @app.command("sign")
@@ -105,16 +110,11 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
     _finish(draft)
 
 
-def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...], is_sure: bool) -> None:
-    from swarmd.errors import ConfigError
+def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
     from swarmd.protocol import charter
 
     state = home()
     state.founder()
-    if needed == len(keys) > 1 and not is_sure:
-        raise ConfigError(
-            f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
-        )
     _finish(charter.follower(state.founders().charter, keys, needed, honoured))
 
 
@@ -129,6 +129,8 @@ def _finish(draft: Any) -> None:
             ask("reload", "POST")
         _say(signed.charter)
         print("It counts from now on.")
+        if signed.charter.needed == len(signed.charter.keys) > 1:
+            print("All of them are needed: name another one before one more is lost.")
         return
     left = charter.missing(signed, before)
     who = f"{left} of the founders must sign it, too" if left else "one of the new founders must take it over"

@@ -214,7 +214,7 @@ class Auditor:
             SwarmError,
             trio.TooSlowError,
         ) as error:  # that two differ is known, and must not be lost with the third
-            return Verdict.UNDECIDED, f"nobody else answers: {error}"
+            return Verdict.UNDECIDED, f"nobody else answers: {error or f'not within {SECOND_TIMEOUT_S:.0f} s'}"
         entered, second = _floats(said.entered[0])[:, window], again.left[:, window]
         with_second = is_equal(errors(entered, _floats(said.left), second, bound), bound)
         among = is_equal(errors(entered, first.left[:, window], second, bound), bound)
