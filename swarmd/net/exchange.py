@@ -137,6 +137,14 @@ class Exchange:
             return peer.encode()
         return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
+    def n_sharing(self, peer: PeerId) -> int:
+        """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
+        membership, admitted = self.members.get(peer), self.book.catalog.admitted
+        if membership is None or not membership.invite or membership.member in admitted:
+            return 1
+        others = {m.member for m in self.members.values() if m.invite == membership.invite}
+        return max(1, len(others - admitted.keys() - {b""}))
+
     def merge_untrusted(self, raw: bytes, is_own: bool = False) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
 

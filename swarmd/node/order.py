@@ -17,6 +17,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 30.0  # into the books: a query of a month's bills takes some 10 ms
+LEAST_WEIGHT = 0.01  # of what the protocol takes: nobody gets nothing
 SINCE_S = 30 * 86_400  # what was given earlier is thanked for
 
 
@@ -35,7 +36,8 @@ class Order:
         if membership is None:
             return 1.0
         is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
-        return order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+        whole = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+        return max(LEAST_WEIGHT, whole / self._exchange.n_sharing(peer))  # an invite for any number is one voucher
 
     def balance(self, peer: PeerId) -> Balance:
         """What passed between this machine and the guests of a peer's invite, as far as the books were read."""

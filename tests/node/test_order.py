@@ -10,12 +10,15 @@ import pytest
 import trio
 
 from swarmd.books import Books
+from swarmd.net.exchange import Exchange
 from swarmd.node.order import LOOK_INTERVAL_S, Order
 from swarmd.plan.order import GRACE, LEAST, MOST
 from swarmd.protocol import bill
 from swarmd.protocol.bill import Bill, Signed
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.identity import Identity, Membership
+from swarmd.protocol.catalog import Admitted, Catalog, sign_catalog
+from swarmd.protocol.identity import Identity, Membership, certify
+from swarmd.protocol.invite import SwarmKeys
+from swarmd.protocol.messages import Hello
 from swarmd.values import PeerId
 
 ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
@@ -39,6 +42,7 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
         voucher_of=lambda peer: vouchers[peer],
         book=SimpleNamespace(catalog=Catalog(order=order)),
         now=lambda: 2_000.0,
+        n_sharing=lambda peer: 1,
     )
     kept = Order(exchange, books, ME.peer_id)
     async with trio.open_nursery() as nursery:
@@ -48,3 +52,17 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
     found = [kept.weight(who.peer_id) for who in (ME, GIVER, RIDER)]
     assert found == ([MOST, MOST, LEAST] if order == "giving" else [1.0, 1.0, 1.0])
     assert kept.weight(PeerId("somebody")) == 1.0
+
+
+def test_however_many_come_by_one_invite_they_share_what_one_gets() -> None:
+    """But for who was admitted for good, and whoever came by an invite of his own."""
+    founder, leaked, own = (Identity(bytes([n]) * 32) for n in (4, 5, 6))
+    exchange = Exchange(SwarmKeys("ours", founder.public_key, bytes(32)), lambda: 100.0)
+    guests = [(leaked, Identity(bytes([n]) * 32)) for n in range(10, 15)] + [(own, Identity(bytes([20]) * 32))]
+    for invite, guest in guests:
+        links = certify(founder, invite.public_key, "invite", 900), certify(invite, guest.public_key, "member", 900)
+        exchange.admit(guest.peer_id, Hello(certificate=links))
+    admitted = {guests[0][1].public_key: Admitted(900, leaked.public_key)}
+    exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=1, admitted=admitted), founder))
+    order = Order(exchange, Books(None), founder.peer_id)
+    assert [order.weight(guest.peer_id) for _, guest in guests] == [1, *[0.25] * 4, 1]
