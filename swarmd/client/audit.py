@@ -20,7 +20,7 @@ from swarmd.client.accuse import accuse, evidence_of
 from swarmd.client.chain import Chain
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.links import Doubt, Link, Swarm, Terms
-from swarmd.client.statements import Inconclusive, NotShown, Statement, Statements
+from swarmd.client.statements import Excused, Inconclusive, NotShown, Statement, Statements
 from swarmd.errors import NoRoute, PeerError, SwarmError
 from swarmd.plan.audits import next_window
 from swarmd.plan.equality import Verdict, bound_of, errors, is_equal, two_of_three
@@ -128,7 +128,8 @@ class Auditor:
                 with trio.fail_after(AUDIT_TIMEOUT_S):
                     await self._audit(link, first, n_tokens)
             except (Inconclusive, SwarmError, trio.TooSlowError) as error:
-                if isinstance(error, NotShown) and checks.is_evading(self._key(link)):
+                is_evading = isinstance(error, NotShown) and checks.is_evading(self._key(link))
+                if is_evading or (isinstance(error, Excused) and checks.is_excused_too_often(self._key(link))):
                     self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
                 reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
                 checks.tell(Finding(str(link.hop), "inconclusive", reason))

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_RECORDS = 4_096  # of those who were right most recently
+MOST_EXCUSES = 3  # of one server, for dead workers; beyond them a share of its checks
+EXCUSED_SHARE = 0.02  # ten times what honest servers needed that were killed 38 times in an hour
 N_KEPT = 64  # findings that people are shown
 
 
@@ -44,6 +46,8 @@ class Checks:
         self.n_computed_tokens = 0  # the same, computed again
         self.outcomes: Counter[str] = Counter()
         self._n_evasions: Counter[str] = Counter()
+        self._n_excuses: Counter[str] = Counter()
+        self._n_decided: Counter[str] = Counter()
         self.findings: deque[Finding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
@@ -62,6 +66,7 @@ class Checks:
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
+        self._n_decided[key] += 1
         self._records[key] = self._records.pop(key, Record()).after(is_right)
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
@@ -75,6 +80,12 @@ class Checks:
         """Somebody would not show what it did; was that more than once?"""
         self._n_evasions[key] += 1
         return self._n_evasions[key] > 1
+
+    def is_excused_too_often(self, key: str) -> bool:
+        """Somebody's worker had died when its window was to be checked; is that more than happens?"""
+        self._n_excuses[key] += 1
+        n = self._n_excuses[key]
+        return n > MOST_EXCUSES and n > EXCUSED_SHARE * self._n_decided[key]
 
     def share(self) -> float:
         """What checking computed, as a share of what was served."""

@@ -40,6 +40,10 @@ class NotShown(Inconclusive):
     """The hop that is audited refuses to say what it did."""
 
 
+class Excused(Inconclusive):
+    """It says that its worker died, or that it leaves: nobody's fault, unless it says so again and again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """All that entered a hop, as it travelled, and what left it of the tokens in ``window``; ``signed`` receipts."""
@@ -104,8 +108,9 @@ class Statements:
             return None
 
     def _refusal(self, error: Refused) -> Inconclusive:
-        is_excused = error.code in NOBODYS_FAULT or self._hops.accounts.is_reordered
-        return Inconclusive(str(error)) if is_excused else NotShown(str(error))
+        if self._hops.accounts.is_reordered:
+            return Inconclusive(str(error))
+        return Excused(str(error)) if error.code in NOBODYS_FAULT else NotShown(str(error))
 
     def _require_agreement(
         self,
