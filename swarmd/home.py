@@ -38,7 +38,7 @@ from swarmd.protocol.catalog import (
 )
 from swarmd.protocol.charter import Founders, Signed, founders_untrusted, missing
 from swarmd.protocol.charter import sign as sign_charter
-from swarmd.protocol.identity import Identity, certify, expiry_of
+from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import Invite, SwarmKeys
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import ModelId, PeerId
@@ -238,7 +238,7 @@ class Home:
     def _founded_on(self, draft: Signed) -> bytes:
         """The catalog of now under a new charter; this machine stays a member whoever let it in."""
         old, swarm = self.catalog(), self.swarm()
-        own = {self.identity().public_key: Admitted(expiry_of(swarm.certificate))}
+        own = {self.identity().public_key: Admitted(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
         new = msgspec.structs.replace(
             with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
