@@ -126,11 +126,6 @@ class Membership:
         return self.keys[1:-1]
 
 
-def expiry_of(certificate: tuple[bytes, ...]) -> int:
-    """When a certificate of one's own ends, in unix seconds. The founder's has no end."""
-    return min((link.expires_at for link in read_links_untrusted(certificate)), default=NO_END)
-
-
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
     return [decode(raw, Link, "a certificate", IntegrityError) for raw in certificate]
 

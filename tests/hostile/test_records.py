@@ -17,7 +17,7 @@ from swarmd.node.directory import Directory
 from swarmd.plan import view
 from swarmd.plan.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
 from swarmd.protocol import records
-from swarmd.protocol.identity import Identity, certify, expiry_of
+from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord, read_untrusted
 from swarmd.values import PeerId, Span
@@ -64,8 +64,9 @@ async def test_a_record_that_outlives_its_certificate_does_not_count(virtual_tim
 
 def test_who_is_certified_for_a_while_announces_no_longer() -> None:
     _, certificate = Invite(FOUNDER, until=EPOCH_S + 6).member()
-    assert expiry_of(certificate) == EPOCH_S + 6
-    assert expiry_of(()) > EPOCH_S * 1000
+    until = some_exchange().pass_of(certificate).ends_at
+    assert records.ends_at(EPOCH_S, until) == EPOCH_S + 6
+    assert records.ends_at(EPOCH_S, EPOCH_S + 10**6) == EPOCH_S + records.RECORD_LIFETIME_S
 
 
 @pytest.mark.parametrize("kind", ["members", "clients", "records"])
