@@ -24,7 +24,7 @@ import trio
 
 from swarmd.books import Books, Kind
 from swarmd.config import Config, split
-from swarmd.errors import ConfigError, Refused
+from swarmd.errors import Refused, SwarmError
 from swarmd.home import Home, by_peer
 from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus, Ways
 from swarmd.net.exchange import Exchange
@@ -259,7 +259,7 @@ class Daemon:
         if self._home is not None and self.exchange.book.catalog_raw is not None:
             try:
                 self._home.save_catalog(self.exchange.book.catalog_raw)
-            except ConfigError as error:
+            except SwarmError as error:
                 logger.warning("the new catalog is used but not kept: %s", error)
 
     # --- what this peer says of itself -----------------------------------------------------------------------

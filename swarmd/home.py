@@ -23,6 +23,7 @@ from swarmd.folders import SOCKET, default_folder, write_file
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
 from swarmd.protocol.catalog import (
+    MAX_AHEAD_S,
     MEMBERSHIP_LIFETIME_S,
     RIGHTS,
     Admitted,
@@ -45,6 +46,10 @@ from swarmd.values import ModelId, PeerId
 
 CLIENT_LIFETIME_S = 7 * 86_400  # a client's key is thrown away with its process
 SEED_BYTES = 32  # of an Ed25519 key (RFC 8032)
+OF_A_SWARM = (  # what goes when it is left; settings and models stay
+    "swarm.json node.key founder.key catalog.bin peers.json standing.json checks.json pause.json "
+    "books.db books.db-wal books.db-shm"
+)
 BUNDLED_NAME = "demo"
 
 
@@ -149,19 +154,7 @@ class Home:
         self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
 
     def leave(self) -> None:
-        for name in (
-            "swarm.json",
-            "node.key",
-            "founder.key",
-            "catalog.bin",
-            "peers.json",
-            "standing.json",
-            "checks.json",
-            "books.db",
-            "books.db-wal",
-            "books.db-shm",
-            "pause.json",
-        ):
+        for name in OF_A_SWARM.split():
             (self.folder / name).unlink(missing_ok=True)
 
     def swarm(self) -> SwarmFile:
@@ -242,7 +235,7 @@ class Home:
         new = msgspec.structs.replace(
             with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
-            delegates=old.delegates if draft.charter.honours(self.founders().ever) else (),
+            delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first
             root=0,
         )
@@ -275,8 +268,11 @@ class Home:
     def save_catalog(self, raw: bytes) -> None:
         """Keep a catalog that came; not over a newer one, which another process has just signed here."""
         with self._held("catalog.lock"):
-            kept = self.catalog() if self.has_joined else Catalog()
-            if not kept.version or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= kept.rank:
+            kept = Catalog()
+            with contextlib.suppress(IntegrityError):  # what cannot be read is not worth keeping
+                kept = self.catalog() if self.has_joined else kept
+            is_old = not kept.version or kept.version > time.time() + MAX_AHEAD_S
+            if is_old or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= kept.rank:
                 self._write("catalog.bin", raw)
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
@@ -286,6 +282,11 @@ class Home:
             last = old.rank[1] if self.is_founder else old.version  # whatever number a delegate chose
             version = max(last + 1, int(time.time()))
             new = msgspec.structs.replace(change(old), version=version, root=0)
+            if version > time.time() + MAX_AHEAD_S:
+                days = (version - time.time()) / 86_400
+                raise ConfigError(
+                    f"the catalog here is of {days:.0f} days from now, nobody takes the next: is a clock wrong?"
+                )
             raw = self._sign(new)
             self._check(raw)
             self._write("catalog.bin", raw)
@@ -344,7 +345,11 @@ class Home:
     def _held(self, name: str) -> Iterator[None]:
         """Let nobody else do the same here for a moment."""
         self._make_folder()
-        with (self.folder / name).open("w") as file:
+        try:
+            file = (self.folder / name).open("w")
+        except OSError as error:
+            raise ConfigError(f"{self.folder / name} cannot be opened: {error.strerror}") from None
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -129,11 +129,14 @@ class Auditor:
                     await self._audit(link, first, n_tokens)
             except (Inconclusive, SwarmError, trio.TooSlowError) as error:
                 is_evading = isinstance(error, NotShown) and checks.is_evading(self._key(link))
-                if is_evading or (isinstance(error, Excused) and checks.is_excused_too_often(self._key(link))):
+                if is_evading or (isinstance(error, Excused) and self._is_excused_too_often(link)):
                     self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
                 reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
                 checks.tell(Finding(str(link.hop), "inconclusive", reason))
                 logger.info("nothing is found of %s: %s", link.hop, reason)
+
+    def _is_excused_too_often(self, link: Link) -> bool:
+        return self._opens.checks.is_excused_too_often(self._key(link), trio.current_time())
 
     def _gives_receipts(self, link: Link) -> bool:
         record = self._swarm.view().peers.get(link.hop.peer)
@@ -207,7 +210,7 @@ class Auditor:
         vouchers = first.vouchers | {self._opens.voucher_of(link.hop.peer)}
         without = first.peers | {link.hop.peer}
         try:
-            with trio.fail_after(SECOND_TIMEOUT_S):
+            with trio.fail_after(limit_s := SECOND_TIMEOUT_S if self._is_over else AUDIT_TIMEOUT_S / 2):
                 again = await self._again(link.hop.span, record, said.entered, without, vouchers)
         except (NoRoute, Inconclusive):
             return Verdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
@@ -215,7 +218,7 @@ class Auditor:
             SwarmError,
             trio.TooSlowError,
         ) as error:  # that two differ is known, and must not be lost with the third
-            return Verdict.UNDECIDED, f"nobody else answers: {error or f'not within {SECOND_TIMEOUT_S:.0f} s'}"
+            return Verdict.UNDECIDED, f"nobody else answers: {error or f'not within {limit_s:.0f} s'}"
         entered, second = _floats(said.entered[0])[:, window], again.left[:, window]
         with_second = is_equal(errors(entered, _floats(said.left), second, bound), bound)
         among = is_equal(errors(entered, first.left[:, window], second, bound), bound)

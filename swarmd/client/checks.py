@@ -6,6 +6,7 @@ With a file it outlives the process. The rules are ``plan.audits``'s.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_RECORDS = 4_096  # of those who were right most recently
 MOST_EXCUSES = 3  # of one server, for dead workers; beyond them a share of its checks
+ONE_DEATH_S = 60.0  # of a worker: it is back by then
 EXCUSED_SHARE = 0.02  # ten times what honest servers needed that were killed 38 times in an hour
 N_KEPT = 64  # findings that people are shown
 
@@ -46,8 +48,7 @@ class Checks:
         self.n_computed_tokens = 0  # the same, computed again
         self.outcomes: Counter[str] = Counter()
         self._n_evasions: Counter[str] = Counter()
-        self._n_excuses: Counter[str] = Counter()
-        self._n_decided: Counter[str] = Counter()
+        self._excuses: dict[str, tuple[int, float]] = {}
         self.findings: deque[Finding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
@@ -66,7 +67,6 @@ class Checks:
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
-        self._n_decided[key] += 1
         self._records[key] = self._records.pop(key, Record()).after(is_right)
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
@@ -81,11 +81,17 @@ class Checks:
         self._n_evasions[key] += 1
         return self._n_evasions[key] > 1
 
-    def is_excused_too_often(self, key: str) -> bool:
-        """Somebody's worker had died when its window was to be checked; is that more than happens?"""
-        self._n_excuses[key] += 1
-        n = self._n_excuses[key]
-        return n > MOST_EXCUSES and n > EXCUSED_SHARE * self._n_decided[key]
+    def is_excused_too_often(self, key: str, now: float) -> bool:
+        """Somebody's worker had died when its window was to be checked; is that more than happens?
+
+        Several sessions see one death: within a minute it counts once. ``now``: seconds on a clock that only grows.
+        """
+        n, last = self._excuses.pop(key, (0, -math.inf))
+        n += now - last > ONE_DEATH_S
+        self._excuses[key] = n, now
+        while len(self._excuses) > MAX_RECORDS:
+            del self._excuses[next(iter(self._excuses))]
+        return n > MOST_EXCUSES and n > EXCUSED_SHARE * self.record(key).n_checks
 
     def share(self) -> float:
         """What checking computed, as a share of what was served."""

@@ -89,8 +89,7 @@ class LaneAudits:
         least = min(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
         try:
             if self._format(*hops) == MIXED:
-                await self._look_at(least, ticket)
-                return ticket
+                return await self._looked_at(least, ticket, _limit_s(took_s))
             twin = await self._twin(ticket, least, _limit_s(took_s))
             verdict, third = await self._verdict(
                 ticket, twin, ticket.batch.hidden, (ticket.out, {}), (twin.out, {}), None
@@ -99,7 +98,7 @@ class LaneAudits:
             self._tell_nothing(ticket.lane, error)
             return ticket
         if verdict is Verdict.WRONG:
-            twin.twin = third
+            twin.twin, twin.audited, twin.others = third, twin.lane.hops, ticket.others
             return twin
         if ticket.batch.keep:
             ticket.twin = twin if verdict is Verdict.RIGHT else third
@@ -107,14 +106,15 @@ class LaneAudits:
             self._is_right(ticket)
         return ticket
 
-    async def _look_at(self, hop: Hop, ticket: Ticket) -> None:
+    async def _looked_at(self, hop: Hop, ticket: Ticket, limit_s: float) -> Ticket:
         """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
         verdict, _ = await self._alone(hop, ticket.batch, torch.randn_like(ticket.batch.hidden))
         if verdict is Verdict.WRONG:
             self._convict((hop,), "alone, beside two others")
-        else:
-            ticket.audited = (hop,)
-            self._is_right(ticket)
+            return await self.lanes.again(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
+        ticket.audited = (hop,)
+        self._is_right(ticket)
+        return ticket
 
     async def _twin(self, ticket: Ticket, least: Hop, limit_s: float) -> Ticket:
         """The same micro-batch through others: instead of all hops or, where there are too few, of one that is due.

@@ -40,6 +40,7 @@ REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
 PROBE_TIMEOUT_S = 3.0  # for a ping to whoever was blamed
 AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
+ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
 WITH_GRADIENTS = ("none", "int8", "int4")  # nf4 is packed for some CPUs in a way that has no backward
@@ -160,13 +161,16 @@ class Pipeline:
         return found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
 
     async def _try_forward(self, batch: MicroBatch, others: Others = Others(), limit_s: float = math.inf) -> Ticket:
-        lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
+        lane: Lane | None = None
         try:
-            with _Load(self._of_peer, lane), trio.fail_after(limit_s):
-                seq, out = await self._in(lane, lane.forward(batch))
+            with trio.fail_after(limit_s):
+                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
+                with _Load(self._of_peer, lane):
+                    seq, out = await self._in(lane, lane.forward(batch))
         except trio.TooSlowError:
-            self.decline(hop.peer for hop in lane.hops)
-            names = ", ".join(map(str, lane.hops))
+            hops = lane.hops if lane is not None else ()
+            self.decline(hop.peer for hop in hops)
+            names = ", ".join(map(str, hops)) or "others"
             raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
         self.statistics.forwards += not others.without
         return Ticket(batch, out, lane, seq, others)
@@ -238,9 +242,12 @@ class Pipeline:
         lane = Lane(self._swarm, terms, self._route(1, Others(), terms))
         self._listeners[lane.key] = lane
         try:
-            await lane.open()
-            seq, out = await lane.forward(batch)
-            return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+            with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
+                await lane.open()
+                seq, out = await lane.forward(batch)
+                return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+        except trio.TooSlowError:
+            raise LaneFailed(f"{peer[-8:]} did not compute {span} alone within {ALONE_TIMEOUT_S:.0f} s") from None
         finally:
             with trio.CancelScope(shield=True):
                 await self._drop(lane)

@@ -187,7 +187,9 @@ class Exchange:
         catalog = read_catalog_untrusted(raw, self.keys.founder_key)
         known = max(self.keys.charters, self.book.catalog.charters, key=len)
         if catalog.charters[: len(known)] != known or catalog.version > self._wall_clock() + MAX_AHEAD_S:
-            logger.info("a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank)
+            logger.warning(
+                "a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank
+            )
             return False
         news = self.book.add_catalog(catalog, raw).action
         if news:
@@ -206,8 +208,8 @@ class Exchange:
         """Take all that one frame brought, and let others work meanwhile. Raises Forged when any of it is."""
         body = decode(payload, ExchangeBody, "a records payload")
         try:
-            if body.catalog is not None:
-                self.merge_catalog_untrusted(body.catalog)
+            if body.catalog is not None and not self.merge_catalog_untrusted(body.catalog):
+                body = msgspec.structs.replace(body, catalog=None)  # no news
             for first in range(0, len(body.envelopes), N_AT_ONCE):
                 async with self._merging:  # one frame's after the other's: who sends many waits for himself
                     for raw in body.envelopes[first : first + N_AT_ONCE]:
@@ -247,12 +249,15 @@ class Exchange:
         """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""
         for raw in raws:
             self.merge_untrusted(raw, is_own=True)
-        body = msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw if catalog else None))
+        plain = msgspec.msgpack.encode(ExchangeBody(envelopes=raws))
+        whole = (
+            msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw)) if catalog else plain
+        )
         for peer in peers:
             channel = rpc.existing(peer, "bulk")
             if channel is not None:
                 with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
-                    await channel.send(Records(), body)
+                    await channel.send(Records(), whole if self._reads_charters(peer) else plain)
 
     async def answer(self, channel: Channel, message: ExchangeDigest, frame: Frame) -> None:
         """Answer somebody's digest with what it lacks and what this side wants."""

@@ -101,6 +101,8 @@ def with_what_was_lost(now_counts: Catalog, before: Catalog, now: float) -> Cata
 
     Two founders who change the catalog at once each sign all of it; what the later one did not know comes back so.
     """
+    if before.charters != now_counts.charters:  # a founder may have been let go: what he said does not come back
+        return None
     revoked = tuple(dict.fromkeys((*now_counts.revoked, *before.revoked)))
     invites = {k: t for k, t in before.invites.items() if t.ends_at > now} | now_counts.invites
     admitted = {k: a for k, a in before.admitted.items() if a.ends_at > now} | now_counts.admitted
@@ -140,7 +142,7 @@ def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
 def sign_catalog_as_delegate(catalog: Catalog, delegate: Identity, current: bytes, founder_key: bytes) -> bytes:
     """Sign what follows the ``current`` catalog. Raises IntegrityError when no founder named this key."""
     root_raw = _envelope_untrusted(current).root_raw or current
-    root = _read_root(_envelope_untrusted(root_raw), founder_key)
+    root = _read_root(_envelope_untrusted(root_raw, is_root=True), founder_key)
     body = msgspec.msgpack.encode(msgspec.structs.replace(catalog, root=root.version))
     signed = _SignedCatalog(body, delegate.sign(_DOMAIN, body), delegate.public_key, root_raw)
     raw = msgspec.msgpack.encode(signed)
@@ -153,7 +155,7 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
     envelope = _envelope_untrusted(raw)
     if not envelope.root_raw:
         return _read_root(envelope, founder_key)
-    root = _read_root(_envelope_untrusted(envelope.root_raw), founder_key)
+    root = _read_root(_envelope_untrusted(envelope.root_raw, is_root=True), founder_key)
     if envelope.signer not in root.delegates:
         raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
     verify(envelope.signer, _DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
@@ -166,13 +168,12 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
     return msgspec.structs.replace(root, version=catalog.version, root=root.version, **own)
 
 
-def _envelope_untrusted(raw: bytes) -> _SignedCatalog:
+def _envelope_untrusted(raw: bytes, is_root: bool = False) -> _SignedCatalog:
     """What a catalog comes in: nothing beside what is signed, for everybody keeps it and passes it on."""
     if len(raw) > MAX_CATALOG_BYTES:
         raise IntegrityError(f"a catalog of {len(raw)} B; the limit is {MAX_CATALOG_BYTES}")
     envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
-    is_root = not envelope.root_raw
-    whole = (envelope.body, envelope.signature) if is_root else envelope
+    whole = (envelope.body, envelope.signature) if is_root or not envelope.root_raw else envelope
     if msgspec.msgpack.encode(whole) != raw:
         raise IntegrityError("a catalog with more around it than its signatures")
     return envelope

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmd.client.checks import EXCUSED_SHARE, MOST_EXCUSES, Checks
+from swarmd.client.checks import EXCUSED_SHARE, MOST_EXCUSES, ONE_DEATH_S, Checks
 from swarmd.client.statements import Excused, Inconclusive, NotShown
 
 
@@ -16,9 +16,10 @@ def test_a_worker_that_dies_is_excused_but_not_each_time_that_it_is_looked_at(n_
     checks = Checks(random.Random(1))
     for _ in range(n_decided):
         checks.note("server", is_right=True)
-    assert not any(checks.is_excused_too_often("server") for _ in range(n_excused))
-    assert checks.is_excused_too_often("server")
-    assert not checks.is_excused_too_often("another")
+    often = [(minute + 1) * 2 * ONE_DEATH_S for minute in range(n_excused + 1)]
+    assert not any(checks.is_excused_too_often("server", at) for at in often[:-1] for _ in range(5))
+    assert checks.is_excused_too_often("server", often[-1])
+    assert not checks.is_excused_too_often("another", often[-1])
 
 
 def test_an_excuse_is_no_refusal_to_show() -> None:

@@ -84,6 +84,20 @@ def test_a_catalog_carries_nothing_but_what_is_signed(padded: Callable[[bytes], 
         read_catalog_untrusted(root() + bytes(MAX_CATALOG_BYTES), KEY)
 
 
+def test_nothing_hides_inside_the_founders_part_of_a_delegates_catalog() -> None:
+    good = sign_catalog_as_delegate(changed(root(), version=11, models={"one": MODEL}), DELEGATE, root(), KEY)
+    body, signature, signer, inner = msgspec.msgpack.decode(good)
+    for more in ((b"", b"x" * 100), (b"x" * 100,)):
+        padded = msgspec.msgpack.encode((*msgspec.msgpack.decode(inner), *more))
+        with pytest.raises(IntegrityError, match="more around it"):
+            read_catalog_untrusted(msgspec.msgpack.encode((body, signature, signer, padded)), KEY)
+
+
+def test_what_a_founder_said_who_was_let_go_does_not_come_back() -> None:
+    thiefs, ours = Catalog(version=5, revoked=(b"a" * 32,)), Catalog(version=6, charters=(b"the next",))
+    assert with_what_was_lost(ours, thiefs, 100.0) is None
+
+
 def test_what_the_later_of_two_founders_did_not_know_comes_back() -> None:
     ends = {"now": 100.0}
     mine = Catalog(version=5, revoked=(b"a" * 32,), invites={b"i" * 32: Terms(200, 1), b"o" * 32: Terms(50, 1)})
