@@ -47,11 +47,11 @@ def tuned(model: Any) -> Any:
     return get_peft_model(model.requires_grad_(False), config).eval()
 
 
-def train(model: Any, before: Any = lambda step: None) -> list[float]:
+def train(model: Any, before: Any = lambda step: None, n_steps: int = N_STEPS) -> list[float]:
     """AdamW with gradient accumulation left to autograd; returns the loss of each step."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     losses = []
-    for step, (ids, labels) in enumerate(batches()):
+    for step, (ids, labels) in enumerate(batches()[:n_steps]):
         before(step)
         loss = model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss
         loss.backward()
@@ -85,7 +85,7 @@ class Stage:
 @pytest.mark.parametrize("lie", [pytest.param(TUNING_LIES[0], marks=pytest.mark.prove), TUNING_LIES[1]])
 def test_a_server_that_lies_in_fine_tuning_is_found_and_its_numbers_are_not_used(lie: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    local = train(tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)))
+    local = train(tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)), n_steps=5)
     with local_swarm(tmp_path) as swarm:
         holders = swarm.serving((0, 3), (3, 6), (0, 3), (3, 6), (3, 6))
         liar = add_liar(swarm, lie, "bundled", 6)
@@ -93,7 +93,7 @@ def test_a_server_that_lies_in_fine_tuning_is_found_and_its_numbers_are_not_used
         with swarmd.connect(swarm.invite()) as client:
             model = client.model("demo")
             model.micro_batch_rows = 1  # four at a time: all chains have some
-            assert train(tuned(model)) == pytest.approx(local, rel=1e-4)
+            assert train(tuned(model), n_steps=5) == pytest.approx(local, rel=1e-4)
             standing, doubts = client.within.rpc.standing, model.lanes.statistics.doubts
             assert not standing.allows(liar.peer), client.within.checks.findings
             assert all(standing.allows(holder.peer) for holder in holders)
