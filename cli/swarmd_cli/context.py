@@ -60,6 +60,12 @@ def is_running() -> bool:
     return True
 
 
+def tell_daemon() -> None:
+    """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
+    if is_running():
+        ask("reload", "POST")
+
+
 def wait_until(is_done: Callable[[], bool]) -> bool:
     """Look ten times a second for as long as a daemon may take to leave; did it?"""
     deadline = time.monotonic() + WAIT_S

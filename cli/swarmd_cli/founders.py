@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, table
+from swarmd_cli.context import home, print_json, table, tell_daemon
 from swarmd_cli.look import Json
 
 app = typer.Typer(
@@ -125,8 +125,7 @@ def _finish(draft: Any) -> None:
     before = state.founders().charter
     signed = state.found_on(draft)
     if state.founders().charter == signed.charter:
-        if is_running():
-            ask("reload", "POST")
+        tell_daemon()
         _say(signed.charter)
         print("It counts from now on.")
         if signed.charter.needed == len(signed.charter.keys) > 1:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, wait_until
+from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
 
 
 def init(
@@ -220,8 +220,7 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
     made = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     return invites.encode(made)
 
 
@@ -249,6 +248,5 @@ def _revoke(text: str) -> None:
 
     key = invites.decode_untrusted(text, 0.0).identity.public_key
     home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     print("Revoked the invite and every membership that came from it.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, table
+from swarmd_cli.context import ask, home, is_running, print_json, table, tell_daemon
 from swarmd_cli.look import Json, span_text
 
 _FAR = 2**40  # seconds: no end
@@ -131,8 +131,7 @@ def approve(
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
     granted = rights(may) if may or like is None else like.may
     state.admit({key: Admitted(int(time.time()) + days * 86_400, invite, granted)})
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
 
 
@@ -173,7 +172,7 @@ def favour(
 
     Example: swarmd members favour 8auXSk2p 4
     """
-    key = _key(peer, guests)
+    key = _key(*_find(peer), guests)
     rest = {k: n for k, n in home().catalog().favours.items() if k != key}
     _change(lambda c: msgspec.structs.replace(c, favours={**rest, key: times} if times > 1 else rest))
     if home().catalog().order != "key":
@@ -184,19 +183,17 @@ def _change(change: Callable[[Any], Any]) -> None:
     state = home()
     state.founder()
     state.change_catalog(change)
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
 
 
-def _key(peer: str, guests: bool) -> bytes:
+def _key(peer: str, voucher: str, guests: bool) -> bytes:
     """The key of a member, or of the invite that brought it in. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.identity import public_key_of_untrusted
 
-    found, voucher = _find(peer)
     if guests and not voucher:
         raise ConfigError("no invite is known that brought it in: do without --guests")
-    return bytes.fromhex(voucher) if guests else public_key_of_untrusted(found)
+    return bytes.fromhex(voucher) if guests else public_key_of_untrusted(peer)
 
 
 def _find(ending: str) -> tuple[str, str]:
@@ -238,9 +235,9 @@ def revoke(
     from swarmd.errors import ConfigError
 
     home().founder()
-    found, _ = _find(peer)
+    found, voucher = _find(peer)
     if found == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    key = _key(peer, guests)
+    key = _key(found, voucher, guests)
     _change(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
     print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))

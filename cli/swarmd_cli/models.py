@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, size, table
+from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, download_line, span_text
 
@@ -108,8 +108,7 @@ def add(
             return msgspec.structs.replace(c, sources=sources, **{kind: {**getattr(c, kind), name: entry}})
 
         state.change_catalog(publish)
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{read.n_blocks} blocks, " if read.n_blocks else ""
@@ -182,8 +181,7 @@ def rm(model: Model) -> None:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
     if (folder := state.folders().get(found)) is not None:
         state.forget_folder(found)
-        if is_running():
-            ask("reload", "POST")
+        tell_daemon()
         kept = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
         print(f"{model}: this machine no longer offers it; {kept}")
         return
@@ -240,8 +238,7 @@ def delegate(
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
     others = tuple(k for k in state.catalog().delegates if k != key)
     state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, table, wait_until
+from swarmd_cli.context import ask, home, print_json, table, tell_daemon, wait_until
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
@@ -68,8 +68,7 @@ def set_(
     from swarmd.folders import write_file
 
     write_file(path, changed)
-    if is_running():
-        ask("reload", "POST")
+    tell_daemon()
     explain()
 
 

@@ -214,10 +214,8 @@ class Auditor:
                 again = await self._again(link.hop.span, record, said.entered, without, vouchers)
         except (NoRoute, Inconclusive):
             return Verdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
-        except (
-            SwarmError,
-            trio.TooSlowError,
-        ) as error:  # that two differ is known, and must not be lost with the third
+        except (SwarmError, trio.TooSlowError) as error:
+            # that two differ is known, and must not be lost with the third
             return Verdict.UNDECIDED, f"nobody else answers: {error or f'not within {limit_s:.0f} s'}"
         entered, second = _floats(said.entered[0])[:, window], again.left[:, window]
         with_second = is_equal(errors(entered, _floats(said.left), second, bound), bound)

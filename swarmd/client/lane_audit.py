@@ -23,7 +23,7 @@ from swarmd.client.checks import Checks, Finding
 from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import CHANGES, Swarm, Terms
 from swarmd.errors import NoRoute, SwarmError
-from swarmd.plan.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, two_of_three
+from swarmd.plan.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, through_hops, two_of_three
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
 from swarmd.values import Decision, PeerId, Span
@@ -37,7 +37,6 @@ LEAST_WAIT_S = 2.0  # for a second answer to a micro-batch; training goes on wit
 WAIT_TIMES = 4.0  # than the first
 DECIDE_WITHIN_S = 30.0  # who of two was wrong: some lanes of one micro-batch
 MIXED = "any"  # formats of weights: what asks for none in particular
-LARGEST = 0.5  # of a bound, through however many hops
 LEAST_PART = 1e-3  # of all parameters' gradients: a tensor that has less is held against that
 Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
@@ -269,15 +268,11 @@ class LaneAudits:
         return formats.pop() if len(formats) == 1 else MIXED
 
     def _bound(self, *lanes: Lane) -> Bound:
-        """Each hop rounds, and the next one computes with that."""
+        """What honest lanes stay below: by their weights' format where numbers travel as they are."""
+        hops = [hop for lane in lanes for hop in lane.hops]
         is_raw = all(lane.codec.action == "raw" for lane in lanes)
-        bound = (
-            bound_of(self.terms.dtype, self._format(*(hop for lane in lanes for hop in lane.hops)))
-            if is_raw
-            else ROUNDED
-        )
-        n = max(len(lane.hops) for lane in lanes)
-        return replace(bound, token=min(LARGEST, n * bound.token), most=min(LARGEST, n * bound.most))
+        bound = bound_of(self.terms.dtype, self._format(*hops)) if is_raw else ROUNDED
+        return through_hops(bound, max(len(lane.hops) for lane in lanes))
 
     def _strangers(self, hop: Hop) -> list[PeerId]:
         """Who else holds the blocks of a hop, one of each voucher but its own."""

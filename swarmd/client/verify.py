@@ -16,14 +16,13 @@ import trio
 
 from swarmd.client.links import Terms
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
-from swarmd.plan.equality import Bound, bound_of, errors, is_equal
+from swarmd.plan.equality import Bound, bound_of, errors, is_equal, through_hops
 from swarmd.protocol.messages import cropped
 from swarmd.wire.history import Sent
 
 if TYPE_CHECKING:
     from swarmd.client.session import ChainSession
 
-LARGEST = 0.5  # of a bound, through however many hops
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
 OpenSecond = Callable[[Terms], Awaitable["ChainSession"]]
 
@@ -121,7 +120,7 @@ class Second:
         quantize = "none" if kinds <= {"none"} else "any"
         n_hops = len(self._first.hops.links)
         bound = bound_of(self._first.terms.dtype, quantize)
-        return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
+        return through_hops(bound, n_hops)
 
 
 def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:

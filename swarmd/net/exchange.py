@@ -94,22 +94,17 @@ class Exchange:
         """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
         key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
         membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
+        return self._worth(membership) or Pass(membership.expires_at)
+
+    def _worth(self, membership: Membership) -> Pass | None:
         try:
             return self.doors.require(membership, self._wall_clock())
         except Refused:
-            return Pass(membership.expires_at)
+            return None
 
     def _may(self, membership: Membership) -> tuple[Right, ...]:
-        try:
-            return self.doors.require(membership, self._wall_clock()).may
-        except Refused:
-            return ()
-
-    def _counts(self, membership: Membership) -> bool:
-        try:
-            return bool(self.doors.require(membership, self._wall_clock()))
-        except Refused:
-            return False
+        worth = self._worth(membership)
+        return () if worth is None else worth.may
 
     def now(self) -> float:
         """Unix seconds."""
@@ -195,7 +190,7 @@ class Exchange:
         if news:
             self._view = None
             self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
-            self.book.keep_members(self._counts)
+            self.book.keep_members(lambda membership: self._worth(membership) is not None)
             self._catalog_news.set()
         return news
 

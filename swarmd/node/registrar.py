@@ -45,7 +45,8 @@ class Registrar:
         while True:
             await trio.sleep(ENTRY_INTERVAL_S * self._rng.uniform(0.5, 1.5))  # two founders seldom sign in one second
             arrivals, catalog = self._arrivals(), self._exchange.book.catalog
-            is_lost = with_what_was_lost(catalog, self._before, self._exchange.now()) is not None
+            is_new = catalog is not self._before
+            is_lost = is_new and with_what_was_lost(catalog, self._before, self._exchange.now()) is not None
             try:
                 raw = self._admit(arrivals, self._before) if arrivals or is_lost else None
                 if raw is not None and self._exchange.merge_catalog_untrusted(raw):

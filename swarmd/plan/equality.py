@@ -8,7 +8,7 @@ does not see was measured: docs/trust.md. numpy only; values are float32 [b, t, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -39,12 +39,18 @@ BOUNDS: Mapping[str, Bound] = {
     "float16": Bound(0.1, 1e-2, 1e-2),
     "bfloat16": Bound(0.5, 5e-2, 5e-2),
 }
+LARGEST = 0.5  # of a bound, through however many hops
 ROUNDED = Bound(0.5, 0.15, 5e-2)  # weights rounded on both sides: one by one is not what a prefill computes
 
 
 def bound_of(dtype: str, quantize: str) -> Bound:
     """The bound for two servers of one dtype and one format of weights."""
     return BOUNDS[dtype] if quantize == "none" else ROUNDED
+
+
+def through_hops(bound: Bound, n_hops: int) -> Bound:
+    """The bound for a chain: each hop rounds, and the next one computes with that."""
+    return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
 
 
 def errors(entered: Floats, left: Floats, again: Floats, bound: Bound) -> Floats:
