@@ -200,7 +200,8 @@ class LocalSwarm:
 
 
 def _is_online(status: dict[str, Any]) -> bool:
-    return status["directory"]["known_peers"] >= 0 and (status["worker"] or {}).get("state", "online") == "online"
+    """Is nothing on its way to be served, not even before there is a worker for it?"""
+    return not {hosting["state"] for hosting in status["hosting"]} & {"choosing", "fetching", "loading", "failed"}
 
 
 def _agrees(rows: list[dict[str, Any]], own: dict[PeerId, dict[str, Any]]) -> bool:
