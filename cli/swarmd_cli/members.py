@@ -202,14 +202,15 @@ def _find(ending: str) -> tuple[str, str]:
     from swarmd.protocol.identity import public_key_of_untrusted
 
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    away = _away(home().catalog(), answer["peers"])
+    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *away, *answer["waiting"])}
     matches = [peer for peer in known if ending and peer.endswith(ending)]
     if len(matches) == 1:
         return matches[0], known[matches[0]]
     try:
         public_key_of_untrusted(ending)
     except IntegrityError:
-        text = f"{len(matches)} who are here, or wait, have an id that ends in {ending!r}: see swarmd members ls"
+        text = f"{len(matches)} members, or who wait, have an id that ends in {ending!r}: see swarmd members ls"
         raise ConfigError(text) from None
     return ending, ""
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol import invite as invites
+from swarmd.protocol.catalog import Admitted
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.invite import Invite, SwarmKeys, create
 from tests.real import forks
@@ -174,6 +175,16 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
     assert (tmp_path / "founder.key").is_file()
     assert swarmd("leave", "--yes", home=tmp_path).returncode == 0
     fails(swarmd("status", home=tmp_path), 4)
+
+
+def test_a_member_that_is_away_is_found_by_the_end_of_its_id(tmp_path: Path) -> None:
+    home, away = Home(tmp_path), Identity.generate()
+    home.found("ours")
+    home.admit({away.public_key: Admitted(int(time.time()) + 600, b"", ("use",))})
+    done = swarmd("members", "favour", away.peer_id[-8:], "4", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(home.catalog().favours) == [away.public_key]
+    fails(swarmd("members", "favour", "nobody", "4", home=tmp_path), 2, "0 members, or who wait", "swarmd members ls")
 
 
 def test_invites_that_cannot_work(tmp_path: Path) -> None:
