@@ -172,14 +172,14 @@ def main() -> None:
                 entered = entered32.to(getattr(torch, dtype))
                 loaded = LoadedSpan(folder, span, getattr(torch, dtype))
                 loaded.self_test()
-                loaded.capture()
+                loaded.quicken()
                 again = prefill(loaded, entered)
                 lefts = [(f"honest, one by one, {n} at once", one_by_one(loaded, entered, n)) for n in (1, 4)]
                 if dtype == "float32":
                     for kind in ("int8", "int4"):
                         rounded = LoadedSpan(folder, span, torch.float32, quantize=kind)
                         rounded.self_test()
-                        rounded.capture()
+                        rounded.quicken()
                         base, steps = prefill(rounded, entered), one_by_one(rounded, entered, 1)
                         note(found, f"honest, one by one, both {kind}", entered, steps, base)
                 for name, left in [*lefts, *cheats(folder, noise, span, dtype, entered)]:

@@ -76,7 +76,7 @@ def main() -> None:
         found = perplexity(span, ends, ids)
         first = first or found
         n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
-        span.capture()
+        span.quicken()
         speeds = [last(span.decode_rates(n, MEASURE_S)) for n in (1, 4)] + [last(span.prefill_rates(MEASURE_S))]
         told = " | ".join(f"{speed:.1f}" for speed in speeds)
         kind = dtype if quantize == "none" else quantize

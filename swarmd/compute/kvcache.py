@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -18,6 +20,7 @@ from swarmd.values import Span
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
+N_PLACES = 7  # numbers that say where one layer of a cache lies: see ``SpanCache.places``
 UNBOUNDED = 1 << 62  # tokens: more than any session has
 
 
@@ -29,6 +32,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     """
 
     def __init__(self, max_tokens: int) -> None:
+        self._n_added = 0  # tokens that ``added`` counted and ``_keys`` does not show yet
         super().__init__()
         self._max_tokens = max_tokens
         self._slabs: Kept | None = None
@@ -57,12 +61,21 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         return 0 if self.beginning is None else self.beginning[0].shape[2]
 
     @property
-    def _n_behind(self) -> int:
+    def n_behind(self) -> int:
         """Tokens in the slabs."""
+        return self._n_added + self._n_shown
+
+    @property
+    def _n_shown(self) -> int:
         return 0 if not self.is_initialized or not self._keys.numel() else int(self._keys.shape[2])
 
+    @property
+    def has_shape(self) -> bool:
+        """Is it known how many heads there are, and how wide?"""
+        return self.beginning is not None or (self.is_initialized and self._keys.ndim == 4)
+
     def get_seq_length(self) -> int:
-        return self.n_shared + self._n_behind
+        return self.n_shared + self.n_behind
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -78,6 +91,22 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         all_keys, all_values = self._append(keys, values)
         before, behind = (slice(n_past), slice(n_past, None))
         return (all_keys[:, :, before], all_values[:, :, before]), (all_keys[:, :, behind], all_values[:, :, behind])
+
+    def room_for(self, n_tokens: int) -> Kept:
+        """The slabs, with room for so many more tokens behind ``n_behind``, for who writes there; ``added`` follows."""
+        slabs, n_past = self._slabs, self.n_behind
+        has_room = slabs is not None and n_past + n_tokens <= slabs[0].shape[2]
+        if slabs is not None and has_room and (not n_past or self._keys.data_ptr() == slabs[0].data_ptr()):
+            return slabs
+        self._catch_up()
+        keys, values = self.beginning or (self._keys, self._values)
+        slabs = self._reserve(n_past, n_past + n_tokens, keys[:, :, :0], values[:, :, :0])
+        self._keys, self._values = slabs[0][:, :, :n_past], slabs[1][:, :, :n_past]
+        return slabs
+
+    def added(self, n_tokens: int) -> None:
+        """So many tokens were written where ``room_for`` said."""
+        self._n_added += n_tokens
 
     def take_over(self, other: SlabLayer, start: int, end: int, may_share: bool) -> None:
         """Have tokens [start, end) of another session's layer; what is before them is the same in both."""
@@ -95,7 +124,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         if not tokens_to_remove or not self.is_initialized:
             return
-        n_left = self._n_behind + tokens_to_remove
+        self._catch_up()
+        n_left = self.n_behind + tokens_to_remove
         if self.beginning is None or n_left >= 0:
             self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
             return
@@ -108,7 +138,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        n_past = self._n_behind
+        self._catch_up()
+        n_past = self.n_behind
         n_tokens = n_past + key.shape[2]
         keys, values = self._reserve(n_past, n_tokens, key, value)
         keys[:, :, n_past:n_tokens] = key
@@ -124,8 +155,16 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._slabs, self.beginning = None, (keys, values)
         self.lazy_initialization(*self.beginning)
 
+    def _catch_up(self) -> None:
+        """Show what was added."""
+        if self._n_added:
+            (keys, values), n = self._slabs or (self._keys, self._values), self.n_behind
+            self._n_added = 0
+            self._keys, self._values = keys[:, :, :n], values[:, :, :n]
+
     def _have_all(self) -> None:
         """Copy what is shared, for whoever does not know that it can be."""
+        self._catch_up()
         if self.beginning is None:
             return
         (keys, values), behind = self.beginning, (self._keys, self._values)
@@ -168,6 +207,13 @@ def _n_held(keys: torch.Tensor) -> int:
     return int(keys.untyped_storage().nbytes() // (b * h * d * keys.element_size()))
 
 
+def _where(part: torch.Tensor) -> int:
+    """The address of keys or values whose tokens lie one after the other. Raises ValueError for others."""
+    if part.stride()[2:] != (part.shape[3], 1) or part.device.type != "cpu":
+        raise ValueError(f"keys or values with strides {part.stride()} on {part.device.type}")
+    return part.data_ptr()
+
+
 class Ghost(DynamicLayer):  # type: ignore[misc]
     """A layer that is not here: it only knows how many tokens the session has, which masks look at."""
 
@@ -200,6 +246,8 @@ class SpanCache:
             if type(layers[index]) is DynamicLayer:
                 layers[index] = SlabLayer(max_tokens)
         self.cache.layer_class_to_replicate = None
+        self._placed: list[tuple[Kept, Kept | None] | None] = []
+        self._places = np.zeros((0, N_PLACES), np.int64)
         self.owned = layers[span.start : span.end] if span else []
         by_type: dict[type, Any] = {}
         for layer in self.owned:
@@ -239,6 +287,26 @@ class SpanCache:
         """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
         for own, layer in zip(self.owned, other.owned, strict=True):
             own.take_over(layer, start, end, may_share)
+
+    def places(self, n_tokens: int) -> npt.NDArray[np.int64]:
+        """Where each layer's keys and values lie, with room for so many more: [layers, N_PLACES].
+
+        Addresses of the shared ones, and how many numbers a head's begin after those before it; then the same for its
+        own; and how many bytes its own ones of a row take. Only for layers that are all slabs and ``has_shape``.
+        """
+        if len(self._placed) != len(self.owned):
+            self._placed = [None] * len(self.owned)
+            self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
+        for index, layer in enumerate(self.owned):
+            slabs, beginning = layer.room_for(n_tokens), layer.beginning
+            known = self._placed[index]
+            if known is not None and known[0] is slabs and known[1] is beginning:
+                continue
+            shared = (0, 0, 0) if beginning is None else (*map(_where, beginning), beginning[0].stride(1))
+            own = (*map(_where, slabs), slabs[0].stride(1))
+            self._places[index] = (*shared, *own, slabs[0].stride(0) * slabs[0].element_size())
+            self._placed[index] = slabs, beginning
+        return self._places
 
     def crop(self, n_tokens: int) -> None:
         for layer in self.owned:

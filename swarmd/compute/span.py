@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,18 +22,17 @@ import transformers
 
 from swarmd.compute import skeleton
 from swarmd.compute.adapters import Adapters, Lora
-from swarmd.compute.capture import Pass
+from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.quantize import relative_error
+from swarmd.compute.quick import Quick
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
-from swarmd.values import Span
+from swarmd.values import Decision, Span
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
-CHECKED_CAPTURED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
@@ -48,6 +48,8 @@ class LoadedSpan:
         device: str = "cpu",
         quantize: str = "none",
         on_progress: Callable[[], None] = lambda: None,
+        cache_folder: Path = Path(tempfile.gettempdir()),
+        is_quick: bool = True,
     ) -> None:
         self.span = span
         self.dtype = dtype
@@ -69,11 +71,14 @@ class LoadedSpan:
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self.shares_beginnings = False  # may they have the keys and values of a common beginning in one place?
         self._hop = span
-        self.kernels = choose(self.model)
+        self.fused: FusedPass | None = None
+        self.kernels = Decision("plain", "no other was looked for")
+        if is_quick:
+            self._choose_kernels(cache_folder)
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
-        self._captured: Pass | None = None
+        self._quick: Quick | None = None
 
     def new_cache(self, hop: Span | None = None, max_tokens: int = UNBOUNDED) -> SpanCache:
         return SpanCache(self.config, hop or self.span, max_tokens)
@@ -114,56 +119,51 @@ class LoadedSpan:
         ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
         sessions = [(p.hidden.shape[0] * p.hidden.shape[1], p.lora) for p in pieces]
-        if self.is_captured(sum(n for n, _ in sessions), hop) and all(p.lora is None for p in pieces):
-            assert self._captured is not None
-            return ragged.run_captured(pieces, self._captured)
+        if self._quick is not None and hop == self.span and all(p.lora is None for p in pieces):
+            outs = self._quick.run(pieces, sum(n for n, _ in sessions))
+            if outs is not None:
+                return outs
         with self.adapters.using(sessions):
             return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
 
-    def is_captured(self, n_tokens: int, hop: Span) -> bool:
-        """Is a pass over so many tokens known as a straight line?"""
-        return self._captured is not None and hop == self.span and n_tokens <= MAX_CAPTURED
+    def is_quick(self, n_tokens: int, hop: Span) -> bool:
+        """Is there a quick way to compute so many new tokens?"""
+        return self._quick is not None and hop == self.span and self._quick.knows(n_tokens)
 
-    def capture(self) -> None:
-        """Write a pass down as a straight line, if that gives what the pass itself gives."""
+    def _choose_kernels(self, cache_folder: Path) -> None:
+        """Have weights laid out as what computes them reads them."""
+        own, why = [self._layers[index] for index in self.span.blocks()], ""
+        try:
+            self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block)
+        except NotFused as error:
+            why = f"; not one call: {error}"
+        kernels = choose(self.model)
+        self.kernels = Decision(kernels.action, kernels.reason + why)
+
+    def quicken(self) -> None:
+        """Find quick ways to compute a few new tokens."""
         ragged = self._ragged
         if ragged is None:
             return
-        rng = torch.Generator().manual_seed(0)
 
-        def inputs(n_sessions: int) -> list[torch.Tensor]:
-            shapes = [(1, 3 + i, self.hidden_size) for i in range(n_sessions)]  # what each has said, and its next token
-            return [torch.randn(shape, generator=rng).to(self.dtype).to(self.device) for shape in shapes]
-
-        def pieces(texts: list[torch.Tensor]) -> list[Piece]:
-            made = []
-            for text in texts:
-                cache, n_past = self.new_cache(), text.shape[1] - 1
-                positions = torch.arange(n_past + 1, device=self.device).unsqueeze(0)
+        def examples(n_sessions: int, at: int) -> list[Piece]:
+            rng, made = torch.Generator().manual_seed(0), []
+            for n_past in range(2, 2 + n_sessions):
+                text = torch.randn(1, n_past + 1, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+                cache, positions = self.new_cache(), at + torch.arange(n_past + 1, device=self.device).unsqueeze(0)
                 self.forward(text[:, :-1], positions[:, :-1], None, cache, 0)
                 made.append(Piece(text[:, -1:], positions[:, -1:], cache, n_past))
             return made
 
-        def forward(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return self._decode(hidden, positions, None, ragged.cache, self.span)
 
-        try:
-            captured = ragged.capture(pieces(inputs(2)), pieces(inputs(3)), forward)
-            errors = []
-            for n_tokens in CHECKED_CAPTURED:
-                texts = inputs(n_tokens)
-                with torch.inference_mode():
-                    pairs = zip(
-                        ragged.run_captured(pieces(texts), captured), ragged.run(pieces(texts), forward), strict=True
-                    )
-                    errors += [relative_error(got, expected) for got, expected in pairs]
-        except Exception as error:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
-            logger.info("passes are not captured: %s", error)
-            return
-        if all(error <= self._tolerance for error in errors):
-            self._captured = captured
-        else:
-            logger.info("passes are not captured: a captured pass differs by %.2g", max(errors))
+        farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
+        computes_in = self.dtype if self.quantize == "none" else torch.bfloat16
+        self._quick = Quick(ragged, plain, examples, farthest, self._tolerance, computes_in)
+        self._quick.find(self.fused)
+        self.fused = None  # what is not taken need not be kept
+        self.kernels = self._quick.told(self.kernels)
 
     @property
     def can_batch(self) -> bool:
@@ -282,7 +282,7 @@ class LoadedSpan:
         got, expected = self.forward(hidden, positions), hidden
         for block in self.span.blocks():
             try:
-                one = LoadedSpan(folder, Span(block, block + 1), self.dtype, str(self.device))
+                one = LoadedSpan(folder, Span(block, block + 1), self.dtype, str(self.device), is_quick=False)
             except ConfigError as error:
                 logger.info("the loss of quantising is not measured: %s", error)
                 return None

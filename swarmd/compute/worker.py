@@ -269,9 +269,10 @@ class Worker:
     def _load_span(self, request: LoadSpan) -> LoadedSpan:
         """Load blocks, and find out what they can do. Raises ConfigError."""
         folder, blocks, device = Path(request.path), Span(request.start, request.end), pick_device(request.device)
-        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick)
+        kept_in = Path(request.spill_folder or tempfile.gettempdir())
+        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick, kept_in)
         span.self_test()
-        span.capture()
+        span.quicken()
         return span
 
     def _tick(self) -> None:

@@ -1,0 +1,17 @@
+"""How a span is described to compiled code: plain numbers, which it takes as constants."""
+
+from __future__ import annotations
+
+# How numbers lie in memory. int8 has a scale for each row.
+FLOAT32, BFLOAT16, FLOAT16, INT8 = range(4)
+
+# The activation of an MLP's gate.
+SILU, GELU_TANH = range(2)
+
+# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales and its bias stand further on.
+NORM, QUERY, KEY, VALUE, OUT, MLP_NORM, GATE, UP, DOWN, QUERY_NORM, KEY_NORM = range(11)
+SCALES, BIAS, N_ADDRESSES = 11, 22, 33
+
+# What the numbers of a span's shape are: heads, heads that are kept, how wide one is and the MLP; how weights are
+# stored, and what is kept; the activation.
+HEADS, KEPT_HEADS, HEAD, INNER, STORED, KEPT, CURVE = range(7)

@@ -1,0 +1,160 @@
+"""What compiled code needs beside loops: memory by its address, other formats of numbers, hints, a quick exp.
+
+Numba compiles what ``exact`` and ``fast`` mark when it is first needed, for the machine it runs on, and keeps the
+result on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import carray as carray  # type: ignore[attr-defined]  # its list of exports lacks it
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16
+
+ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
+Made = Callable[..., Any]
+
+
+def exact(function: Made) -> Made:
+    """Compiled when it is first called, as it is written."""
+    return cast(Made, njit(cache=True, error_model="numpy")(function))
+
+
+def fast(function: Made) -> Made:
+    """Compiled when it is first called; sums may be added up in any order."""
+    return cast(Made, njit(cache=True, error_model="numpy", fastmath=ANY_ORDER)(function))
+
+
+def instruction(function: Made) -> Made:
+    """A function that says which instructions it stands for."""
+    return cast(Made, intrinsic(function))
+
+
+@instruction
+def pointer(typingctx: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@instruction
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """A hint to read what is there; any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        builder.call(hint, [builder.inttoptr(args[0], pointer), word(0), word(3), word(1)])  # read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@instruction
+def of_bfloat16(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@instruction
+def of_float16(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@instruction
+def to_float16(typingctx: Any, number: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@instruction
+def _bits(typingctx: Any, number: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@instruction
+def _of_bits(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@exact
+def to_bfloat16(number: Any) -> Any:
+    """Rounded to the nearest, ties to even."""
+    bits = _bits(number)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@exact
+def exp(x: Any) -> Any:
+    """e to a float32, within two units in the last place: Cephes' expf. A plain function, so that loops vectorise."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@fast
+def widen(stored: Any, address: Any, n: Any, out: Any) -> Any:
+    """Read n numbers of 16 or 32 bits."""
+    if stored == BFLOAT16:
+        halves = carray(pointer(address), (n,), np.uint16)
+        for i in range(n):
+            out[i] = of_bfloat16(halves[i])
+    elif stored == FLOAT16:
+        halves = carray(pointer(address), (n,), np.uint16)
+        for i in range(n):
+            out[i] = of_float16(halves[i])
+    else:
+        numbers = carray(pointer(address), (n,), np.float32)
+        for i in range(n):
+            out[i] = numbers[i]
+
+
+@fast
+def narrow(stored: Any, numbers: Any, address: Any) -> Any:
+    """Write numbers in 16 or 32 bits."""
+    n = len(numbers)
+    if stored == BFLOAT16:
+        halves = carray(pointer(address), (n,), np.uint16)
+        for i in range(n):
+            halves[i] = to_bfloat16(numbers[i])
+    elif stored == FLOAT16:
+        halves = carray(pointer(address), (n,), np.uint16)
+        for i in range(n):
+            halves[i] = to_float16(numbers[i])
+    else:
+        words = carray(pointer(address), (n,), np.float32)
+        for i in range(n):
+            words[i] = numbers[i]

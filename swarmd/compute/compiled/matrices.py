@@ -1,0 +1,158 @@
+"""A few tokens times a weight: read once, widened on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from swarmd.compute.compiled.layout import BFLOAT16, BIAS, FLOAT16, FLOAT32, INT8, SCALES
+from swarmd.compute.compiled.machine import carray, fast, of_bfloat16, of_float16, pointer, prefetch, widen
+
+CACHE_LINE = 64  # bytes
+AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
+
+
+@fast
+def _read(stored: Any, table: Any, which: Any, r: Any, row: Any) -> Any:
+    """Read row r of a weight, without the scale that int8 has for all of it."""
+    k = len(row)
+    if stored == INT8:
+        levels = carray(pointer(table[which] + r * k), (k,), np.int8)
+        for i in range(k):
+            row[i] = np.float32(levels[i])
+    else:
+        widen(stored, table[which] + r * k * (4 if stored == FLOAT32 else 2), k, row)
+
+
+@fast
+def _look_ahead(address: Any, n_bytes: Any) -> Any:
+    """Ask for what will be read in a moment: what the machine guesses by itself comes late at page ends."""
+    for line in range(0, n_bytes, CACHE_LINE):
+        prefetch(address + AHEAD_BYTES + line)
+
+
+@fast
+def _pair(first: Any, second: Any, x: Any, products: Any) -> Any:
+    """Two rows of a weight times each of x [n, in]: products [n, 2]."""
+    n, k = x.shape
+    t = 0
+    while t + 4 <= n:
+        a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        e, f, g, h = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for i in range(k):
+            v, w = first[i], second[i]
+            a += v * x[t, i]
+            b += v * x[t + 1, i]
+            c += v * x[t + 2, i]
+            d += v * x[t + 3, i]
+            e += w * x[t, i]
+            f += w * x[t + 1, i]
+            g += w * x[t + 2, i]
+            h += w * x[t + 3, i]
+        products[t, 0], products[t + 1, 0], products[t + 2, 0], products[t + 3, 0] = a, b, c, d
+        products[t, 1], products[t + 1, 1], products[t + 2, 1], products[t + 3, 1] = e, f, g, h
+        t += 4
+    while t + 2 <= n:
+        a, b, e, f = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for i in range(k):
+            a += first[i] * x[t, i]
+            b += first[i] * x[t + 1, i]
+            e += second[i] * x[t, i]
+            f += second[i] * x[t + 1, i]
+        products[t, 0], products[t + 1, 0], products[t, 1], products[t + 1, 1] = a, b, e, f
+        t += 2
+    if t < n:
+        a, e = np.float32(0), np.float32(0)
+        for i in range(k):
+            a += first[i] * x[t, i]
+            e += second[i] * x[t, i]
+        products[t, 0], products[t, 1] = a, e
+
+
+@fast
+def _put(biases: Any, number: Any, out: Any, at: Any, adds: Any) -> Any:
+    """One number of what a layer gives, with its bias if there are any, to or onto what is there."""
+    if len(biases):
+        number += biases[at]
+    out[at] = number + out[at] if adds else number
+
+
+@fast
+def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+    """``multiply`` for one x [in], whose weights are read where they lie."""
+    m, k = len(out), len(x)
+    half = m // 2
+    zero = np.float32(0)
+    biases = carray(pointer(table[BIAS + which]), (m if table[BIAS + which] != 0 else 0,), np.float32)
+    if stored == INT8:
+        levels = carray(pointer(table[which]), (m, k), np.int8)
+        scales = carray(pointer(table[SCALES + which]), (m,), np.float32)
+        for r in range(half):
+            _look_ahead(table[which] + r * k, k)
+            _look_ahead(table[which] + (r + half) * k, k)
+            a, b = zero, zero
+            for i in range(k):
+                a += np.float32(levels[r, i]) * x[i]
+                b += np.float32(levels[r + half, i]) * x[i]
+            _put(biases, scales[r] * a, out, r, adds)
+            _put(biases, scales[r + half] * b, out, r + half, adds)
+    elif stored == BFLOAT16:
+        halves = carray(pointer(table[which]), (m, k), np.uint16)
+        for r in range(half):
+            a, b = zero, zero
+            for i in range(k):
+                a += of_bfloat16(halves[r, i]) * x[i]
+                b += of_bfloat16(halves[r + half, i]) * x[i]
+            _put(biases, a, out, r, adds)
+            _put(biases, b, out, r + half, adds)
+    elif stored == FLOAT16:
+        halves = carray(pointer(table[which]), (m, k), np.uint16)
+        for r in range(half):
+            a, b = zero, zero
+            for i in range(k):
+                a += of_float16(halves[r, i]) * x[i]
+                b += of_float16(halves[r + half, i]) * x[i]
+            _put(biases, a, out, r, adds)
+            _put(biases, b, out, r + half, adds)
+    else:
+        numbers = carray(pointer(table[which]), (m, k), np.float32)
+        for r in range(half):
+            a, b = zero, zero
+            for i in range(k):
+                a += numbers[r, i] * x[i]
+                b += numbers[r + half, i] * x[i]
+            _put(biases, a, out, r, adds)
+            _put(biases, b, out, r + half, adds)
+
+
+@fast
+def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+    """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m]; m is even.
+
+    Two rows at a time, from both halves: two streams from memory are faster than one.
+    """
+    n, k = x.shape
+    if n == 1:
+        _alone(stored, table, which, x[0], out[0], adds)
+        return
+    m = out.shape[1]
+    half = m // 2
+    scales = carray(pointer(table[SCALES + which]), (m,), np.float32)
+    biases = carray(pointer(table[BIAS + which]), (m,), np.float32)
+    n_bytes = k if stored == INT8 else 4 * k if stored == FLOAT32 else 2 * k
+    products = np.empty((n, 2), np.float32)
+    first, second = np.empty(k, np.float32), np.empty(k, np.float32)
+    for r in range(half):
+        _look_ahead(table[which] + r * n_bytes, n_bytes)
+        _look_ahead(table[which] + (r + half) * n_bytes, n_bytes)
+        _read(stored, table, which, r, first)
+        _read(stored, table, which, r + half, second)
+        _pair(first, second, x, products)
+        for side in range(2):
+            at = r + side * half
+            scale = scales[at] if stored == INT8 else np.float32(1)
+            bias = biases[at] if table[BIAS + which] != 0 else np.float32(0)
+            for t in range(n):
+                before = out[t, at] if adds else np.float32(0)
+                out[t, at] = scale * products[t, side] + bias + before

@@ -1,0 +1,249 @@
+"""A span whose blocks are those that most models have, computed for a few new tokens by one call (``compiled``).
+
+Which blocks these are is seen by what they consist of: norms before attention and before a gated MLP, heads that
+share keys, rotary positions. What else a family may do with the same parts shows when results are compared, which the
+caller does before it relies on this. A step takes about the time of reading the weights; torch's own operators take 1
+to 15 microseconds each before they compute anything, and there are 43 in a block (docs/performance.md, "Kernels").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarmd.compute import compiled
+from swarmd.compute.compiled import layout
+from swarmd.compute.device import free_memory_bytes
+from swarmd.compute.kvcache import N_PLACES
+from swarmd.compute.linear import ROOM, HalfLinear, Int8Linear
+from swarmd.compute.ragged import Piece
+
+ALIGNED = 64  # bytes: where a weight may begin
+
+# What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
+MATRICES = {
+    "self_attn.q_proj": layout.QUERY,
+    "self_attn.k_proj": layout.KEY,
+    "self_attn.v_proj": layout.VALUE,
+    "self_attn.o_proj": layout.OUT,
+    "mlp.gate_proj": layout.GATE,
+    "mlp.up_proj": layout.UP,
+    "mlp.down_proj": layout.DOWN,
+}
+NORMS = {"input_layernorm": layout.NORM, "post_attention_layernorm": layout.MLP_NORM}
+HEAD_NORMS = {"self_attn.q_norm": layout.QUERY_NORM, "self_attn.k_norm": layout.KEY_NORM}
+CURVES: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    layout.SILU: functional.silu,
+    layout.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
+STORED = {
+    torch.float32: layout.FLOAT32,
+    torch.bfloat16: layout.BFLOAT16,
+    torch.float16: layout.FLOAT16,
+    torch.int8: layout.INT8,
+}
+Numbers = npt.NDArray[Any]
+
+
+class NotFused(Exception):
+    """Why a span is not computed by one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPass:
+    """See the module. ``held`` keeps what the table has addresses of."""
+
+    run_blocks: Callable[..., None]
+    shape: Numbers
+    floats: Numbers
+    table: Numbers
+    frequencies: Numbers
+    dtype: torch.dtype
+    held: Sequence[Any]
+    on_pass: Callable[[], None]
+
+    def takes(self, pieces: Sequence[Piece]) -> bool:
+        """Do all sessions keep plain keys and values, and have some?"""
+        return all(
+            piece.cache.is_plain and all(layer.has_shape and layer.dtype == self.dtype for layer in piece.cache.owned)
+            for piece in pieces
+        )
+
+    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
+        n = sum(piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces)
+        x = torch.empty(n, pieces[0].hidden.shape[2])
+        positions, counts = np.empty(n, np.int64), np.empty((n, 2), np.int64)
+        kept = np.empty((len(self.table), n, N_PLACES - 1), np.int64)
+        at = 0
+        for piece in pieces:
+            b, t, d = piece.hidden.shape
+            x[at : at + b * t] = piece.hidden.reshape(-1, d)
+            positions[at : at + b * t] = piece.positions.reshape(-1).numpy()
+            places, layer = piece.cache.places(t), piece.cache.owned[0]
+            for row in range(b):
+                kept[:, at : at + t] = places[:, None, :-1]
+                if row:  # its own keys and values lie behind those of the rows before it
+                    kept[:, at : at + t, 3:5] += row * places[:, None, -1:]
+                counts[at : at + t, 0] = layer.n_shared
+                counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
+                at += t
+        self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), positions, kept, counts)
+        outs = torch.split_with_sizes(x.to(self.dtype), [p.hidden.shape[0] * p.hidden.shape[1] for p in pieces])
+        for piece in pieces:
+            for layer in piece.cache.owned:
+                layer.added(piece.hidden.shape[1])
+        self.on_pass()
+        return [out.view(piece.hidden.shape) for piece, out in zip(pieces, outs, strict=True)]
+
+
+def fuse(
+    decoder: Any,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    cache_folder: Path,
+    on_pass: Callable[[], None] = lambda: None,
+) -> FusedPass:
+    """Find in these blocks what one call can compute. Raises NotFused.
+
+    Weights are moved to memory of their own, in large pages where there are any, and the model uses them there.
+    """
+    run_blocks = _compiled(cache_folder)
+    try:
+        first: Any = blocks[0]
+        attention = first.self_attn
+        rotary = decoder.rotary_emb
+        matrices = [_parts(block) for block in blocks]
+        head, scale = int(attention.head_dim), float(attention.scaling)
+        frequencies, factor = rotary.inv_freq.float().numpy(), float(rotary.attention_scaling)
+        epsilon = {_epsilon(block.get_submodule(name)) for block in blocks for name in NORMS}
+        curve = _curve(first.mlp.act_fn)
+    except AttributeError as error:
+        raise NotFused(f"its blocks are of another kind: {error}") from None
+    one = matrices[0]
+    heads, kept_heads = (one[name].out_features // head for name in ("self_attn.q_proj", "self_attn.k_proj"))
+    inner = one["mlp.gate_proj"].out_features
+    if getattr(getattr(decoder, "config", None), "clip_qkv", None) is not None:
+        raise NotFused("it clips queries, keys and values")
+    if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
+        raise NotFused("its blocks are of another kind")
+    stored, table, held = _table(blocks, matrices, head)
+    shape = np.array([heads, kept_heads, head, inner, stored, STORED[dtype], curve], np.int64)
+    floats = np.array([epsilon.pop(), scale, factor], np.float32)
+    return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass)
+
+
+def _compiled(cache_folder: Path) -> Callable[..., None]:
+    """The compiled function, which is kept beside its source, or in this folder. Raises NotFused."""
+    source = Path(compiled.__path__[0])
+    parent = source if os.access(source, os.W_OK) else cache_folder
+    try:
+        import numba  # late: it takes a fifth of a second, and not every worker needs it
+
+        # by what it is made of: numba itself looks at one file only, and would go on with what it has
+        texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py")))
+        folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
+        numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
+        from swarmd.compute.compiled.blocks import run
+    except (ImportError, RuntimeError, OSError) as error:
+        raise NotFused(f"numba: {error}") from None
+    return run
+
+
+def _parts(block: nn.Module) -> dict[str, Any]:
+    """A block's matrices by name, when there is nothing else with weights than these and norms. Raises NotFused."""
+    found = {name: part for name, part in block.named_modules() if [*part.parameters(recurse=False)]}
+    matrices = {name: part for name, part in found.items() if name in MATRICES}
+    others = found.keys() - MATRICES.keys() - NORMS.keys() - HEAD_NORMS.keys()
+    missing = (MATRICES.keys() | NORMS.keys()) - found.keys()
+    if others or missing:
+        raise NotFused(f"its blocks are of another kind: {', '.join(sorted(others | missing))}")
+    for name, part in matrices.items():
+        if type(part) not in (nn.Linear, Int8Linear) or part.out_features % 2:
+            raise NotFused(f"{name} is a {type(part).__name__} of {getattr(part, 'out_features', '?')}")
+        if next(part.parameters()).device.type != "cpu":
+            raise NotFused("it is not on a CPU")
+    return matrices
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+@torch.no_grad()
+def _norm_weight(norm: nn.Module, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a norm multiplies with: some families' is one more than their parameter."""
+    unit: torch.Tensor = norm(torch.ones(1, width, dtype=dtype))[0].float()
+    return unit * math.sqrt(1 + _epsilon(norm))
+
+
+@torch.no_grad()
+def _curve(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """The number of an activation, by what it gives. Raises NotFused."""
+    x = torch.linspace(-6, 6, 64)
+    for curve, known in CURVES.items():
+        if torch.allclose(function(x), known(x), atol=1e-6):
+            return curve
+    raise NotFused("its activation is another one")
+
+
+def _table(
+    blocks: Sequence[nn.Module], matrices: Sequence[dict[str, Any]], head: int
+) -> tuple[int, Numbers, list[Any]]:
+    """How weights are stored, the addresses of all of them, and what keeps them there. Raises NotFused."""
+    layers = [layer for parts in matrices for layer in parts.values()]
+    dtypes = {_weight(layer).dtype for layer in layers}
+    if len(dtypes) > 1 or not dtypes <= STORED.keys():
+        raise NotFused(f"its weights are in {', '.join(sorted(map(str, dtypes)))}")
+    dtype = dtypes.pop()
+    is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
+    size = 2 if is_half else dtype.itemsize
+    sizes = [-(-_weight(layer).numel() * size // ALIGNED) * ALIGNED for layer in layers]
+    if free_memory_bytes("cpu") < ROOM * sum(sizes):
+        raise NotFused("not enough memory to move its weights")
+    arena = torch.from_numpy(np.empty(sum(sizes), np.uint8))  # numpy asks for large pages, torch does not
+    table, held, at = np.zeros((len(blocks), layout.N_ADDRESSES), np.int64), [arena], 0
+
+    def keep(tensor: torch.Tensor) -> int:
+        held.append(tensor)
+        return tensor.data_ptr()
+
+    for row, block, parts in zip(table, blocks, matrices, strict=True):
+        for name, layer in parts.items():
+            which, weight = MATRICES[name], _weight(layer)
+            there = arena[at : at + weight.numel() * size].view(torch.float16 if is_half else dtype).view(weight.shape)
+            there.copy_(weight.detach())
+            at += -(-there.nbytes // ALIGNED) * ALIGNED
+            if not is_half:
+                weight.data = there
+            row[which] = there.data_ptr()
+            if isinstance(layer, Int8Linear):
+                row[layout.SCALES + which] = keep(layer.scales.detach().float())
+            if layer.bias is not None:
+                row[layout.BIAS + which] = keep(layer.bias.detach().float())
+        width = parts["self_attn.q_proj"].in_features
+        for name, which in (NORMS | HEAD_NORMS).items():
+            if (norm := dict(block.named_modules()).get(name)) is not None:
+                n = head if name in HEAD_NORMS else width
+                if norm.weight.numel() != n:
+                    raise NotFused(f"{name} has {norm.weight.numel()} weights")
+                row[which] = keep(_norm_weight(norm, n, norm.weight.dtype).contiguous())
+    return STORED[torch.float16 if is_half else dtype], table, held
+
+
+def _weight(layer: Any) -> nn.Parameter:
+    """The weight as it lies in memory."""
+    parameter: nn.Parameter = layer.levels if isinstance(layer, Int8Linear) else layer.weight
+    return parameter

@@ -1,0 +1,154 @@
+"""The quick ways to compute a few new tokens of several sessions, and which of them this machine is to take.
+
+A pass can be written down as a straight line of tensor calls (``capture``), and blocks of the usual kind can be
+computed by one call (``fused``). Each has to give what the pass itself gives, and the second to be faster than the
+first: both are found out when a span is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from swarmd.compute.capture import Pass
+from swarmd.compute.fused import FusedPass
+from swarmd.compute.quantize import relative_error
+from swarmd.compute.ragged import Piece, RaggedAttention
+from swarmd.values import Decision
+
+logger = logging.getLogger(__name__)
+
+MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
+CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
+TIMED = (1, 2, 4, 8, 16)  # tokens of passes by one call that are timed
+TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
+WORTH = 0.9  # of the time of other ways: servers on equal machines should choose alike
+FAR = 4_096  # a position, where a model does not say how far it goes
+FROM_THE_END = 32  # positions that examples take
+FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}  # with 30 blocks half of it is seen
+Way = Callable[[list[Piece]], list[torch.Tensor]]
+
+
+class Quick:
+    """See the module.
+
+    ``examples(n, at)`` makes n sessions with some past from position ``at`` on and a new token each, the same ones each
+    time. ``tolerance`` is relative, of a straight line; one call has another, by what the span ``computes_in``.
+    """
+
+    def __init__(
+        self,
+        ragged: RaggedAttention,
+        plain: Pass,
+        examples: Callable[[int, int], list[Piece]],
+        n_positions: int | None,
+        tolerance: float,
+        computes_in: torch.dtype,
+    ) -> None:
+        self._ragged = ragged
+        self._plain = plain
+        self._far = max(0, (n_positions or FAR) - FROM_THE_END)
+        self._tolerance, self._fused_tolerance = tolerance, FUSED_TOLERANCE[computes_in]
+        self._examples = examples
+        self._captured: Pass | None = None
+        self._fused: FusedPass | None = None
+        self.n_fused = 0  # tokens of a pass up to which one call is the fastest
+        self.why = ""
+
+    def knows(self, n_tokens: int) -> bool:
+        """Is there a quick way for so many new tokens?"""
+        return n_tokens <= self.n_fused or (self._captured is not None and n_tokens <= MAX_CAPTURED)
+
+    def run(self, pieces: list[Piece], n_tokens: int) -> list[torch.Tensor] | None:
+        """Compute ``n_tokens`` in all, by the quickest way that takes them; None where there is none."""
+        if self._fused is not None and n_tokens <= self.n_fused and self._fused.takes(pieces):
+            return self._fused.run(pieces)
+        if self._captured is not None and n_tokens <= MAX_CAPTURED:
+            return self._ragged.run_captured(pieces, self._captured)
+        return None
+
+    def told(self, kernels: Decision[str]) -> Decision[str]:
+        """What computes a few tokens, added to what computes layers."""
+        action = f"{kernels.action}, up to {self.n_fused} tokens by one call" if self.n_fused else kernels.action
+        return Decision(action, "; ".join(filter(None, (kernels.reason, self.why))))
+
+    def find(self, fused: FusedPass | None) -> None:
+        """Try both ways."""
+        self._capture()
+        if fused is not None:
+            self._choose(fused)
+
+    def _capture(self) -> None:
+        """Write a pass down as a straight line, if that gives what the pass itself gives."""
+        try:
+            captured = self._ragged.capture(self._examples(2, 0), self._examples(3, 0), self._plain)
+            error = self._error(lambda pieces: self._ragged.run_captured(pieces, captured))
+        except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
+            logger.info("passes are not captured: %s", failure)
+            return
+        if error <= self._tolerance:
+            self._captured = captured
+        else:
+            logger.info("passes are not captured: a captured pass differs by %.2g", error)
+
+    def _choose(self, fused: FusedPass) -> None:
+        """Take one call for as many tokens as it is surely the fastest for, if it gives what the pass gives."""
+        if not fused.takes(self._examples(1, 0)):
+            self.why = "one call: its layers keep more than plain keys and values"
+            return
+        if not self._ragged.is_plain:
+            self.why = "one call: its layers attend in a way of their own"
+            return
+        error = max(self._error(fused.run), self._error(fused.run, self._far))
+        if not error <= self._fused_tolerance:
+            self.why = f"one call: it differs by {error:.2g}"
+            return
+        told = []
+        for n_tokens in TIMED:
+            is_captured = self._captured is not None and n_tokens <= MAX_CAPTURED
+            ratio = self._ratio(fused.run, self._by_line if is_captured else self._by_pass, n_tokens)
+            told.append(f"{ratio:.2f} for {n_tokens}")
+            if ratio > WORTH:
+                break
+            self._fused, self.n_fused = fused, n_tokens
+        self.why = f"time of one call against operators: {', '.join(told)}"
+
+    def _by_line(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        assert self._captured is not None
+        return self._ragged.run_captured(pieces, self._captured)
+
+    def _by_pass(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        return self._ragged.run(pieces, self._plain)
+
+    @torch.inference_mode()
+    def _error(self, way: Way, at: int = 0) -> float:
+        """The largest error of the outputs of some passes, and of those after them, which see what was kept."""
+        errors = []
+        for n_tokens in CHECKED:
+            ours, theirs = self._examples(n_tokens, at), self._examples(n_tokens, at)
+            for _ in range(2):
+                got, expected = way(ours), self._by_pass(theirs)
+                errors += [relative_error(p, q) for p, q in zip(got, expected, strict=True)]
+                ours, theirs = _next(ours), _next(theirs)
+        return max(errors)
+
+    @torch.inference_mode()
+    def _ratio(self, way: Way, other: Way, n_tokens: int) -> float:
+        """The time of one way over that of another, in turns."""
+        pieces = self._examples(n_tokens, 0)
+        taken: dict[Way, list[float]] = {way: [], other: []}
+        for _ in range(TIMED_PASSES):
+            for this in taken:
+                begun = time.perf_counter()
+                this(pieces)
+                taken[this].append(time.perf_counter() - begun)
+                pieces = _next(pieces)
+        return min(taken[way]) / min(taken[other])
+
+
+def _next(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same sessions with a token more in their caches, and the same token again."""
+    return [Piece(p.hidden, p.positions + 1, p.cache, p.n_past + p.hidden.shape[1]) for p in pieces]

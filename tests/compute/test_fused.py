@@ -1,0 +1,200 @@
+"""Blocks computed by one call give what the family's own forward gives, or are not computed so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from swarmd.compute.compiled import layout, machine
+from swarmd.compute.fused import FusedPass, NotFused, fuse
+from swarmd.compute.kvcache import SHARED_TOKENS
+from swarmd.compute.quantize import relative_error
+from swarmd.compute.quick import FUSED_TOLERANCE
+from swarmd.compute.ragged import Piece
+from swarmd.compute.span import LoadedSpan
+from swarmd.values import Span
+from tests.families import FAMILIES, make
+
+BLOCKS = Span(0, 2)
+OF_THIS_KIND = ("llama", "qwen2", "qwen3", "gemma", "smollm3")  # with biases, norms of heads, other norms and curves
+OF_OTHERS = ("gemma2", "phi3", "mixtral", "gpt2", "olmo2", "deepseek_v3")
+LOOK_ALIKES = ("ernie4_5", "helium", "stablelm")  # the same parts, put together otherwise
+EXACT = 1e-5  # of float32, relative
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load(family: str, folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none") -> LoadedSpan:
+    span = LoadedSpan(make(family, folder, FAMILIES[family]), BLOCKS, dtype, quantize=quantize)
+    span.self_test()
+    return span
+
+
+def fused_of(span: LoadedSpan) -> FusedPass:
+    assert span.fused is not None, span.kernels.reason
+    return span.fused
+
+
+class Session:
+    """One text of ``b`` rows in two caches: what one call gives is compared with the family's own forward."""
+
+    def __init__(self, span: LoadedSpan, n_past: int, b: int = 1, seed: int = 0) -> None:
+        self.span, self.b, self.n = span, b, 0
+        self.rng = torch.Generator().manual_seed(seed)
+        self.caches = span.new_cache(), span.new_cache()
+        for cache, hidden in zip(self.caches, [self.tokens(n_past)] * 2, strict=True):
+            span.forward(hidden, self.positions(n_past), None, cache, 0)
+        self.n = n_past
+
+    def tokens(self, t: int) -> torch.Tensor:
+        return torch.randn(self.b, t, self.span.hidden_size, generator=self.rng).to(self.span.dtype)
+
+    def positions(self, t: int) -> torch.Tensor:
+        return torch.arange(self.n, self.n + t).expand(self.b, t)
+
+    def step(self, t: int = 1) -> tuple[Piece, torch.Tensor]:
+        """The next tokens for one call, and what they give."""
+        hidden, positions = self.tokens(t), self.positions(t)
+        expected = self.span.forward(hidden, positions, None, self.caches[0], self.n)
+        piece = Piece(hidden, positions, self.caches[1], self.n)
+        self.n += t
+        return piece, expected
+
+    def crop(self, n_tokens: int) -> None:
+        for cache in self.caches:
+            cache.crop(n_tokens)
+        self.n -= n_tokens
+
+
+def worst(fused: FusedPass, *steps: tuple[Piece, torch.Tensor]) -> float:
+    outs = fused.run([piece for piece, _ in steps])
+    return max(relative_error(out, expected) for out, (_, expected) in zip(outs, steps, strict=True))
+
+
+@pytest.mark.parametrize("family", OF_THIS_KIND)
+def test_it_gives_what_the_family_gives(family: str, tmp_path: Path) -> None:
+    span = load(family, tmp_path)
+    fused = fused_of(span)
+    for n_sessions in (1, 2, 3, 4, 7):
+        sessions = [Session(span, n_past, seed=n_past) for n_past in range(1, 1 + n_sessions)]
+        for _ in range(2):
+            assert worst(fused, *(session.step() for session in sessions)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [(torch.bfloat16, "none"), (torch.float16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int8")],
+)
+def test_other_formats_of_weights(dtype: torch.dtype, quantize: str, tmp_path: Path) -> None:
+    span = load("qwen2", tmp_path, dtype, quantize)
+    sessions = [Session(span, n_past) for n_past in (1, 9, 70)]
+    fused, tolerance = fused_of(span), FUSED_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
+    for _ in range(3):
+        assert worst(fused, *(session.step() for session in sessions)) < tolerance / 3
+        assert worst(fused, sessions[0].step()) < tolerance / 3
+
+
+def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:
+    span = load("llama", tmp_path)
+    assert fused_of(span).shape[layout.STORED] == layout.FLOAT32, "random ones lose something"
+    with torch.no_grad():
+        for parameter in span.model.parameters():
+            parameter.copy_(parameter.half().float())
+    session = Session(span, 5)
+    half = fuse(span.model.get_decoder(), [span.model.get_decoder().layers[i] for i in (0, 1)], span.dtype, tmp_path)
+    assert half.shape[layout.STORED] == layout.FLOAT16
+    assert worst(half, session.step()) < EXACT
+    assert worst(half, session.step(), Session(span, 3, seed=1).step()) < EXACT
+
+
+def test_several_tokens_of_a_session_see_each_other_and_caches_grow(tmp_path: Path) -> None:
+    span = load("llama", tmp_path)
+    session, other = Session(span, 60), Session(span, 2, seed=1)
+    fused = fused_of(span)
+    for t in (3, 1, 7, 5):  # slabs of 64 tokens are full on the way
+        assert worst(fused, session.step(t), other.step()) < EXACT
+    session.crop(20)
+    assert worst(fused, session.step(2)) < EXACT
+    hidden, positions = session.tokens(4), session.positions(4)
+    outs = [span.forward(hidden, positions, None, cache, session.n) for cache in session.caches]
+    assert relative_error(outs[1], outs[0]) < EXACT, "the family's own forward goes on with what one call kept"
+
+
+def test_rows_of_a_batch_and_beams_that_change_places(tmp_path: Path) -> None:
+    span = load("llama", tmp_path)
+    session, alone = Session(span, 5, b=3), Session(span, 4, seed=1)
+    fused = fused_of(span)
+    assert worst(fused, session.step(), alone.step()) < EXACT
+    for cache in session.caches:
+        cache.reorder(torch.tensor([2, 2, 0]))
+    assert worst(fused, session.step()) < EXACT
+    assert worst(fused, session.step(2), alone.step()) < EXACT
+
+
+def test_a_beginning_that_is_shared_is_read_where_it_lies(tmp_path: Path) -> None:
+    span = load("llama", tmp_path)
+    n = SHARED_TOKENS + 9
+    donor, heir = Session(span, n), Session(span, n)
+    heir.caches = donor.caches[0], span.new_cache()
+    heir.caches[1].take_over(donor.caches[0], 0, n, may_share=True)
+    heir.caches = Session(span, n).caches[0], heir.caches[1]
+    fused = fused_of(span)
+    for t in (1, 2, 1):
+        assert worst(fused, heir.step(t), Session(span, 3, seed=1).step()) < EXACT
+    assert heir.caches[1].is_shared
+    assert worst(fused, donor.step()) < EXACT, "who gave it goes on, too"
+
+
+@pytest.mark.parametrize("family", OF_OTHERS)
+def test_blocks_of_other_kinds_are_left_alone(family: str, tmp_path: Path) -> None:
+    span = load(family, tmp_path)
+    assert span.fused is None
+    span.quicken()
+    assert "not one call: " in span.kernels.reason
+    assert "one call" not in span.kernels.action
+
+
+@pytest.mark.parametrize("family", LOOK_ALIKES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_parts_in_another_way_are_found_out(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    span = load(family, tmp_path, dtype)
+    assert span.fused is not None
+    span.quicken()
+    assert "one call: it differs by" in span.kernels.reason
+    assert "one call" not in span.kernels.action
+
+
+def test_windows_are_left_alone(tmp_path: Path) -> None:
+    span = load("mistral", tmp_path)
+    span.quicken()
+    assert "one call: its layers keep more than plain keys and values" in span.kernels.reason
+
+
+def test_without_a_compiler_or_memory_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = load("llama", tmp_path)
+    decoder = span.model.get_decoder()
+    monkeypatch.setattr("swarmd.compute.fused.free_memory_bytes", lambda device: 0)
+    with pytest.raises(NotFused, match="not enough memory"):
+        fuse(decoder, decoder.layers[:2], span.dtype, tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "numba", None)
+    with pytest.raises(NotFused, match="numba"):
+        fuse(decoder, decoder.layers[:2], span.dtype, tmp_path)
+
+
+def test_what_the_loops_are_made_of() -> None:
+    x = np.linspace(-87, 88, 20_001).astype(np.float32)
+    got = np.array([machine.exp(v) for v in x], np.float64)
+    assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
+    values = torch.randn(1_000, generator=torch.Generator().manual_seed(0)) * 10
+    for stored, dtype in ((layout.BFLOAT16, torch.bfloat16), (layout.FLOAT16, torch.float16)):
+        out, back = torch.empty(1_000, dtype=dtype), np.empty(1_000, np.float32)
+        machine.narrow(stored, values.numpy(), out.data_ptr())
+        assert torch.equal(out, values.to(dtype)), "rounded as torch does"
+        machine.widen(stored, out.data_ptr(), 1_000, back)
+        assert torch.equal(torch.from_numpy(back), out.float())
