@@ -72,7 +72,7 @@ class LoadedSpan:
         self.shares_beginnings = False  # may they have the keys and values of a common beginning in one place?
         self._hop = span
         self.fused: FusedPass | None = None
-        self.kernels = Decision("plain", "no other was looked for")
+        self.kernels, self._layers_by = Decision("plain", "no other was looked for"), "plain"
         if is_quick:
             self._choose_kernels(cache_folder)
         self._install_gates()
@@ -138,7 +138,7 @@ class LoadedSpan:
         except NotFused as error:
             why = f"; not one call: {error}"
         kernels = choose(self.model)
-        self.kernels = Decision(kernels.action, kernels.reason + why)
+        self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action
 
     def quicken(self) -> None:
         """Find quick ways to compute a few new tokens."""
@@ -194,13 +194,13 @@ class LoadedSpan:
         return out
 
     def numerics(self, model: str) -> str:
-        """Name everything that decides the last bits: equal names compute bit-identical results."""
+        """Name everything that decides the last bits: equal names compute bit-identical results, quick ways aside."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         parts = (
             model,
             str(self.dtype),
             self.quantize,
-            self.kernels.action,
+            self._layers_by,
             torch.__version__,
             transformers.__version__,
             device,
