@@ -27,7 +27,7 @@ from swarmd.compute import compiled
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.kvcache import N_PLACES
-from swarmd.compute.linear import ROOM, HalfLinear, Int8Linear
+from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
 from swarmd.compute.ragged import Piece
 
 ALIGNED = 64  # bytes: where a weight may begin
@@ -53,7 +53,9 @@ STORED = {
     torch.bfloat16: layout.BFLOAT16,
     torch.float16: layout.FLOAT16,
     torch.int8: layout.INT8,
+    torch.uint8: layout.INT4,
 }
+LINEARS = {nn.Linear: 2, Int8Linear: 2, Int4Linear: layout.ROWS}  # and of what the number of rows is a multiple
 Numbers = npt.NDArray[Any]
 
 
@@ -171,7 +173,7 @@ def _parts(block: nn.Module) -> dict[str, Any]:
     if others or missing:
         raise NotFused(f"its blocks are of another kind: {', '.join(sorted(others | missing))}")
     for name, part in matrices.items():
-        if type(part) not in (nn.Linear, Int8Linear) or part.out_features % 2:
+        if part.out_features % LINEARS.get(type(part), part.out_features + 1):
             raise NotFused(f"{name} is a {type(part).__name__} of {getattr(part, 'out_features', '?')}")
         if next(part.parameters()).device.type != "cpu":
             raise NotFused("it is not on a CPU")
@@ -231,6 +233,11 @@ def _table(
             row[which] = there.data_ptr()
             if isinstance(layer, Int8Linear):
                 row[layout.SCALES + which] = keep(layer.scales.detach().float())
+            elif isinstance(layer, Int4Linear):
+                for at_what, numbers in zip(
+                    (layout.SCALES, layout.ZEROS), layer.scales.detach().unbind(-1), strict=True
+                ):
+                    row[at_what + which] = keep(numbers.contiguous())
             if layer.bias is not None:
                 row[layout.BIAS + which] = keep(layer.bias.detach().float())
         width = parts["self_attn.q_proj"].in_features
@@ -245,5 +252,5 @@ def _table(
 
 def _weight(layer: Any) -> nn.Parameter:
     """The weight as it lies in memory."""
-    parameter: nn.Parameter = layer.levels if isinstance(layer, Int8Linear) else layer.weight
+    parameter: nn.Parameter = layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
     return parameter

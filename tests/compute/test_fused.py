@@ -30,8 +30,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def load(family: str, folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none") -> LoadedSpan:
-    span = LoadedSpan(make(family, folder, FAMILIES[family]), BLOCKS, dtype, quantize=quantize)
+def load(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none", **changes: int
+) -> LoadedSpan:
+    span = LoadedSpan(make(family, folder, FAMILIES[family] | changes), BLOCKS, dtype, quantize=quantize)
     span.self_test()
     return span
 
@@ -98,6 +100,26 @@ def test_other_formats_of_weights(dtype: torch.dtype, quantize: str, tmp_path: P
     for _ in range(3):
         assert worst(fused, *(session.step() for session in sessions)) < tolerance / 3
         assert worst(fused, sessions[0].step()) < tolerance / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bits_as_torch_packs_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    wide = {
+        "hidden_size": 256,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    span = load("qwen2", tmp_path, dtype, "int4", **wide)
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("torch packs otherwise here, and a span's check leaves it at that")
+    sessions = [Session(span, n_past) for n_past in (1, 9, 70)]
+    for n_tokens in (1, 2, 3):
+        assert (
+            worst(fused_of(span), *(session.step(n_tokens) for session in sessions)) < FUSED_TOLERANCE[torch.bfloat16]
+        )
+        assert worst(fused_of(span), sessions[0].step()) < FUSED_TOLERANCE[torch.bfloat16] / 3
 
 
 def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:

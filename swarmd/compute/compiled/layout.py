@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-# How numbers lie in memory. int8 has a scale for each row.
-FLOAT32, BFLOAT16, FLOAT16, INT8 = range(4)
+# How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it where a register holds 16 numbers:
+# ROWS rows beside each other, byte by byte row i and row i + ROWS / 2, with a scale and a zero for each GROUP of a row.
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
+ROWS = 64
+GROUP = 32
 
 # The activation of an MLP's gate.
 SILU, GELU_TANH = range(2)
 
-# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales and its bias stand further on.
+# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales, zeros and
+# bias stand further on.
 NORM, QUERY, KEY, VALUE, OUT, MLP_NORM, GATE, UP, DOWN, QUERY_NORM, KEY_NORM = range(11)
-SCALES, BIAS, N_ADDRESSES = 11, 22, 33
+SCALES, ZEROS, BIAS, N_ADDRESSES = 11, 22, 33, 44
 
 # What the numbers of a span's shape are: heads, heads that are kept, how wide one is and the MLP; how weights are
 # stored, and what is kept; the activation.
