@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,6 +158,9 @@ def _compiled(cache_folder: Path) -> Callable[..., None]:
         # by what it is made of: numba itself looks at one file only, and would go on with what it has
         texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py")))
         folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
+        for other in folder.parent.glob("numba-*"):
+            if other != folder:  # of versions that nobody runs here any more
+                shutil.rmtree(other, ignore_errors=True)
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
         from swarmd.compute.compiled.blocks import run
     except (ImportError, RuntimeError, OSError) as error:
