@@ -29,6 +29,7 @@ from swarmd.compute.linear import (
 from swarmd.values import Decision
 
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
+SEVERAL_ROWS = (4, 8)  # where something else computes one
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
@@ -56,11 +57,14 @@ KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights a
 }
 
 
-def choose(model: nn.Module) -> Decision[str]:
-    """Have the model's linear layers computed by the fastest kernel that is right here; says which and why."""
+def choose(model: nn.Module, rows: Sequence[int] = ROWS) -> Decision[str]:
+    """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
+
+    ``rows``: of the passes that count; others are computed by other means.
+    """
     if layers(model, Int4Linear):
         return Decision("plain", "4 bits by torch's only kernel for them")
-    decision, kernel = _decide(list(layers(model, *REPLACED).values()))
+    decision, kernel = _decide(list(layers(model, *REPLACED).values()), rows)
     if kernel is not None:
         replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *REPLACED)
     return decision
@@ -74,7 +78,7 @@ def quicken(layer: nn.Linear) -> Decision[str]:
     part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
     part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
     part.out_features = len(part.weight)
-    decision, kernel = _decide([part])
+    decision, kernel = _decide([part], ROWS)
     if kernel is not None and kernel.fits(layer):
         layer.__class__ = QuickLinear
         layer.__dict__["quick"] = _Quick(kernel.make(layer), layer.weight)
@@ -118,7 +122,7 @@ class QuickLinear(nn.Linear):
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-def _decide(found: Sequence[Any]) -> tuple[Decision[str], Kernel | None]:
+def _decide(found: Sequence[Any], rows: Sequence[int]) -> tuple[Decision[str], Kernel | None]:
     kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
@@ -129,13 +133,13 @@ def _decide(found: Sequence[Any]) -> tuple[Decision[str], Kernel | None]:
     if sum(_kept(layer).nbytes for layer in sample) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
     dtype = torch.bfloat16 if isinstance(sample[0], Int8Linear) else sample[0].weight.dtype
-    times, missing = {"plain": _times(sample, dtype)}, ""
+    times, missing = {"plain": _times(sample, dtype, rows)}, ""
     for name, kernel in offers[0].items():
         try:
-            times[name] = _times(_made(sample, kernel), dtype)
+            times[name] = _times(_made(sample, kernel), dtype, rows)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             missing += f"; not {name}: {str(error)[:200]}"
-    decision = fastest(times)
+    decision = fastest(times, rows)
     return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
 
 
@@ -185,23 +189,23 @@ def works(plain: nn.Linear | FrozenLinear, other: FrozenLinear, tolerance: float
     return True
 
 
-def fastest(seconds: dict[str, list[float]]) -> Decision[str]:
-    """Choose by the sum over the numbers of rows in ``ROWS``; the first is taken unless another is surely faster."""
+def fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
+    """Choose by the sum over these numbers of rows; the first is taken unless another is surely faster."""
     first, *others = seconds
     if not others:
         return Decision(first, "no other kernel works here")
     best = min(others, key=lambda kind: sum(seconds[kind]))
     ratios = [a / b for a, b in zip(seconds[best], seconds[first], strict=True)]
-    told = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(ROWS, ratios, strict=True))
+    told = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(rows, ratios, strict=True))
     why = f"time by rows, {best} against {first}: {told}"
     is_worth_it = sum(seconds[best]) < WORTH * sum(seconds[first])
     return Decision(best if is_worth_it else first, why)
 
 
 @torch.inference_mode()
-def _times(those: Sequence[Any], dtype: torch.dtype) -> list[float]:
-    """Seconds of a pass through all, for each number of rows in ``ROWS``."""
-    return [_time(those, n, dtype) for n in ROWS]
+def _times(those: Sequence[Any], dtype: torch.dtype, rows: Sequence[int]) -> list[float]:
+    """Seconds of a pass through all, for each number of rows."""
+    return [_time(those, n, dtype) for n in rows]
 
 
 def _time(those: Sequence[Any], n_rows: int, dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swarmd.compute import kernels
-from swarmd.compute.kernels import choose, fastest, quicken, works
+from swarmd.compute.kernels import ROWS, choose, fastest, quicken, works
 from swarmd.compute.linear import (
     DynamicInt8Linear,
     FrozenLinear,
@@ -105,17 +105,19 @@ def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_faster_is_taken_and_told() -> None:
     seconds = {"plain": [1.0, 2.0, 3.0], "packed": [1.0, 1.0, 1.5]}
-    decision = fastest(seconds)
+    decision = fastest(seconds, ROWS)
     assert decision.action == "packed"
     assert "1.00 for 1, 0.50 for 4" in decision.reason
-    assert fastest({**seconds, "packed": [0.99, 1.99, 2.99]}).action == "plain", "by chance"
-    assert fastest({"plain": [1.0, 2.0, 3.0]}).action == "plain"
+    assert fastest({**seconds, "packed": [0.99, 1.99, 2.99]}, ROWS).action == "plain", "by chance"
+    assert fastest({"plain": [1.0, 2.0, 3.0]}, ROWS).action == "plain"
 
 
 @pytest.fixture
 def other_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TIMED_BYTES", 1)
-    monkeypatch.setattr(kernels, "fastest", lambda seconds: fastest({k: [3.0 - i] * 3 for i, k in enumerate(seconds)}))
+    monkeypatch.setattr(
+        kernels, "fastest", lambda seconds, rows: fastest({k: [3.0 - i] * 3 for i, k in enumerate(seconds)}, ROWS)
+    )
 
 
 def test_small_layers_stay_what_they_are() -> None:

@@ -9,74 +9,106 @@ import numpy as np
 from swarmd.compute.compiled.layout import FLOAT32, HEAD, HEADS, KEPT, KEPT_HEADS
 from swarmd.compute.compiled.machine import exp, fast, narrow, widen
 
-
-@fast
-def _attend_to(
-    stored: Any, keys_at: Any, values_at: Any, n: Any, head: Any, query: Any, logits: Any, mixed: Any, state: Any
-) -> Any:
-    """One kept head's queries [g, head] over n of its tokens; ``mixed`` [g, head] and ``state`` [g, 2] go on.
-
-    state: the largest logit so far, and the sum of e to what is below it.
-    """
-    n_bytes = head * (4 if stored == FLOAT32 else 2)
-    line = np.empty(head, np.float32)
-    for t in range(n):
-        widen(stored, keys_at + t * n_bytes, head, line)
-        for g in range(query.shape[0]):
-            total = np.float32(0)
-            for i in range(head):
-                total += query[g, i] * line[i]
-            logits[g, t] = total
-    for g in range(query.shape[0]):
-        most = state[g, 0]
-        for t in range(n):
-            most = max(most, logits[g, t])
-        shrunk = exp(state[g, 0] - most)
-        total = state[g, 1] * shrunk
-        for t in range(n):
-            logits[g, t] = exp(logits[g, t] - most)
-        for t in range(n):
-            total += logits[g, t]
-        for i in range(head):
-            mixed[g, i] *= shrunk
-        state[g, 0], state[g, 1] = most, total
-    for t in range(n):
-        widen(stored, values_at + t * n_bytes, head, line)
-        for g in range(query.shape[0]):
-            share = logits[g, t]
-            for i in range(head):
-                mixed[g, i] += share * line[i]
-
-
 LOWEST = np.float32(-1e30)  # below any logit
 
 
 @fast
+def _attend_to(
+    stored: Any,
+    keys_at: Any,
+    values_at: Any,
+    seen: Any,
+    query: Any,
+    lines: Any,
+    logits: Any,
+    mixed: Any,
+    state: Any,
+) -> Any:
+    """Queries [q, head] of one kept head over its tokens, of which each sees the first ``seen`` [q].
+
+    ``mixed`` [q, head] and ``state`` [q, 2] go on: the largest logit so far, and the sum of e to what is below it.
+    Two tokens at a time; ``lines`` [2, head] is room for them.
+    """
+    n_queries, head = query.shape
+    n_bytes = head * (4 if stored == FLOAT32 else 2)
+    n = seen[n_queries - 1]
+    first, second = lines[0], lines[1]
+    for t in range(0, n, 2):
+        widen(stored, keys_at + t * n_bytes, head, first)
+        if t + 1 < n:
+            widen(stored, keys_at + (t + 1) * n_bytes, head, second)
+        for q in range(n_queries):
+            a, b = np.float32(0), np.float32(0)
+            for i in range(head):
+                a += query[q, i] * lines[0, i]
+                b += query[q, i] * lines[1, i]
+            logits[q, t], logits[q, t + 1] = a, b
+    for q in range(n_queries):
+        most = state[q, 0]
+        for t in range(seen[q]):
+            most = max(most, logits[q, t])
+        shrunk = exp(state[q, 0] - most)
+        total = state[q, 1] * shrunk
+        for t in range(seen[q]):
+            logits[q, t] = exp(logits[q, t] - most)
+        for t in range(seen[q]):
+            total += logits[q, t]
+        for t in range(seen[q], n + n % 2):
+            logits[q, t] = np.float32(0)
+        for i in range(head):
+            mixed[q, i] *= shrunk
+        state[q, 0], state[q, 1] = most, total
+    for t in range(0, n, 2):
+        widen(stored, values_at + t * n_bytes, head, first)
+        if t + 1 < n:
+            widen(stored, values_at + (t + 1) * n_bytes, head, second)
+        for q in range(n_queries):
+            one, other = logits[q, t], logits[q, t + 1]
+            for i in range(head):
+                mixed[q, i] += one * lines[0, i] + other * lines[1, i]
+
+
+@fast
 def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: Any, out: Any) -> Any:
-    """Attention of each new token: query and out [n, heads * head]; see ``run`` for kept and counts."""
+    """Attention of each new token: query and out [n, heads * head]; see ``run`` for kept and counts.
+
+    New tokens of one session read what it has kept together: they have the same address. ``logits`` is room for as
+    many queries and tokens as there are.
+    """
     kept_heads, head, stored = shape[KEPT_HEADS], shape[HEAD], shape[KEPT]
     groups = shape[HEADS] // kept_heads
     size = 4 if stored == FLOAT32 else 2
-    state = np.empty((groups, 2), np.float32)
-    for t in range(query.shape[0]):
-        shared, own = counts[t, 0], counts[t, 1] + 1
+    n_queries = query.shape[0] * groups
+    queries, mixed = np.empty((n_queries, head), np.float32), np.empty((n_queries, head), np.float32)
+    state = np.empty((n_queries, 2), np.float32)
+    lines, shared, own = np.zeros((2, head), np.float32), np.empty(n_queries, np.int64), np.empty(n_queries, np.int64)
+    begin = 0
+    while begin < query.shape[0]:
+        end = begin + 1
+        while end < query.shape[0] and kept[end, 3] == kept[begin, 3]:
+            end += 1
+        q = (end - begin) * groups
         for h in range(kept_heads):
-            part = slice(h * groups * head, (h + 1) * groups * head)
-            queries, mixed = query[t, part].reshape(groups, head), out[t, part].reshape(groups, head)
-            for g in range(groups):
-                state[g, 0], state[g, 1] = LOWEST, np.float32(0)
-                for i in range(head):
-                    queries[g, i] *= scale
-                    mixed[g, i] = np.float32(0)
-            if shared:
-                offset = h * kept[t, 2] * size
-                args = (kept[t, 0] + offset, kept[t, 1] + offset)
-                _attend_to(stored, args[0], args[1], shared, head, queries, logits, mixed, state)
-            offset = h * kept[t, 5] * size
-            _attend_to(stored, kept[t, 3] + offset, kept[t, 4] + offset, own, head, queries, logits, mixed, state)
-            for g in range(groups):
-                for i in range(head):
-                    mixed[g, i] /= state[g, 1]
+            for t in range(begin, end):
+                for g in range(groups):
+                    at = (t - begin) * groups + g
+                    shared[at], own[at] = counts[t, 0], counts[t, 1] + 1
+                    state[at, 0], state[at, 1] = LOWEST, np.float32(0)
+                    for i in range(head):
+                        queries[at, i] = scale * query[t, (h * groups + g) * head + i]
+                        mixed[at, i] = np.float32(0)
+            room = (queries[:q], lines, logits, mixed, state)
+            if counts[begin, 0]:
+                offset = h * kept[begin, 2] * size
+                _attend_to(stored, kept[begin, 0] + offset, kept[begin, 1] + offset, shared[:q], *room)
+            offset = h * kept[begin, 5] * size
+            _attend_to(stored, kept[begin, 3] + offset, kept[begin, 4] + offset, own[:q], *room)
+            for t in range(begin, end):
+                for g in range(groups):
+                    at = (t - begin) * groups + g
+                    for i in range(head):
+                        out[t, (h * groups + g) * head + i] = mixed[at, i] / state[at, 1]
+        begin = end
 
 
 @fast

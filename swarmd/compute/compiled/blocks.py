@@ -101,7 +101,7 @@ def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, positions
     most = 1
     for t in range(n):
         most = max(most, counts[t, 0], counts[t, 1] + 1)
-    logits = np.empty((shape[HEADS] // shape[KEPT_HEADS], most), np.float32)
+    logits = np.empty((n * shape[HEADS] // shape[KEPT_HEADS], most + 1), np.float32)  # an even number is enough
     for block in range(len(table)):
         at = table[block]
         _normalise(x, at[NORM], floats[0], d, normed)

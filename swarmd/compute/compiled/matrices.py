@@ -194,8 +194,12 @@ def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -
     for r in range(half):
         _look_ahead(table[which] + r * n_bytes, n_bytes)
         _look_ahead(table[which] + (r + half) * n_bytes, n_bytes)
-        _read(stored, table, which, r, first)
-        _read(stored, table, which, r + half, second)
+        if stored == FLOAT32:  # which need not be read before
+            first = carray(pointer(table[which] + r * n_bytes), (k,), np.float32)
+            second = carray(pointer(table[which] + (r + half) * n_bytes), (k,), np.float32)
+        else:
+            _read(stored, table, which, r, first)
+            _read(stored, table, which, r + half, second)
         _pair(first, second, x, products)
         for side in range(2):
             at = r + side * half
