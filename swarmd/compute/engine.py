@@ -117,15 +117,19 @@ class Engine:
         ready = [self._ready(key) for key in self._queues]
         if any(not r.is_decode or not r.can_share for r in ready):
             return 0.0
+        return patience_s(len(ready), self._n_active(now), now - self._idle_since, self._speed)
+
+    def _n_active(self, now: float) -> int:
+        """How many sessions decode: they made a step a short time ago."""
         recent = now - max(MIN_ACTIVE_S, ACTIVE_PASSES * self._speed.decode_pass_s)
-        n_active = sum(at > recent for at in self._stepped_at.values())
-        return patience_s(len(ready), n_active, now - self._idle_since, self._speed)
+        return sum(at > recent for at in self._stepped_at.values())
 
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         yield from self._reuse()
         ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
-        shares = choose_pass(ready, self._served, self._speed).action
+        n_active = self._n_active(self._clock())
+        shares = choose_pass(ready, self._served, self._speed, n_active).action
         begun, self._idle_since = self._clock(), None
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
         try:

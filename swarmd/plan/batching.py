@@ -16,6 +16,7 @@ from swarmd.values import Decision
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
 MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
+MIN_TOKENS_BETWEEN = 32  # nor a pass of its own, between those of who decodes
 PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
 
@@ -53,8 +54,13 @@ class Share:
     t: int
 
 
-def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed) -> Decision[tuple[Share, ...]]:
-    """Choose what one pass computes. ``served`` is what each client was given so far, in tokens."""
+def choose_pass(
+    ready: Sequence[Ready], served: dict[bytes, float], speed: Speed, n_active: int = 0
+) -> Decision[tuple[Share, ...]]:
+    """Choose what one pass computes.
+
+    ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon.
+    """
     if not ready:
         return Decision((), "nothing is ready")
     decoding = [r for r in ready if r.is_decode]
@@ -69,10 +75,13 @@ def choose_pass(ready: Sequence[Ready], served: dict[bytes, float], speed: Speed
     if not waiting:
         return Decision(tuple(shares), f"{len(shares)} decode steps together")
     longest = min(waiting, key=lambda r: (served.get(r.client, 0.0), r.order))
-    if not together:
+    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    if not together and not n_active:
         chunk = _longest(longest)
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    if not together:
+        chunk = min(_longest(longest), max(MIN_TOKENS_BETWEEN, bearable) // longest.b or 1)
+        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, until who decodes comes again")
     chunk = min(_longest(longest), max(MIN_CHUNK_TOKENS, bearable) // longest.b or 1)
     shares.append(Share(longest.key, chunk))
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarmd.plan.batching import (
     MAX_TOKENS_PER_PASS,
     MIN_CHUNK_TOKENS,
+    MIN_TOKENS_BETWEEN,
     Ready,
     Share,
     Speed,
@@ -36,6 +37,14 @@ def test_prefill_beside_decoding_adds_half_a_pass_at_most() -> None:
 def test_prefill_alone_takes_whole_passes() -> None:
     (share,) = choose_pass([ready("long", 4_000, b=4)], {}, SPEED).action
     assert share.t * 4 == MAX_TOKENS_PER_PASS
+
+
+def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
+    (share,) = choose_pass([ready("long", 4_000)], {}, SPEED, n_active=1).action
+    assert share.t == MIN_TOKENS_BETWEEN, "25 would be bearable, and are not worth a pass"
+    quick = Speed(SPEED.decode_pass_s, SPEED.prefill_token_s / 4)
+    (share,) = choose_pass([ready("long", 4_000)], {}, quick, n_active=1).action
+    assert share.t == 100
 
 
 def test_prefill_always_moves_on() -> None:
