@@ -16,7 +16,7 @@ from swarmd.values import Decision
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
 MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
-MIN_TOKENS_BETWEEN = 64  # of a prefill, in a pass between those of who decodes: 32 cost four streams 7 % of their tokens
+MIN_TOKENS_BETWEEN = 64  # in a pass between those of who decodes: 32 cost four streams 7 % of their tokens
 PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
 
@@ -79,10 +79,8 @@ def choose_pass(
     if not together and not n_active:
         chunk = _longest(longest)
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    if not together:
-        chunk = min(_longest(longest), max(MIN_TOKENS_BETWEEN, bearable) // longest.b or 1)
-        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, until who decodes comes again")
-    chunk = min(_longest(longest), max(MIN_CHUNK_TOKENS, bearable) // longest.b or 1)
+    least = MIN_CHUNK_TOKENS if together else MIN_TOKENS_BETWEEN
+    chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
     shares.append(Share(longest.key, chunk))
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
 

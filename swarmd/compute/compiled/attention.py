@@ -13,6 +13,27 @@ LOWEST = np.float32(-1e30)  # below any logit
 
 
 @fast
+def _shares(seen: Any, logits: Any, mixed: Any, state: Any) -> Any:
+    """Make shares of logits, those of what a query does not see nothing, and shrink what was mixed before."""
+    n = seen[len(seen) - 1]
+    for q in range(len(seen)):
+        most = state[q, 0]
+        for t in range(seen[q]):
+            most = max(most, logits[q, t])
+        shrunk = exp(state[q, 0] - most)
+        total = state[q, 1] * shrunk
+        for t in range(seen[q]):
+            logits[q, t] = exp(logits[q, t] - most)
+        for t in range(seen[q]):
+            total += logits[q, t]
+        for t in range(seen[q], n + n % 2):
+            logits[q, t] = np.float32(0)
+        for i in range(mixed.shape[1]):
+            mixed[q, i] *= shrunk
+        state[q, 0], state[q, 1] = most, total
+
+
+@fast
 def _attend_to(
     stored: Any,
     keys_at: Any,
@@ -43,21 +64,7 @@ def _attend_to(
                 a += query[q, i] * lines[0, i]
                 b += query[q, i] * lines[1, i]
             logits[q, t], logits[q, t + 1] = a, b
-    for q in range(n_queries):
-        most = state[q, 0]
-        for t in range(seen[q]):
-            most = max(most, logits[q, t])
-        shrunk = exp(state[q, 0] - most)
-        total = state[q, 1] * shrunk
-        for t in range(seen[q]):
-            logits[q, t] = exp(logits[q, t] - most)
-        for t in range(seen[q]):
-            total += logits[q, t]
-        for t in range(seen[q], n + n % 2):
-            logits[q, t] = np.float32(0)
-        for i in range(head):
-            mixed[q, i] *= shrunk
-        state[q, 0], state[q, 1] = most, total
+    _shares(seen, logits, mixed, state)
     for t in range(0, n, 2):
         widen(stored, values_at + t * n_bytes, head, first)
         if t + 1 < n:
