@@ -8,6 +8,7 @@ to 15 microseconds each before they compute anything, and there are 43 in a bloc
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import os
@@ -162,10 +163,26 @@ def _compiled(cache_folder: Path) -> Callable[..., None]:
             if other != folder:  # of versions that nobody runs here any more
                 shutil.rmtree(other, ignore_errors=True)
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
-        from swarmd.compute.compiled.blocks import run
-    except (ImportError, RuntimeError, OSError) as error:
-        raise NotFused(f"numba: {error}") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # compiling takes 20 s: who starts at the same time waits for it instead
+            from swarmd.compute.compiled.blocks import run
+
+            run(*_nothing())
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
+        raise NotFused(f"numba: {str(error)[:200]}") from None
     return run
+
+
+def _nothing() -> tuple[Numbers, ...]:
+    """Arguments of the compiled function that have it compute nothing, but be there."""
+    shape, table, kept = (
+        np.ones(7, np.int64),
+        np.zeros((0, layout.N_ADDRESSES), np.int64),
+        np.zeros((0, 1, 6), np.int64),
+    )
+    numbers, x = np.ones(3, np.float32), np.ones((1, 1), np.float32)
+    return shape, numbers, table, numbers, x, np.zeros(1, np.int64), kept, np.zeros((1, 2), np.int64)
 
 
 def _parts(block: nn.Module) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def test_it_gives_what_the_family_gives(family: str, tmp_path: Path) -> None:
         sessions = [Session(span, n_past, seed=n_past) for n_past in range(1, 1 + n_sessions)]
         for _ in range(2):
             assert worst(fused, *(session.step() for session in sessions)) < EXACT
+    assert len(fused.run_blocks.signatures) == 1, "compiled for other arguments than those that wait for it"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
