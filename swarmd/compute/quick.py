@@ -25,6 +25,7 @@ MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound b
 CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
 TIMED = (1, 2, 4, 8, 16)  # tokens of passes by one call that are timed
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
+MUCH = 0.5  # of the time of the pass itself: a straight line takes two thirds of it or more
 WORTH = 0.9  # of the time of other ways: servers on equal machines should choose alike
 FAR = 4_096  # a position, where a model does not say how far it goes
 FROM_THE_END = 32  # positions that examples take
@@ -76,10 +77,12 @@ class Quick:
         return Decision(action, "; ".join(filter(None, (kernels.reason, self.why))))
 
     def find(self, fused: FusedPass | None) -> None:
-        """Try both ways."""
-        self._capture()
-        if fused is not None:
-            self._choose(fused)
+        """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up."""
+        right = fused if fused is not None and self._is_right(fused) else None
+        if right is None or not self._take(right, MUCH):
+            self._capture()
+            if right is not None:
+                self._take(right, WORTH)
 
     def _capture(self) -> None:
         """Write a pass down as a straight line, if that gives what the pass itself gives."""
@@ -94,27 +97,30 @@ class Quick:
         else:
             logger.info("passes are not captured: a captured pass differs by %.2g", error)
 
-    def _choose(self, fused: FusedPass) -> None:
-        """Take one call for as many tokens as it is surely the fastest for, if it gives what the pass gives."""
+    def _is_right(self, fused: FusedPass) -> bool:
+        """Does one call give what the pass gives?"""
         if not fused.takes(self._examples(1, 0)):
             self.why = "one call: its layers keep more than plain keys and values"
-            return
+            return False
         if not self._ragged.is_plain:
             self.why = "one call: its layers attend in a way of their own"
-            return
+            return False
         error = max(self._error(fused.run), self._error(fused.run, self._far))
-        if not error <= self._fused_tolerance:
-            self.why = f"one call: it differs by {error:.2g}"
-            return
-        told = []
+        self.why = f"one call: it differs by {error:.2g}"
+        return error <= self._fused_tolerance
+
+    def _take(self, fused: FusedPass, at_most: float) -> bool:
+        """Take one call for as many tokens as it takes ``at_most`` the time of other ways; is a line done without?"""
+        told, self._fused, self.n_fused = list[str](), None, 0
         for n_tokens in TIMED:
             is_captured = self._captured is not None and n_tokens <= MAX_CAPTURED
             ratio = self._ratio(fused.run, self._by_line if is_captured else self._by_pass, n_tokens)
             told.append(f"{ratio:.2f} for {n_tokens}")
-            if ratio > WORTH:
+            if ratio > (at_most if n_tokens <= MAX_CAPTURED else WORTH):
                 break
             self._fused, self.n_fused = fused, n_tokens
         self.why = f"time of one call against operators: {', '.join(told)}"
+        return self.n_fused >= MAX_CAPTURED
 
     def _by_line(self, pieces: list[Piece]) -> list[torch.Tensor]:
         assert self._captured is not None

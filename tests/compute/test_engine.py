@@ -144,12 +144,16 @@ def test_who_weighs_more_gets_more_of_the_turns(span: LoadedSpan, weight: float,
     assert [key for key, out in bench.outputs.items() if out] == [first]
 
 
-def test_a_captured_pass_gives_the_same(span: LoadedSpan) -> None:
+@pytest.mark.parametrize("way", ["one call", "a straight line"])
+def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, rng = Bench(span), torch.Generator().manual_seed(2)
     hidden, key = torch.randn(1, 12, 64, generator=rng), b"k" * 16
     positions, cache = torch.arange(12).unsqueeze(0), span.new_cache()
     plain = [span.forward(hidden[:, i : i + 1], positions[:, i : i + 1], None, cache, i) for i in range(12)]
+    monkeypatch.setattr(span, "kernels", span.kernels)  # both are put back
+    monkeypatch.setattr(span, "fused", span.fused if way == "one call" else None)
     span.quicken()
+    assert ("one call" in span.kernels.action) == (way == "one call")
     assert span.is_quick(1, BLOCKS)
     bench.open(key)
     for i in range(12):
