@@ -87,7 +87,8 @@ class FusedPass:
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        n = sum(piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces)
+        sizes = [piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces]
+        n = sum(sizes)
         x = torch.empty(n, pieces[0].hidden.shape[2])
         positions, counts = np.empty(n, np.int64), np.empty((n, 2), np.int64)
         kept = np.empty((len(self.table), n, N_PLACES - 1), np.int64)
@@ -105,7 +106,7 @@ class FusedPass:
                 counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
                 at += t
         self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), positions, kept, counts)
-        outs = torch.split_with_sizes(x.to(self.dtype), [p.hidden.shape[0] * p.hidden.shape[1] for p in pieces])
+        outs = torch.split_with_sizes(x.to(self.dtype), sizes)
         for piece in pieces:
             for layer in piece.cache.owned:
                 layer.added(piece.hidden.shape[1])
@@ -124,7 +125,6 @@ def fuse(
 
     Weights are moved to memory of their own, in large pages where there are any, and the model uses them there.
     """
-    run_blocks = _compiled(cache_folder)
     try:
         first: Any = blocks[0]
         attention = first.self_attn
@@ -143,6 +143,7 @@ def fuse(
         raise NotFused("it clips queries, keys and values")
     if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
         raise NotFused("its blocks are of another kind")
+    run_blocks = _compiled(cache_folder)  # only for blocks that it is for: it takes half a second, or 20
     stored, table, held = _table(blocks, matrices, head)
     shape = np.array([heads, kept_heads, head, inner, stored, STORED[dtype], curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
@@ -154,7 +155,7 @@ def _compiled(cache_folder: Path) -> Callable[..., None]:
     source = Path(compiled.__path__[0])
     parent = source if os.access(source, os.W_OK) else cache_folder
     try:
-        import numba  # late: it takes a fifth of a second, and not every worker needs it
+        import numba  # late: not every worker needs it
 
         # by what it is made of: numba itself looks at one file only, and would go on with what it has
         texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py")))
@@ -206,10 +207,10 @@ def _epsilon(norm: Any) -> float:
 
 
 @torch.no_grad()
-def _norm_weight(norm: nn.Module, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _norm_weight(norm: Any) -> torch.Tensor:
     """What a norm multiplies with: some families' is one more than their parameter."""
-    unit: torch.Tensor = norm(torch.ones(1, width, dtype=dtype))[0].float()
-    return unit * math.sqrt(1 + _epsilon(norm))
+    unit: torch.Tensor = norm(torch.ones_like(norm.weight).unsqueeze(0))[0].float()
+    return (unit * math.sqrt(1 + _epsilon(norm))).contiguous()
 
 
 @torch.no_grad()
@@ -233,10 +234,10 @@ def _table(
     dtype = dtypes.pop()
     is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
     size = 2 if is_half else dtype.itemsize
-    sizes = [-(-_weight(layer).numel() * size // ALIGNED) * ALIGNED for layer in layers]
-    if free_memory_bytes("cpu") < ROOM * sum(sizes):
+    n_bytes = sum(_padded(_weight(layer).numel() * size) for layer in layers)
+    if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
-    arena = torch.from_numpy(np.empty(sum(sizes), np.uint8))  # numpy asks for large pages, torch does not
+    arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
     table, held, at = np.zeros((len(blocks), layout.N_ADDRESSES), np.int64), [arena], 0
 
     def keep(tensor: torch.Tensor) -> int:
@@ -248,27 +249,32 @@ def _table(
             which, weight = MATRICES[name], _weight(layer)
             there = arena[at : at + weight.numel() * size].view(torch.float16 if is_half else dtype).view(weight.shape)
             there.copy_(weight.detach())
-            at += -(-there.nbytes // ALIGNED) * ALIGNED
+            at += _padded(there.nbytes)
             if not is_half:
                 weight.data = there
             row[which] = there.data_ptr()
             if isinstance(layer, Int8Linear):
                 row[layout.SCALES + which] = keep(layer.scales.detach().float())
             elif isinstance(layer, Int4Linear):
-                for at_what, numbers in zip(
-                    (layout.SCALES, layout.ZEROS), layer.scales.detach().unbind(-1), strict=True
-                ):
-                    row[at_what + which] = keep(numbers.contiguous())
+                scales, zeros = layer.scales.detach().unbind(-1)
+                row[layout.SCALES + which], row[layout.ZEROS + which] = map(
+                    keep, (scales.contiguous(), zeros.contiguous())
+                )
             if layer.bias is not None:
                 row[layout.BIAS + which] = keep(layer.bias.detach().float())
-        width = parts["self_attn.q_proj"].in_features
+        width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
         for name, which in (NORMS | HEAD_NORMS).items():
-            if (norm := dict(block.named_modules()).get(name)) is not None:
+            if (norm := modules.get(name)) is not None:
                 n = head if name in HEAD_NORMS else width
                 if norm.weight.numel() != n:
                     raise NotFused(f"{name} has {norm.weight.numel()} weights")
-                row[which] = keep(_norm_weight(norm, n, norm.weight.dtype).contiguous())
+                row[which] = keep(_norm_weight(norm))
     return STORED[torch.float16 if is_half else dtype], table, held
+
+
+def _padded(n_bytes: int) -> int:
+    """As many that what follows begins where a weight may."""
+    return -(-n_bytes // ALIGNED) * ALIGNED
 
 
 def _weight(layer: Any) -> nn.Parameter:

@@ -246,9 +246,9 @@ class SpanCache:
             if type(layers[index]) is DynamicLayer:
                 layers[index] = SlabLayer(max_tokens)
         self.cache.layer_class_to_replicate = None
-        self._placed: list[tuple[Kept, Kept | None] | None] = []
-        self._places = np.zeros((0, N_PLACES), np.int64)
         self.owned = layers[span.start : span.end] if span else []
+        self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
+        self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
         by_type: dict[type, Any] = {}
         for layer in self.owned:
             by_type.setdefault(type(layer), layer)
@@ -294,9 +294,6 @@ class SpanCache:
         Addresses of the shared ones, and how many numbers a head's begin after those before it; then the same for its
         own; and how many bytes its own ones of a row take. Only for layers that are all slabs and ``has_shape``.
         """
-        if len(self._placed) != len(self.owned):
-            self._placed = [None] * len(self.owned)
-            self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
         for index, layer in enumerate(self.owned):
             slabs, beginning = layer.room_for(n_tokens), layer.beginning
             known = self._placed[index]

@@ -78,7 +78,7 @@ def _gated(gate: Any, up: Any, curve: Any) -> Any:
 def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, positions: Any, kept: Any, counts: Any) -> Any:
     """Compute n new tokens through all blocks: x [n, d] float32 becomes what leaves the last one.
 
-    ``shape``: int64, see ``Shape``. ``floats``: epsilon of the norms, scale of the logits, factor of the rotary cosines
+    ``shape``: see ``layout``. ``floats``: epsilon of the norms, scale of the logits, factor of the rotary cosines
     and sines. ``table``: int64 addresses [blocks, N_ADDRESSES]. ``frequencies``: float32, of half of the turned numbers
     of a head. ``positions``: int64 [n]. ``kept``: int64 [blocks, n, 6], for each token where its session's keys and
     values are: addresses of the shared ones, and how many numbers a head's begin after those before it; then the

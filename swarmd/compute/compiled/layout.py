@@ -11,8 +11,7 @@ GROUP = 32  # as in GGUF's own formats of 4 bits
 # The activation of an MLP's gate.
 SILU, GELU_TANH = range(2)
 
-# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales, zeros and
-# bias stand further on.
+# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales, zeros and bias stand further on.
 NORM, QUERY, KEY, VALUE, OUT, MLP_NORM, GATE, UP, DOWN, QUERY_NORM, KEY_NORM = range(11)
 SCALES, ZEROS, BIAS, N_ADDRESSES = 11, 22, 33, 44
 

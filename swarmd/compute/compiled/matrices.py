@@ -25,14 +25,14 @@ AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
 
 @fast
 def _read(stored: Any, table: Any, which: Any, r: Any, row: Any) -> Any:
-    """Read row r of a weight, without the scale that int8 has for all of it."""
+    """Read row r of a weight in 16 or 8 bits, without the scale that int8 has for all of it."""
     k = len(row)
     if stored == INT8:
         levels = carray(pointer(table[which] + r * k), (k,), np.int8)
         for i in range(k):
             row[i] = np.float32(levels[i])
     else:
-        widen(stored, table[which] + r * k * (4 if stored == FLOAT32 else 2), k, row)
+        widen(stored, table[which] + 2 * r * k, k, row)
 
 
 @fast
@@ -81,20 +81,26 @@ def _pair(first: Any, second: Any, x: Any, products: Any) -> Any:
 
 
 @fast
-def _put(biases: Any, number: Any, out: Any, at: Any, adds: Any) -> Any:
+def _biases(table: Any, which: Any, m: Any) -> Any:
+    """The bias of a layer; none where it has none."""
+    return carray(pointer(table[BIAS + which]), (m if table[BIAS + which] != 0 else 0,), np.float32)
+
+
+@fast
+def _put(biases: Any, number: Any, out: Any, t: Any, at: Any, adds: Any) -> Any:
     """One number of what a layer gives, with its bias if there are any, to or onto what is there."""
     if len(biases):
         number += biases[at]
-    out[at] = number + out[at] if adds else number
+    out[t, at] = number + out[t, at] if adds else number
 
 
 @fast
 def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     """``multiply`` for one x [in], whose weights are read where they lie."""
-    m, k = len(out), len(x)
+    m, k = out.shape[1], len(x)
     half = m // 2
     zero = np.float32(0)
-    biases = carray(pointer(table[BIAS + which]), (m if table[BIAS + which] != 0 else 0,), np.float32)
+    biases = _biases(table, which, m)
     if stored == INT8:
         levels = carray(pointer(table[which]), (m, k), np.int8)
         scales = carray(pointer(table[SCALES + which]), (m,), np.float32)
@@ -105,8 +111,8 @@ def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> 
             for i in range(k):
                 a += np.float32(levels[r, i]) * x[i]
                 b += np.float32(levels[r + half, i]) * x[i]
-            _put(biases, scales[r] * a, out, r, adds)
-            _put(biases, scales[r + half] * b, out, r + half, adds)
+            _put(biases, scales[r] * a, out, 0, r, adds)
+            _put(biases, scales[r + half] * b, out, 0, r + half, adds)
     elif stored == BFLOAT16:
         halves = carray(pointer(table[which]), (m, k), np.uint16)
         for r in range(half):
@@ -114,8 +120,8 @@ def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> 
             for i in range(k):
                 a += of_bfloat16(halves[r, i]) * x[i]
                 b += of_bfloat16(halves[r + half, i]) * x[i]
-            _put(biases, a, out, r, adds)
-            _put(biases, b, out, r + half, adds)
+            _put(biases, a, out, 0, r, adds)
+            _put(biases, b, out, 0, r + half, adds)
     elif stored == FLOAT16:
         halves = carray(pointer(table[which]), (m, k), np.uint16)
         for r in range(half):
@@ -123,8 +129,8 @@ def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> 
             for i in range(k):
                 a += of_float16(halves[r, i]) * x[i]
                 b += of_float16(halves[r + half, i]) * x[i]
-            _put(biases, a, out, r, adds)
-            _put(biases, b, out, r + half, adds)
+            _put(biases, a, out, 0, r, adds)
+            _put(biases, b, out, 0, r + half, adds)
     else:
         numbers = carray(pointer(table[which]), (m, k), np.float32)
         for r in range(half):
@@ -132,8 +138,8 @@ def _alone(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> 
             for i in range(k):
                 a += numbers[r, i] * x[i]
                 b += numbers[r + half, i] * x[i]
-            _put(biases, a, out, r, adds)
-            _put(biases, b, out, r + half, adds)
+            _put(biases, a, out, 0, r, adds)
+            _put(biases, b, out, 0, r + half, adds)
 
 
 @fast
@@ -141,7 +147,7 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     """``multiply`` for weights of 4 bits, ROWS rows at a time: a level of 8 is nothing but its zero."""
     n, k = x.shape
     m, groups = out.shape[1], k // GROUP
-    biases = carray(pointer(table[BIAS + which]), (m if table[BIAS + which] != 0 else 0,), np.float32)
+    biases = _biases(table, which, m)
     scales = carray(pointer(table[SCALES + which]), (groups, m), np.uint16)
     zeros = carray(pointer(table[ZEROS + which]), (groups, m), np.uint16)
     sums = np.zeros((n, groups), np.float32)
@@ -167,8 +173,7 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
                     totals[t, i] += level + of_bfloat16(zeros[group, r + i]) * total
         for t in range(n):
             for i in range(ROWS):
-                number = totals[t, i] + (biases[r + i] if len(biases) else np.float32(0))
-                out[t, r + i] = number + out[t, r + i] if adds else number
+                _put(biases, totals[t, i], out, t, r + i, adds)
 
 
 @fast
@@ -182,12 +187,12 @@ def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -
         _times_4_bits(table, which, x, out, adds)
         return
     if n == 1:
-        _alone(stored, table, which, x[0], out[0], adds)
+        _alone(stored, table, which, x[0], out, adds)
         return
     m = out.shape[1]
     half = m // 2
     scales = carray(pointer(table[SCALES + which]), (m,), np.float32)
-    biases = carray(pointer(table[BIAS + which]), (m,), np.float32)
+    biases = _biases(table, which, m)
     n_bytes = k if stored == INT8 else 4 * k if stored == FLOAT32 else 2 * k
     products = np.empty((n, 2), np.float32)
     first, second = np.empty(k, np.float32), np.empty(k, np.float32)
@@ -204,7 +209,5 @@ def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -
         for side in range(2):
             at = r + side * half
             scale = scales[at] if stored == INT8 else np.float32(1)
-            bias = biases[at] if table[BIAS + which] != 0 else np.float32(0)
             for t in range(n):
-                before = out[t, at] if adds else np.float32(0)
-                out[t, at] = scale * products[t, side] + bias + before
+                _put(biases, scale * products[t, side], out, t, at, adds)
