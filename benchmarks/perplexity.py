@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from swarmd.client.ends import Ends
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
-from swarmd.compute.span import LoadedSpan, last
+from swarmd.compute.rates import decode_rates, last, prefill_rates
+from swarmd.compute.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -77,7 +78,7 @@ def main() -> None:
         first = first or found
         n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
         span.quicken()
-        speeds = [last(span.decode_rates(n, MEASURE_S)) for n in (1, 4)] + [last(span.prefill_rates(MEASURE_S))]
+        speeds = [last(decode_rates(span, n, MEASURE_S)) for n in (1, 4)] + [last(prefill_rates(span, MEASURE_S))]
         told = " | ".join(f"{speed:.1f}" for speed in speeds)
         kind = dtype if quantize == "none" else quantize
         print(f"| {dtype} | {kind} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |", flush=True)

@@ -1,8 +1,9 @@
 """All sessions of one worker: ops wait in a queue for each session, passes take from all of them.
 
 Frames go in by ``take``, ``run_pass`` computes one pass (``plan.batching`` says of what), and ``settle`` keeps what
-it gave while that is on its way; each gives the frames to send. No sockets and no clock but the one that passes are
-timed with, so that simulated workers run it too.
+it gave while that is on its way; each gives the frames to send. With ``calls_aside``, whoever hears of each block
+that is computed may ``run_aside`` then: steps of others need not wait for the end of a prompt's pass. No sockets and
+no clock but the one that passes are timed with, so that simulated workers run it too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
 from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.plan.batching import ACTIVE_PASSES, MIN_ACTIVE_S, Ready, Share, Speed, choose_pass, patience_s
+from swarmd.plan.batching import (
+    ACTIVE_PASSES,
+    MIN_ACTIVE_S,
+    Ready,
+    Share,
+    Speed,
+    choose_pass,
+    patience_s,
+    steps_of_call,
+)
 from swarmd.plan.prefixes import Prefixes
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
@@ -48,8 +58,17 @@ class _Waiting:
 class Engine:
     """See the module. ``handled`` counts the frames whose work is done."""
 
-    def __init__(self, span: LoadedSpan, budget: Budget, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        span: LoadedSpan,
+        budget: Budget,
+        clock: Callable[[], float] = time.perf_counter,
+        calls_aside: bool = False,
+    ) -> None:
         self.span = span
+        self._calls_aside = calls_aside
+        self._passing: set[Key] = set()
+        self._aside_s = 0.0
         self.handled = 0
         self._budget = budget
         self._clock = clock
@@ -129,8 +148,42 @@ class Engine:
         yield from self._reuse()
         ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
         n_active = self._n_active(self._clock())
-        shares = choose_pass(ready, self._served, self._speed, n_active).action
-        begun, self._idle_since = self._clock(), None
+        steps = {r.key for r in ready if r.is_decode}
+        can_let_in = self._can_let_in and all(self._sessions[key].goes_aside for key in steps)
+        shares = choose_pass(ready, self._served, self._speed, n_active, can_let_in).action
+        self._idle_since, self._aside_s, own = None, 0.0, {share.key for share in shares}
+        self._passing = own if own - steps else set()
+        try:
+            yield from self._run(ready, shares)
+        finally:
+            self._passing = set()
+
+    @property
+    def lets_in(self) -> bool:
+        """Is it in the midst of a pass over a prompt, that steps of others can come in?"""
+        return bool(self._passing) and self._can_let_in
+
+    @property
+    def _can_let_in(self) -> bool:
+        return self._calls_aside and self.span.n_by_one_call > 0
+
+    def run_aside(self) -> Iterator[bytes]:
+        """In the midst of a pass over a prompt: compute the steps that are ready, by one call. ``settle`` follows."""
+        others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
+        steps, now = [r for r in others if r.is_decode and self._sessions[r.key].goes_aside], self._clock()
+        waited_s = max((now - self._queues[r.key][0].came_at for r in steps), default=0.0)
+        if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
+            return
+        passing, self._passing = self._passing, set()
+        try:
+            yield from self._run(steps, steps_of_call(steps, self.span.n_by_one_call))
+        finally:
+            self._passing = passing
+            self._aside_s += self._clock() - now
+
+    def _run(self, ready: list[Ready], shares: tuple[Share, ...]) -> Iterator[bytes]:
+        """Compute these shares; yields the answers of ops that they complete."""
+        begun, aside_s = self._clock(), self._aside_s
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
         try:
             if shares:
@@ -140,10 +193,11 @@ class Engine:
             for share in shares:  # half changed, all of them
                 yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
             return
+        took_s = self._clock() - begun - (self._aside_s - aside_s)
         if shares:
-            self._learn(ready, shares, n_tokens, begun)
+            self._learn(ready, shares, n_tokens, took_s)
         for share in shares:
-            self._sessions[share.key].spent(self._clock() - begun)
+            self._sessions[share.key].spent(took_s)
         self._answered = [key for key in self._queues if self._sessions[key].is_complete]
         for key in self._answered:
             try:
@@ -276,11 +330,10 @@ class Engine:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 
-    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], begun: float) -> None:
+    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], took_s: float) -> None:
         """Account tokens to clients, and follow what passes and prefill tokens take."""
-        took_s = self._clock() - begun
-        by_key = {r.key: r for r in ready}
-        self._stepped_at.update({key: begun for key in n_tokens if by_key[key].is_decode})
+        by_key, now = {r.key: r for r in ready}, self._clock()
+        self._stepped_at.update({key: now for key in n_tokens if by_key[key].is_decode})
         for key, n in n_tokens.items():
             client = by_key[key].client
             self._served[client] = self._served.get(client, 0.0) + n / self._weights.get(client, 1.0)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from swarmd.compute import compiled
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
-from swarmd.compute.kvcache import N_PLACES
+from swarmd.compute.kvcache import N_PLACES, SpanCache
 from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
 from swarmd.compute.ragged import Piece
 
@@ -78,11 +78,11 @@ class FusedPass:
     held: Sequence[Any]
     on_pass: Callable[[], None]
 
-    def takes(self, pieces: Sequence[Piece]) -> bool:
+    def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values, and have some?"""
         return all(
-            piece.cache.is_plain and all(layer.has_shape and layer.dtype == self.dtype for layer in piece.cache.owned)
-            for piece in pieces
+            cache.is_plain and all(layer.has_shape and layer.dtype == self.dtype for layer in cache.owned)
+            for cache in caches
         )
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:

@@ -173,7 +173,8 @@ class Int8Linear(FewBitsLinear):
         return torch._weight_int8pack_mm(rows.contiguous(), self.levels, self.scales)
 
 
-def _has_vnni() -> bool:
+def has_vnni() -> bool:
+    """Does this CPU add up products of 8 bits in 32?"""
     return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
 
 
@@ -201,7 +202,7 @@ class DynamicInt8Linear(FrozenLinear):
         What enters an MLP's last layer has outliers, which 8 bits do not stand, and it is one that narrows, mostly.
         Without VNNI the kernel adds pairs in 16 bits, which are too few.
         """
-        return layer.out_features >= layer.in_features and _has_vnni()
+        return layer.out_features >= layer.in_features and has_vnni()
 
     @property
     def weight(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from swarmd.compute.capture import Pass
 from swarmd.compute.fused import FusedPass
+from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece, RaggedAttention
 from swarmd.values import Decision
@@ -63,9 +64,13 @@ class Quick:
         """Is there a quick way for so many new tokens?"""
         return n_tokens <= self.n_fused or (self._captured is not None and n_tokens <= MAX_CAPTURED)
 
+    def calls(self, n_tokens: int, caches: Sequence[SpanCache]) -> bool:
+        """Is one call the quickest way for so many new tokens of sessions with these caches?"""
+        return self._fused is not None and n_tokens <= self.n_fused and self._fused.takes(caches)
+
     def run(self, pieces: list[Piece], n_tokens: int) -> list[torch.Tensor] | None:
         """Compute ``n_tokens`` in all, by the quickest way that takes them; None where there is none."""
-        if self._fused is not None and n_tokens <= self.n_fused and self._fused.takes(pieces):
+        if self._fused is not None and self.calls(n_tokens, [piece.cache for piece in pieces]):
             return self._fused.run(pieces)
         if self._captured is not None and n_tokens <= MAX_CAPTURED:
             return self._ragged.run_captured(pieces, self._captured)
@@ -99,7 +104,7 @@ class Quick:
 
     def _is_right(self, fused: FusedPass) -> bool:
         """Does one call give what the pass gives?"""
-        if not fused.takes(self._examples(1, 0)):
+        if not fused.takes([piece.cache for piece in self._examples(1, 0)]):
             self.why = "one call: its layers keep more than plain keys and values"
             return False
         if not self._ragged.is_plain:

@@ -118,6 +118,12 @@ class HopSession:
         return not self.history.is_exact and self._mask is None
 
     @property
+    def goes_aside(self) -> bool:
+        """May the rest of its op be computed in the midst of another pass?"""
+        n_tokens = self.n_rows * self.tokens_left
+        return self.can_share and self._lora is None and self._span.is_by_one_call(n_tokens, self.hop, self._cache)
+
+    @property
     def is_long(self) -> bool:
         """Does attention in two parts pay? The plain pass knows none, and would copy what is shared."""
         return self._n_tokens >= LONG_PAST or self._cache.is_shared

@@ -11,9 +11,7 @@ import hashlib
 import inspect
 import logging
 import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +127,15 @@ class LoadedSpan:
     def is_quick(self, n_tokens: int, hop: Span) -> bool:
         """Is there a quick way to compute so many new tokens?"""
         return self._quick is not None and hop == self.span and self._quick.knows(n_tokens)
+
+    @property
+    def n_by_one_call(self) -> int:
+        """New tokens up to which one call is the quickest way."""
+        return self._quick.n_fused if self._quick is not None else 0
+
+    def is_by_one_call(self, n_tokens: int, hop: Span, cache: SpanCache) -> bool:
+        """Does one call compute so many new tokens with this cache? It can be made in the midst of another pass."""
+        return self._quick is not None and hop == self.span and self._quick.calls(n_tokens, [cache])
 
     def _choose_kernels(self, cache_folder: Path) -> None:
         """Have weights laid out as what computes them reads them."""
@@ -277,7 +284,7 @@ class LoadedSpan:
 
         None when not even one of them fits into memory unquantised.
         """
-        rng, (zeros, positions) = torch.Generator().manual_seed(2), self._example(16)
+        rng, (zeros, positions) = torch.Generator().manual_seed(2), self.example(16)
         hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
         got, expected = self.forward(hidden, positions), hidden
         for block in self.span.blocks():
@@ -293,43 +300,16 @@ class LoadedSpan:
     def example_cache(self, hop: Span) -> SpanCache:
         """A cache of ``hop`` with one token in it, to compare shapes with."""
         cache = self.new_cache(hop)
-        self.forward(*self._example(1), None, cache, 0, hop)
+        self.forward(*self.example(1), None, cache, 0, hop)
         return cache
 
     def cache_bytes_per_token(self) -> int:
         cache = self.new_cache()
-        self.forward(*self._example(8), None, cache, 0)
+        self.forward(*self.example(8), None, cache, 0)
         return max(1, cache.n_bytes() // 8)
 
-    def decode_rates(self, n_streams: int, budget_s: float) -> Iterator[float]:
-        """Measure tokens/s of so many decoding streams in one pass, in about ``budget_s``: after each pass the mean."""
-        caches, n_past = [self.new_cache() for _ in range(n_streams)], 16
-        for cache in caches:
-            self.forward(*self._example(n_past), None, cache, 0)
-            yield 0.0
-        hidden, positions = self._example(1)
-
-        def decode(step: int) -> int:
-            at = n_past + step
-            if self.can_batch:
-                self.forward_ragged([Piece(hidden, positions + at, cache, at) for cache in caches])
-            else:
-                for cache in caches:
-                    self.forward(hidden, positions + at, None, cache, at)
-            return n_streams
-
-        yield from _rates(decode, budget_s)
-
-    def prefill_rates(self, budget_s: float) -> Iterator[float]:
-        """Measure tokens/s of prefill in chunks of 64, in about ``budget_s``: after each pass the mean."""
-
-        def prefill(_: int) -> int:
-            self.forward(*self._example(64))
-            return 64
-
-        return _rates(prefill, budget_s)
-
-    def _example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [1, t, d] and positions [1, t]."""
         hidden = torch.zeros(1, n_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         return hidden, torch.arange(n_tokens, device=self.device).unsqueeze(0)
 
@@ -366,7 +346,7 @@ class LoadedSpan:
                 if isinstance(layer, skeleton.Stub):
                     layer.returns_tuple = arity
             try:
-                self.forward(*self._example(2))
+                self.forward(*self.example(2))
             except PROBE_ERRORS as error:
                 failure = failure or error
                 continue
@@ -381,20 +361,3 @@ def _accepted_arguments(forward: Callable[..., Any]) -> set[str]:
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) and "cache_params" not in names:
         names |= {"inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
     return names
-
-
-def _rates(step: Callable[[int], int], budget_s: float) -> Iterator[float]:
-    step(0)
-    yield 0.0  # the first one is slow
-    done, n, spent_s = 0, 1, 0.0
-    while spent_s < budget_s and n < 64:
-        begun = time.perf_counter()
-        done += step(n)
-        spent_s += time.perf_counter() - begun
-        n += 1
-        yield done / max(spent_s, 1e-9)
-
-
-def last(rates: Iterable[float]) -> float:
-    """What was measured when the time was over."""
-    return deque(rates, maxlen=1)[0]

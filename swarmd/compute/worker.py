@@ -22,7 +22,8 @@ import torch
 
 from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
-from swarmd.compute.span import LoadedSpan, last
+from swarmd.compute.rates import decode_rates, last, prefill_rates
+from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.duty import Duty
@@ -30,6 +31,7 @@ from swarmd.plan.training import Allowance
 from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
+from swarmd.protocol.messages import Op
 from swarmd.protocol.worker import (
     AdapterLoaded,
     LoadAdapter,
@@ -65,6 +67,7 @@ class Worker:
         self._connection = connection
         self._decoder = FrameDecoder()
         self._engine: Engine | None = None
+        self._late: list[Frame] = []  # came in the midst of a pass, and can wait for its end
         self._training: Training
         self._allowance = Allowance(0.0)
         self._rests = False
@@ -79,9 +82,10 @@ class Worker:
     def run(self) -> None:
         answers: list[bytes] = []
         while True:
-            if not answers:
+            if not answers and not self._late:
                 self._measure_while_idle()
-            for frame in self._receive(wait=not self._has_work and not answers):
+            late, self._late = self._late, []
+            for frame in (*late, *self._receive(wait=not self._has_work and not answers and not late)):
                 answers += self._take(frame)
             if self._engine is None or not self._has_work:
                 self._send(answers)
@@ -105,8 +109,9 @@ class Worker:
             answers += trained
             if (wait_s := self._engine.patience_s()) and self._wait(wait_s):
                 continue
-            answers += self._engine.run_pass()
-            self._send(answers)
+            if answers:
+                self._send(answers)  # before those of steps that this pass lets in
+            self._send(list(self._engine.run_pass()))
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
             self._worked()
 
@@ -157,8 +162,8 @@ class Worker:
 
     def _measure(self, span: LoadedSpan, n_streams: int) -> bool:
         """Measure and tell; False when a frame came, and nothing is known."""
-        rate = self._undisturbed(span.decode_rates(n_streams, BUDGET_S))
-        prefill = self._undisturbed(span.prefill_rates(BUDGET_S)) if n_streams == 1 and rate else 0.0
+        rate = self._undisturbed(decode_rates(span, n_streams, BUDGET_S))
+        prefill = self._undisturbed(prefill_rates(span, BUDGET_S)) if n_streams == 1 and rate else 0.0
         if not rate or (n_streams == 1 and not prefill):
             return False
         if n_streams == 1:
@@ -242,13 +247,13 @@ class Worker:
             span = self._load_span(request)
             loss = None if request.quantize == "none" else span.quantization_error(Path(request.path))
             self._speed = Measured(
-                decode_tokens_per_s=last(span.decode_rates(1, QUICK_S)),
-                prefill_tokens_per_s=last(span.prefill_rates(QUICK_S)),
+                decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
+                prefill_tokens_per_s=last(prefill_rates(span, QUICK_S)),
             )
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
-        self._engine = Engine(span, budget)
+        self._engine = Engine(span, budget, calls_aside=True)
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.tuning_share)
@@ -270,14 +275,38 @@ class Worker:
         """Load blocks, and find out what they can do. Raises ConfigError."""
         folder, blocks, device = Path(request.path), Span(request.start, request.end), pick_device(request.device)
         kept_in = Path(request.spill_folder or tempfile.gettempdir())
-        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._tick, kept_in)
+        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._on_block, kept_in)
         span.self_test()
         span.quicken()
         return span
 
+    def _on_block(self) -> None:
+        """In the midst of a pass: give a sign of life, and let in steps of others, which are short."""
+        self._tick()
+        if self._engine is None or not self._engine.lets_in:
+            return
+        answers: list[bytes] = []
+        for frame in () if self._late else self._receive(wait=False):
+            if self._late or not _is_op(frame):  # what follows has to wait with it
+                self._late.append(frame)
+            else:
+                answers += self._take(frame)
+        answers += self._engine.run_aside()
+        if answers:
+            self._send(answers)
+            if settled := list(self._engine.settle()):
+                self._send(settled)
+
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
             self._send([])
+
+
+def _is_op(frame: Frame) -> bool:
+    try:
+        return isinstance(worker.decode(frame.header), Op)
+    except RemoteProtocolError:
+        return False
 
 
 def main() -> None:

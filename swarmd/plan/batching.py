@@ -1,8 +1,10 @@
 """What a worker computes next: every ready decode step together, and beside them as much prefill as they can bear.
 
-Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that the pass gets longer by
-half at most; with nobody decoding, chunks are as long as a pass may be. Clients take turns by what they were given so
-far, and so do sessions that cannot share a pass (exact grade, padded batches, families whose self-test failed).
+Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that the pass gets longer by half
+at most; with nobody decoding, chunks are as long as a pass may be. Where one call computes steps, they get in between
+the layers of a prompt's pass instead, and neither waits long for the other. Clients take turns by what they were
+given so far, and so do sessions that cannot share a pass (exact grade, padded batches, families whose self-test
+failed).
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ class Share:
 
 
 def choose_pass(
-    ready: Sequence[Ready], served: dict[bytes, float], speed: Speed, n_active: int = 0
+    ready: Sequence[Ready], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
 ) -> Decision[tuple[Share, ...]]:
     """Choose what one pass computes.
 
-    ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon.
+    ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
+    pass may let steps in (``steps_of_call``), before it and between its layers, so that prefill needs not make room.
     """
     if not ready:
         return Decision((), "nothing is ready")
@@ -79,10 +82,22 @@ def choose_pass(
     if not together and not n_active:
         chunk = _longest(longest)
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    least = MIN_CHUNK_TOKENS if together else MIN_TOKENS_BETWEEN
+    least = MIN_CHUNK_TOKENS if together and not lets_in else MIN_TOKENS_BETWEEN
     chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
+    if lets_in:
+        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(Share(longest.key, chunk))
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
+
+
+def steps_of_call(steps: Sequence[Ready], n_tokens: int) -> tuple[Share, ...]:
+    """The decode steps that a call for so many tokens computes in the midst of a pass, the oldest first."""
+    shares = list[Share]()
+    for step in sorted(steps, key=lambda r: r.order):
+        if step.b * step.t <= n_tokens:
+            n_tokens -= step.b * step.t
+            shares.append(Share(step.key, step.t))
+    return tuple(shares)
 
 
 MAX_PATIENCE = 0.5  # of a decode pass: waiting longer for others costs more than it brings together

@@ -43,8 +43,8 @@ def alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 class Bench:
     """An engine and the sessions that a test drives by hand."""
 
-    def __init__(self, span: LoadedSpan) -> None:
-        self.engine = Engine(span, Budget())
+    def __init__(self, span: LoadedSpan, calls_aside: bool = False) -> None:
+        self.engine = Engine(span, Budget(), calls_aside=calls_aside)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
         self.others: list[messages.AnyMessage] = []
         self.raw: list[bytes] = []
@@ -76,6 +76,10 @@ class Bench:
     def step(self) -> None:
         self.n_passes += 1
         for answer in (*self.engine.run_pass(), *self.engine.settle()):
+            self._note(answer)
+
+    def step_aside(self) -> None:
+        for answer in (*self.engine.run_aside(), *self.engine.settle()):
             self._note(answer)
 
     def _note(self, raw: bytes) -> None:
@@ -160,6 +164,72 @@ def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: py
         bench.put(key, hidden[:, i : i + 1], i)
         bench.run()
     alike(torch.cat(bench.outputs[key], 1), torch.cat(plain, 1))
+
+
+@pytest.fixture
+def by_one_call(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> LoadedSpan:
+    """The span, with one call as the quick way."""
+    monkeypatch.setattr(span, "kernels", span.kernels)  # these are put back
+    monkeypatch.setattr(span, "fused", span.fused)
+    monkeypatch.setattr(span, "on_block", span.on_block)
+    span.quicken()
+    assert span.n_by_one_call
+    return span
+
+
+def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) -> None:
+    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(6)
+    decoding, long, n_steps = b"d" * 16, b"l" * 16, 4
+    hidden, prompt = torch.randn(1, 300, 64, generator=rng), torch.randn(1, 600, 64, generator=rng)
+
+    def on_block() -> None:
+        nonlocal n_steps
+        if bench.engine.lets_in:
+            bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
+            bench.step_aside()
+            n_steps += 1
+            assert len(bench.outputs[decoding]) == n_steps - 3
+
+    for key in (decoding, long):
+        bench.open(key)
+    bench.put(decoding, hidden[:, :4], 0)
+    bench.run()
+    by_one_call.on_block = on_block
+    bench.put(long, prompt, 0)
+    bench.n_passes = 0
+    bench.run()
+    assert n_steps - 4 == bench.n_passes * len(BLOCKS)
+    alike(torch.cat(bench.outputs[long], 1), whole(by_one_call, prompt))
+    alike(torch.cat(bench.outputs[decoding], 1), whole(by_one_call, hidden[:, :n_steps]))
+    assert not bench.others
+
+
+def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
+    by_one_call: LoadedSpan, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
+) -> None:
+    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(7)
+    failing, long = b"f" * 16, b"l" * 16
+    prompt = torch.randn(1, 100, 64, generator=rng)
+    for key in (failing, long):
+        bench.open(key)
+    bench.put(failing, prompt[:, :1], 0)
+    bench.run()
+
+    def on_block() -> None:
+        if bench.engine.lets_in and not bench.others:
+            bench.put(failing, prompt[:, :1], 1)
+            with monkeypatch.context() as broken:
+                broken.setattr(by_one_call, "forward_ragged", lambda *_: torch.ones(2) @ torch.ones(3))
+                bench.step_aside()
+
+    by_one_call.on_block = on_block
+    bench.put(long, prompt, 0)
+    bench.run()
+    (refusal,) = bench.others
+    assert isinstance(refusal, Refusal)
+    assert refusal.session == failing
+    nothing_breaks_behind_a_guard.clear()
+    alike(bench.outputs[long][0], whole(by_one_call, prompt))
 
 
 def test_what_was_handed_over_goes_on_elsewhere(span: LoadedSpan) -> None:

@@ -18,6 +18,7 @@ from swarmd.compute.linear import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
+    has_vnni,
     quantised,
 )
 
@@ -25,6 +26,12 @@ TOLERANCE = 1e-4
 pytestmark = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch has no FBGEMM here"
 )
+
+# Machines without AVX-512 lack both: nothing there takes these kernels (kernels.choose, DynamicInt8Linear.fits).
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU"
+)
+needs_vnni = pytest.mark.skipif(not has_vnni(), reason="FBGEMM adds up in 16 bits on this CPU")
 
 
 def linear(n_in: int, n_out: int, bias: bool = True) -> nn.Linear:
@@ -41,7 +48,7 @@ def sixteen_bits(n_in: int, n_out: int, bias: bool = True) -> nn.Linear:
 
 MADE = [
     (PackedLinear, torch.float32, TOLERANCE),
-    (PackedLinear, torch.bfloat16, 0.03),
+    pytest.param(PackedLinear, torch.bfloat16, 0.03, marks=needs_bfloat16),
     (HalfLinear, torch.float32, TOLERANCE),
 ]
 
@@ -136,6 +143,7 @@ class TestChosen:
         assert [type(m) for m in (model[0], model[1][0])] == [PackedLinear] * 2
         torch.testing.assert_close(model(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
+    @needs_bfloat16
     def test_bfloat16_is_packed(self) -> None:
         model = nn.Sequential(linear(64, 64).bfloat16())
         assert choose(model).action == "onednn"
@@ -148,6 +156,7 @@ class TestChosen:
         assert [type(m) for m in model] == [HalfLinear, nn.Linear]
         torch.testing.assert_close(model(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
+    @needs_vnni
     def test_eight_bits_are_computed_in_eight_bits_where_a_layer_does_not_narrow(self) -> None:
         model = nn.Sequential(Int8Linear(linear(64, 128)), Int8Linear(linear(128, 64)))
         assert choose(model).action == "dynamic"
@@ -174,6 +183,7 @@ class TestChosen:
         assert head(hidden.bfloat16()).dtype == torch.bfloat16
 
 
+@needs_vnni
 class TestDynamicInt8:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("n_rows", [1, 5, 200])

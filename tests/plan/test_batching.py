@@ -11,6 +11,7 @@ from swarmd.plan.batching import (
     Speed,
     choose_pass,
     patience_s,
+    steps_of_call,
     tokens_of_op,
 )
 
@@ -45,6 +46,19 @@ def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
     quick = Speed(SPEED.decode_pass_s, SPEED.prefill_token_s / 4)
     (share,) = choose_pass([ready("long", 4_000)], {}, quick, n_active=1).action
     assert share.t == 100
+
+
+def test_a_prompts_pass_that_lets_steps_in_needs_not_take_them_along() -> None:
+    decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, lets_in=True)
+    assert decision.action == (Share((b"long", 0), MIN_TOKENS_BETWEEN),)
+    assert keys(ready("a"), ready("b")) == ["a", "b"], "where no prompt waits nothing changes"
+
+
+def test_a_call_takes_as_many_steps_as_it_is_for_and_the_oldest_first() -> None:
+    steps = [ready("new", 2, order=3), ready("old", 3, order=1), ready("wide", 4, order=2)]
+    assert [share.key[0] for share in steps_of_call(steps, 6)] == [b"old", b"new"]
+    assert [share.t for share in steps_of_call(steps, 16)] == [3, 4, 2]
+    assert steps_of_call(steps, 1) == ()
 
 
 def test_prefill_always_moves_on() -> None:

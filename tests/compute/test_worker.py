@@ -1,0 +1,54 @@
+"""The worker: what comes while it computes a prompt."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from swarmd.compute.worker import Worker
+from swarmd.protocol import messages
+from swarmd.protocol.frames import FrameDecoder
+from swarmd.protocol.messages import CloseSession, Op
+
+
+class PlayedEngine:
+    """In the midst of a pass all the time."""
+
+    lets_in, handled, n_reused = True, 0, 0
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def take(self, message: Any, *_: Any) -> Iterator[bytes]:
+        self.taken.append(message)
+        yield from ()
+
+    def run_aside(self) -> Iterator[bytes]:
+        for op in self.taken:
+            yield messages.framed(op)
+
+    def settle(self) -> Iterator[bytes]:
+        yield from ()
+
+
+def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_what_has_to_wait() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker, engine = Worker(theirs), PlayedEngine()
+        worker._engine = engine  # type: ignore[assignment]
+        worker._training = SimpleNamespace(take=lambda *_: None, tuned=None, handled=0)  # type: ignore[assignment]
+        step, close = Op(session=b"a" * 16, seq=1), CloseSession(session=b"b" * 16)
+        for message in (step, close, msgspec.structs.replace(step, seq=2)):
+            ours.sendall(messages.framed(message))
+        worker._on_block()
+        assert [m.seq for m in engine.taken] == [1]
+        assert len(worker._late) == 2
+        answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
+        assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
+        ours.sendall(messages.framed(step))
+        worker._on_block()
+        assert len(worker._late) == 2, "what comes later stays where it is"
