@@ -23,6 +23,7 @@ from swarmd.compute.linear import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
+    has_bfloat16,
     layers,
     replace,
 )
@@ -52,7 +53,10 @@ KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights a
         "onednn": Kernel(PackedLinear, lambda layer: True, 1e-4),
         "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
     },
-    torch.bfloat16: {"onednn": Kernel(PackedLinear, lambda layer: True, 0.03)},
+    torch.bfloat16: {
+        "onednn": Kernel(PackedLinear, lambda layer: has_bfloat16(), 0.03),
+        "half": Kernel(HalfLinear, lambda layer: not has_bfloat16() and HalfLinear.fits(layer), 0.03),
+    },
     torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
 }
 
@@ -168,7 +172,7 @@ def _made(sample: Sequence[Any], kernel: Kernel) -> list[Any]:
     made = [kernel.make(layer) if kernel.fits(layer) else layer for layer in sample]
     one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(sample, made, strict=True) if p is not q}
     if not one_each:
-        raise RuntimeError("the weights would lose bits")
+        raise RuntimeError("it is not for these weights on this CPU")
     if not all(works(plain, other, kernel.tolerance) for plain, other in one_each.values()):
         raise RuntimeError("it gives other results here")
     return made

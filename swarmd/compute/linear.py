@@ -22,6 +22,20 @@ LEVELS = 127  # of int8, of each sign
 GROUP = 32  # of a row's weights, as in GGUF's own formats of 4 bits
 LIFT = 65_536.0  # FBGEMM takes no scale below 6e-5: a row of less than 0.016 would lose its last bits
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
+FEW_ROWS_OF_4_BITS = 56  # which are more work to make numbers of
+# Rows of 4 bits that torch packs beside each other, byte by byte row i and row i + half as many: a register holds half.
+PACKED_ROWS = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 0)  # 0: in another way
+LEVEL_OF_ZERO = 8  # of 4 bits: what a group's zero stands for
+
+
+def has_bfloat16() -> bool:
+    """Does this CPU multiply matrices in bfloat16? Others take nine times as long for it as in float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_vnni() -> bool:
+    """Does this CPU add up products of 8 bits in 32?"""
+    return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
 
 
 class FrozenLinear(nn.Module):
@@ -107,7 +121,7 @@ class PackedLinear(_PackedOnce):
 
 
 class HalfLinear(_PackedOnce):
-    """float32 on a CPU, the weight kept in 16 bits (float16), by FBGEMM's kernel.
+    """float32 or bfloat16 on a CPU, the weight kept in 16 bits (float16), by FBGEMM's kernel, which adds up in float32.
 
     For weights that lose nothing by it: those of nearly all checkpoints were written in 16 bits. Unpacking is slow.
     """
@@ -116,22 +130,23 @@ class HalfLinear(_PackedOnce):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), None)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), None)
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
         """Is what each row of the weight would lose less than what float32 rounds?"""
-        weight = linear.weight.detach()
+        weight = linear.weight.detach().float()
         lost = (weight.half().float() - weight).norm(dim=1)
         return bool((lost <= torch.finfo(torch.float32).eps / 2 * weight.norm(dim=1)).all())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden, self._packed)
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden.float(), self._packed)
+        out = out.to(hidden.dtype)
         return out if self.bias is None else out + self.bias
 
     def _unpack(self) -> torch.Tensor:
         weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return weight
+        return weight.to(self._dtype)
 
 
 class FewBitsLinear(FrozenLinear):
@@ -168,14 +183,11 @@ class Int8Linear(FewBitsLinear):
         return self.levels * self.scales[:, None]
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) > FEW_ROWS:
+        if len(rows) > FEW_ROWS and has_bfloat16():
             return functional.linear(rows, self.levels.bfloat16()) * self.scales
+        if len(rows) > FEW_ROWS:
+            return (functional.linear(rows.float(), self.levels.float()) * self.scales).bfloat16()
         return torch._weight_int8pack_mm(rows.contiguous(), self.levels, self.scales)
-
-
-def has_vnni() -> bool:
-    """Does this CPU add up products of 8 bits in 32?"""
-    return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
 
 
 class DynamicInt8Linear(FrozenLinear):
@@ -239,8 +251,9 @@ class Int4Linear(FewBitsLinear):
         groups = linear.weight.detach().float().view(self.out_features, self.in_features // GROUP, GROUP)
         low, high = groups.amin(-1), groups.amax(-1)
         scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-        zeros = (low + 8 * scales).bfloat16()  # what level 8 stands for
-        levels = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round().clamp(0, 15)
+        zeros = (low + LEVEL_OF_ZERO * scales).bfloat16()
+        levels = (groups - zeros.float()[..., None]) / scales.float()[..., None] + LEVEL_OF_ZERO
+        levels = levels.round().clamp(0, 15)
         packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32).flatten(1), 1)
         self.levels = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous(), requires_grad=False)
@@ -256,7 +269,20 @@ class Int4Linear(FewBitsLinear):
         return self._multiplied(torch.eye(self.in_features, dtype=torch.bfloat16)).t()
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) > FEW_ROWS_OF_4_BITS and PACKED_ROWS and self.out_features % PACKED_ROWS == 0:
+            return self._by_plain_numbers(rows.float()).bfloat16()
         return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
+
+    def _by_plain_numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """As the kernel, for rows [n, in] float32: levels times scales are made numbers, zeros meet sums of groups."""
+        n_groups, half = self.in_features // GROUP, PACKED_ROWS // 2
+        pairs = self.levels.view(-1, self.in_features, half).transpose(0, 1)
+        numbers = torch.empty(self.in_features, len(pairs[0]), 2, half)
+        numbers[:, :, 0], numbers[:, :, 1] = pairs & 15, pairs >> 4
+        scales, zeros = (part.float().contiguous() for part in self.scales.unbind(-1))
+        numbers.view(n_groups, GROUP, -1).mul_(scales[:, None])
+        sums = rows.view(-1, n_groups, GROUP).sum(-1)
+        return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
 
 
 def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:

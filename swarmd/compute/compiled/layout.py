@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-# How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it where a register holds 16 numbers:
-# ROWS rows beside each other, byte by byte row i and row i + ROWS / 2, with a scale and a zero for each GROUP of a row.
+from swarmd.compute.linear import GROUP as GROUP
+from swarmd.compute.linear import PACKED_ROWS
+
+# How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
+# byte row i and row i + ROWS / 2, with a scale and a zero for each GROUP of a row.
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
-ROWS = 64  # four registers of AVX-512, as torch lays them out
-GROUP = 32  # as in GGUF's own formats of 4 bits
+ROWS = PACKED_ROWS or 32  # what is packed in another way gives other results, which is seen at load
 
 # The activation of an MLP's gate.
 SILU, GELU_TANH = range(2)
