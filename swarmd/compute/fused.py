@@ -256,10 +256,8 @@ def _table(
             if isinstance(layer, Int8Linear):
                 row[layout.SCALES + which] = keep(layer.scales.detach().float())
             elif isinstance(layer, Int4Linear):
-                scales, zeros = layer.scales.detach().unbind(-1)
-                row[layout.SCALES + which], row[layout.ZEROS + which] = map(
-                    keep, (scales.contiguous(), zeros.contiguous())
-                )
+                scales = layer.scales.detach().unflatten(1, (-1, layout.ROWS))  # groups, blocks of rows, rows, 2
+                row[layout.SCALES + which] = keep(scales.permute(1, 0, 3, 2).contiguous())
             if layer.bias is not None:
                 row[layout.BIAS + which] = keep(layer.bias.detach().float())
         width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())

@@ -6,16 +6,17 @@ from swarmd.compute.linear import GROUP as GROUP
 from swarmd.compute.linear import PACKED_ROWS
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
-# byte row i and row i + ROWS / 2, with a scale and a zero for each GROUP of a row.
+# byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other.
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
-ROWS = PACKED_ROWS or 32  # what is packed in another way gives other results, which is seen at load
+WIDTH = (PACKED_ROWS or 32) // 4  # numbers of 32 bits in a register
+ROWS = 4 * WIDTH  # what is packed in another way gives other results, which is seen at load
 
 # The activation of an MLP's gate.
 SILU, GELU_TANH = range(2)
 
-# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales, zeros and bias stand further on.
+# What a block's row of the table of addresses holds; 0 is nothing. A weight's scales and bias stand further on.
 NORM, QUERY, KEY, VALUE, OUT, MLP_NORM, GATE, UP, DOWN, QUERY_NORM, KEY_NORM = range(11)
-SCALES, ZEROS, BIAS, N_ADDRESSES = 11, 22, 33, 44
+SCALES, BIAS, N_ADDRESSES = 11, 22, 33
 
 # What the numbers of a span's shape are: heads, heads that are kept, how wide one is and the MLP; how weights are
 # stored, and what is kept; the activation.

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, GROUP, ROWS
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
 Made = Callable[..., Any]
@@ -100,47 +100,6 @@ def _of_bits(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), generate
-
-
-def _times_group(n: int) -> Made:
-    """One group of ROWS rows of 4 bits times GROUP numbers of each of n tokens.
-
-    By addresses: of the levels, of the first token's numbers, where the next one's are, and of ROWS sums for each.
-    Written in vectors, since a compiler cannot know that sums in memory are not what it reads.
-    """
-    number, word, byte, half = ir.FloatType(), ir.IntType(32), ir.IntType(8), ROWS // 2
-    some_bytes, some_numbers = ir.VectorType(byte, half), ir.VectorType(number, half)
-    nothing, first = ir.Constant(some_numbers, ir.Undefined), ir.Constant(ir.VectorType(word, half), [0] * half)
-    low, shift = ir.Constant(some_bytes, [15] * half), ir.Constant(some_bytes, [4] * half)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        levels, step = builder.inttoptr(args[0], some_bytes.as_pointer()), args[2]
-        tokens = [builder.add(args[1], builder.mul(step, step.type(t))) for t in range(n)]
-        numbers = [builder.inttoptr(token, number.as_pointer()) for token in tokens]
-        totals = [[ir.Constant(some_numbers, [0.0] * half)] * 2 for _ in range(n)]
-        for k in range(GROUP):
-            pairs = builder.load(builder.gep(levels, [word(k)]), align=1)
-            sides = [
-                builder.uitofp(part, some_numbers) for part in (builder.and_(pairs, low), builder.lshr(pairs, shift))
-            ]
-            for t in range(n):
-                one = builder.load(builder.gep(numbers[t], [word(k)]), align=4)
-                factor = builder.shuffle_vector(builder.insert_element(nothing, one, word(0)), nothing, first)
-                for side, part in enumerate(sides):
-                    product = builder.fmul(part, factor, flags=["contract"])
-                    totals[t][side] = builder.fadd(product, totals[t][side], flags=["contract"])
-        out = builder.inttoptr(args[3], some_numbers.as_pointer())
-        for at, total in enumerate(total for of_one in totals for total in of_one):
-            builder.store(total, builder.gep(out, [word(at)]), align=4)
-        return context.get_dummy_value()
-
-    def times(typingctx: Any, levels: Any, x: Any, step: Any, sums: Any) -> Any:
-        return types.void(*[types.int64] * 4), generate
-
-    return instruction(times)
-
-
-times_group, times_group_of_two = _times_group(1), _times_group(2)
 
 
 @exact

@@ -1,0 +1,192 @@
+"""Rows of weights or keys, as they lie in memory, times the numbers of a few tokens: written in vectors.
+
+A compiler would do as well for one format on one machine; where registers are few it keeps too much in them, or
+widens into memory first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT8, ROWS, WIDTH
+from swarmd.compute.compiled.machine import Made, fast, instruction
+
+SUMS = (
+    8  # that go on at the same time, so that none waits for its last one: an addition takes 4 cycles, 2 begin in each
+)
+IN_MEMORY = {FLOAT32: ir.FloatType(), FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}
+
+
+def _widened(builder: Any, stored: int, address: Any, n: int) -> Any:
+    """Read n numbers as float32."""
+    word, numbers = ir.VectorType(ir.IntType(32), n), ir.VectorType(ir.FloatType(), n)
+    kept = builder.load(builder.bitcast(address, ir.VectorType(IN_MEMORY[stored], n).as_pointer()), align=1)
+    if stored == FLOAT16:
+        return builder.fpext(kept, numbers)
+    if stored == BFLOAT16:
+        return builder.bitcast(builder.shl(builder.zext(kept, word), ir.Constant(word, [16] * n)), numbers)
+    if stored == INT8:
+        return builder.sitofp(builder.sext(kept, word), numbers)
+    return kept
+
+
+def _sum(builder: Any, numbers: Any) -> Any:
+    """All numbers of a vector, in any order."""
+    number = ir.FloatType()
+    kind = ir.FunctionType(number, [number, numbers.type])
+    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{numbers.type.count}f32")
+    return builder.call(add, [ir.Constant(number, 0.0), numbers], fastmath=("reassoc",))
+
+
+def _times_pair(stored: int, n: int) -> Made:
+    """Two rows of k numbers times those of n tokens.
+
+    By addresses: of both rows, of the first token's numbers, where the next one's are, how many there are, and of two
+    sums for each token.
+    """
+    number, half = ir.FloatType(), SUMS // (2 * n)
+
+    def multiply(builder: Any, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
+        """Add products of ``width`` numbers to n times 2 sums."""
+        weights = [_widened(builder, stored, builder.gep(row, [at]), width) for row in rows]
+        for t, token in enumerate(tokens):
+            x = _widened(builder, FLOAT32, builder.gep(token, [at]), width)
+            for side, weight in enumerate(weights):
+                total = sums[2 * t + side]
+                product = builder.fmul(weight, x, flags=["contract"])
+                builder.store(builder.fadd(product, builder.load(total), flags=["contract"]), total)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [builder.inttoptr(address, IN_MEMORY[stored].as_pointer()) for address in args[:2]]
+        step, k = args[3], args[4]
+        tokens = [builder.add(args[2], builder.mul(step, step.type(t))) for t in range(n)]
+        tokens = [builder.inttoptr(token, number.as_pointer()) for token in tokens]
+        nothing = ir.Constant(ir.VectorType(number, WIDTH), [0.0] * WIDTH)
+        wide = [[cgutils.alloca_once_value(builder, nothing) for _ in range(2 * n)] for _ in range(half)]
+        whole = builder.sub(k, builder.srem(k, k.type(half * WIDTH)))
+        with cgutils.for_range_slice(builder, k.type(0), whole, k.type(half * WIDTH), inc=True) as (at, _):
+            for part, sums in enumerate(wide):
+                multiply(builder, rows, tokens, builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
+        totals = [cgutils.alloca_once(builder, ir.VectorType(number, 1)) for _ in range(2 * n)]
+        for which, total in enumerate(totals):
+            parts = [builder.load(sums[which]) for sums in wide]
+            while len(parts) > 1:
+                parts = [builder.fadd(*parts[:2]), *parts[2:]]
+            one = builder.insert_element(
+                ir.Constant(ir.VectorType(number, 1), ir.Undefined), _sum(builder, parts[0]), ir.IntType(32)(0)
+            )
+            builder.store(one, total)
+        with cgutils.for_range_slice(builder, whole, k, k.type(1), inc=True) as (at, _):  # what is left of a row
+            multiply(builder, rows, tokens, at, 1, totals)
+        out = builder.inttoptr(args[5], number.as_pointer())
+        for which, total in enumerate(totals):
+            last = builder.extract_element(builder.load(total), ir.IntType(32)(0))
+            builder.store(last, builder.gep(out, [ir.IntType(32)(which)]))
+        return context.get_dummy_value()
+
+    def times(typingctx: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> Any:
+        return types.void(*[types.int64] * 6), generate
+
+    return instruction(times)
+
+
+def _times_group(n: int) -> Made:
+    """Add one group of ROWS rows of 4 bits, times GROUP numbers of each of n tokens, to ROWS totals of each.
+
+    By addresses: of the levels, of the scales of ROWS rows and their zeros; of the first token's numbers, where the
+    next one's are, of what a token's numbers add up to, and of the totals. A level of 8 is nothing but its zero.
+    """
+    number, word, byte, half = ir.FloatType(), ir.IntType(32), ir.IntType(8), ROWS // 2
+    some_bytes, some_numbers = ir.VectorType(byte, half), ir.VectorType(number, half)
+    some_words = ir.VectorType(word, half)
+    four, sixteen = ir.Constant(some_words, [4] * half), ir.Constant(some_numbers, [16.0] * half)
+
+    def everywhere(builder: Any, one: Any) -> Any:
+        nothing, first = ir.Constant(some_numbers, ir.Undefined), ir.Constant(ir.VectorType(word, half), [0] * half)
+        return builder.shuffle_vector(builder.insert_element(nothing, one, word(0)), nothing, first)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        levels = builder.inttoptr(args[0], some_bytes.as_pointer())
+        scales, step = builder.inttoptr(args[1], IN_MEMORY[BFLOAT16].as_pointer()), args[3]
+        tokens = [builder.add(args[2], builder.mul(step, step.type(t))) for t in range(n)]
+        numbers = [builder.inttoptr(token, number.as_pointer()) for token in tokens]
+        products = [[ir.Constant(some_numbers, [0.0] * half)] * 2 for _ in range(n)]
+        for k in range(GROUP):
+            pairs = builder.zext(builder.load(builder.gep(levels, [word(k)]), align=1), some_words)
+            sides = [builder.sitofp(part, some_numbers) for part in (pairs, builder.lshr(pairs, four))]
+            for t in range(n):
+                factor = everywhere(builder, builder.load(builder.gep(numbers[t], [word(k)]), align=4))
+                for side, part in enumerate(sides):
+                    product = builder.fmul(part, factor, flags=["contract"])
+                    products[t][side] = builder.fadd(product, products[t][side], flags=["contract"])
+        for both in products:  # the lower half of a byte is what the upper half leaves of it
+            upper = builder.fmul(both[1], sixteen, flags=["contract"])
+            both[0] = builder.fsub(both[0], upper, flags=["contract"])
+        sums = builder.inttoptr(args[4], number.as_pointer())
+        totals = builder.inttoptr(args[5], some_numbers.as_pointer())
+        for side in range(2):
+            scale = _widened(builder, BFLOAT16, builder.gep(scales, [word(side * half)]), half)
+            zero = _widened(builder, BFLOAT16, builder.gep(scales, [word(ROWS + side * half)]), half)
+            eight = ir.Constant(some_numbers, [8.0] * half)
+            shifted = builder.fsub(zero, builder.fmul(scale, eight, flags=["contract"]), flags=["contract"])
+            for t in range(n):
+                total = builder.gep(totals, [word(2 * t + side)])
+                of_token = everywhere(builder, builder.load(builder.gep(sums, [word(t)]), align=4))
+                for one, other in ((shifted, of_token), (scale, products[t][side])):
+                    product = builder.fmul(one, other, flags=["contract"])
+                    added = builder.fadd(product, builder.load(total, align=4), flags=["contract"])
+                    builder.store(added, total, align=4)
+        return context.get_dummy_value()
+
+    def times(typingctx: Any, levels: Any, scales: Any, x: Any, step: Any, sums: Any, totals: Any) -> Any:
+        return types.void(*[types.int64] * 6), generate
+
+    return instruction(times)
+
+
+times_group, times_group_of_two = _times_group(1), _times_group(2)
+_float32_1, _float32_2, _float32_4 = (_times_pair(FLOAT32, n) for n in (1, 2, 4))
+_float16_1, _float16_2, _float16_4 = (_times_pair(FLOAT16, n) for n in (1, 2, 4))
+_bfloat16_1, _bfloat16_2, _bfloat16_4 = (_times_pair(BFLOAT16, n) for n in (1, 2, 4))
+_int8_1, _int8_2, _int8_4 = (_times_pair(INT8, n) for n in (1, 2, 4))
+
+
+@fast
+def times_pair(stored: Any, first: Any, second: Any, x: Any, n: Any, k: Any, products: Any) -> Any:
+    """Two rows at these addresses times each of x [n, k] float32 to products [n, 2], all by their addresses."""
+    step = 4 * k
+    t = 0
+    while t < n:
+        left, token, sums = n - t, x + t * step, products + 8 * t
+        if stored == INT8:
+            if left >= 4:
+                _int8_4(first, second, token, step, k, sums)
+            elif left >= 2:
+                _int8_2(first, second, token, step, k, sums)
+            else:
+                _int8_1(first, second, token, step, k, sums)
+        elif stored == BFLOAT16:
+            if left >= 4:
+                _bfloat16_4(first, second, token, step, k, sums)
+            elif left >= 2:
+                _bfloat16_2(first, second, token, step, k, sums)
+            else:
+                _bfloat16_1(first, second, token, step, k, sums)
+        elif stored == FLOAT16:
+            if left >= 4:
+                _float16_4(first, second, token, step, k, sums)
+            elif left >= 2:
+                _float16_2(first, second, token, step, k, sums)
+            else:
+                _float16_1(first, second, token, step, k, sums)
+        elif left >= 4:
+            _float32_4(first, second, token, step, k, sums)
+        elif left >= 2:
+            _float32_2(first, second, token, step, k, sums)
+        else:
+            _float32_1(first, second, token, step, k, sums)
+        t += 4 if left >= 4 else 2 if left >= 2 else 1
