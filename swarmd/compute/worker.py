@@ -283,18 +283,21 @@ class Worker:
     def _on_block(self) -> None:
         """In the midst of a pass: give a sign of life, and let in steps of others, which are short."""
         self._tick()
-        if self._engine is None or not self._engine.lets_in:
-            return
+        if self._engine is not None and self._engine.lets_in:
+            with torch.inference_mode(False):  # what sessions keep is not of the pass that this is in the midst of
+                self._let_in(self._engine)
+
+    def _let_in(self, engine: Engine) -> None:
         answers: list[bytes] = []
         for frame in () if self._late else self._receive(wait=False):
             if self._late or not _is_op(frame):  # what follows has to wait with it
                 self._late.append(frame)
             else:
                 answers += self._take(frame)
-        answers += self._engine.run_aside()
+        answers += engine.run_aside()
         if answers:
             self._send(answers)
-            if settled := list(self._engine.settle()):
+            if settled := list(engine.settle()):
                 self._send(settled)
 
     def _tick(self) -> None:

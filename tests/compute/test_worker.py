@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
 
 from swarmd.compute.worker import Worker
 from swarmd.protocol import messages
@@ -24,6 +25,7 @@ class PlayedEngine:
         self.taken: list[Any] = []
 
     def take(self, message: Any, *_: Any) -> Iterator[bytes]:
+        assert not torch.is_inference_mode_enabled(), "what is kept could not be changed later"
         self.taken.append(message)
         yield from ()
 
@@ -44,7 +46,8 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         step, close = Op(session=b"a" * 16, seq=1), CloseSession(session=b"b" * 16)
         for message in (step, close, msgspec.structs.replace(step, seq=2)):
             ours.sendall(messages.framed(message))
-        worker._on_block()
+        with torch.inference_mode():
+            worker._on_block()
         assert [m.seq for m in engine.taken] == [1]
         assert len(worker._late) == 2
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
