@@ -256,7 +256,9 @@ def _table(
             if isinstance(layer, Int8Linear):
                 row[layout.SCALES + which] = keep(layer.scales.detach().float())
             elif isinstance(layer, Int4Linear):
-                scales = layer.scales.detach().unflatten(1, (-1, layout.ROWS))  # groups, blocks of rows, rows, 2
+                scales = layer.scales.detach().view(
+                    len(layer.scales), -1, layout.ROWS, 2
+                )  # by groups and blocks of rows
                 row[layout.SCALES + which] = keep(scales.permute(1, 0, 3, 2).contiguous())
             if layer.bias is not None:
                 row[layout.BIAS + which] = keep(layer.bias.detach().float())

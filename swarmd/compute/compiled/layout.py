@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarmd.compute.linear import GROUP as GROUP
+from swarmd.compute.linear import LEVEL_OF_ZERO as LEVEL_OF_ZERO
 from swarmd.compute.linear import PACKED_ROWS
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by

@@ -58,21 +58,13 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
             levels = table[which] + (r * k + group * GROUP * ROWS) // 2
             _look_ahead(levels, GROUP * ROWS // 2)
             scales = table[SCALES + which] + 4 * (r * groups + group * ROWS)
-            for t in range(0, n - 1, 2):
-                x_at, sum_at, total_at = (
-                    at + t * step + 4 * group * GROUP,
-                    sums_at + 4 * (group * n + t),
-                    totals_at + 4 * ROWS * t,
-                )
-                times_group_of_two(levels, scales, x_at, step, sum_at, total_at)
-            if n % 2:
-                t = n - 1
-                x_at, sum_at, total_at = (
-                    at + t * step + 4 * group * GROUP,
-                    sums_at + 4 * (group * n + t),
-                    totals_at + 4 * ROWS * t,
-                )
-                times_group(levels, scales, x_at, step, sum_at, total_at)
+            for t in range(0, n, 2):
+                numbers = at + t * step + 4 * group * GROUP
+                sum_at, total_at = sums_at + 4 * (group * n + t), totals_at + 4 * ROWS * t
+                if t + 1 < n:
+                    times_group_of_two(levels, scales, numbers, step, sum_at, total_at)
+                else:
+                    times_group(levels, scales, numbers, step, sum_at, total_at)
         for t in range(n):
             for i in range(ROWS):
                 _put(biases, totals[t, i], out, t, r + i, adds)

@@ -6,18 +6,18 @@ widens into memory first.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT8, ROWS, WIDTH
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT8, LEVEL_OF_ZERO, ROWS, WIDTH
 from swarmd.compute.compiled.machine import Made, fast, instruction
 
-SUMS = (
-    8  # that go on at the same time, so that none waits for its last one: an addition takes 4 cycles, 2 begin in each
-)
+tools: Any = cgutils  # untyped
+SUMS = 8  # at the same time: an addition takes 4 cycles, and 2 begin in each
 IN_MEMORY = {FLOAT32: ir.FloatType(), FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}
 
 
@@ -34,12 +34,24 @@ def _widened(builder: Any, stored: int, address: Any, n: int) -> Any:
     return kept
 
 
-def _sum(builder: Any, numbers: Any) -> Any:
-    """All numbers of a vector, in any order."""
+def _sum(builder: Any, first: Any, numbers: Any) -> Any:
+    """A number and all of a vector, in any order."""
     number = ir.FloatType()
     kind = ir.FunctionType(number, [number, numbers.type])
-    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{numbers.type.count}f32")
-    return builder.call(add, [ir.Constant(number, 0.0), numbers], fastmath=("reassoc",))
+    add = tools.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{numbers.type.count}f32")
+    return builder.call(add, [first, numbers], fastmath=("reassoc",))
+
+
+def _plus(builder: Any, total: Any, one: Any, other: Any) -> Any:
+    """Vectors: a total, and one times the other."""
+    return builder.fadd(builder.fmul(one, other, flags=["contract"]), total, flags=["contract"])
+
+
+def _everywhere(builder: Any, address: Any, n: int) -> Any:
+    """A number that is read, n times."""
+    word, nothing = ir.IntType(32), ir.Constant(ir.VectorType(ir.FloatType(), n), ir.Undefined)
+    one = builder.insert_element(nothing, builder.load(address, align=4), word(0))
+    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(word, n), [0] * n))
 
 
 def _times_pair(stored: int, n: int) -> Made:
@@ -48,7 +60,7 @@ def _times_pair(stored: int, n: int) -> Made:
     By addresses: of both rows, of the first token's numbers, where the next one's are, how many there are, and of two
     sums for each token.
     """
-    number, half = ir.FloatType(), SUMS // (2 * n)
+    number, word, n_parts = ir.FloatType(), ir.IntType(32), SUMS // (2 * n)
 
     def multiply(builder: Any, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
         """Add products of ``width`` numbers to n times 2 sums."""
@@ -57,8 +69,7 @@ def _times_pair(stored: int, n: int) -> Made:
             x = _widened(builder, FLOAT32, builder.gep(token, [at]), width)
             for side, weight in enumerate(weights):
                 total = sums[2 * t + side]
-                product = builder.fmul(weight, x, flags=["contract"])
-                builder.store(builder.fadd(product, builder.load(total), flags=["contract"]), total)
+                builder.store(_plus(builder, builder.load(total), weight, x), total)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [builder.inttoptr(address, IN_MEMORY[stored].as_pointer()) for address in args[:2]]
@@ -66,26 +77,19 @@ def _times_pair(stored: int, n: int) -> Made:
         tokens = [builder.add(args[2], builder.mul(step, step.type(t))) for t in range(n)]
         tokens = [builder.inttoptr(token, number.as_pointer()) for token in tokens]
         nothing = ir.Constant(ir.VectorType(number, WIDTH), [0.0] * WIDTH)
-        wide = [[cgutils.alloca_once_value(builder, nothing) for _ in range(2 * n)] for _ in range(half)]
-        whole = builder.sub(k, builder.srem(k, k.type(half * WIDTH)))
-        with cgutils.for_range_slice(builder, k.type(0), whole, k.type(half * WIDTH), inc=True) as (at, _):
+        wide = [[tools.alloca_once_value(builder, nothing) for _ in range(2 * n)] for _ in range(n_parts)]
+        whole = builder.sub(k, builder.srem(k, k.type(n_parts * WIDTH)))
+        with tools.for_range_slice(builder, k.type(0), whole, k.type(n_parts * WIDTH), inc=True) as (at, _):
             for part, sums in enumerate(wide):
                 multiply(builder, rows, tokens, builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
-        totals = [cgutils.alloca_once(builder, ir.VectorType(number, 1)) for _ in range(2 * n)]
-        for which, total in enumerate(totals):
-            parts = [builder.load(sums[which]) for sums in wide]
-            while len(parts) > 1:
-                parts = [builder.fadd(*parts[:2]), *parts[2:]]
-            one = builder.insert_element(
-                ir.Constant(ir.VectorType(number, 1), ir.Undefined), _sum(builder, parts[0]), ir.IntType(32)(0)
-            )
-            builder.store(one, total)
-        with cgutils.for_range_slice(builder, whole, k, k.type(1), inc=True) as (at, _):  # what is left of a row
-            multiply(builder, rows, tokens, at, 1, totals)
+        left = [tools.alloca_once_value(builder, ir.Constant(ir.VectorType(number, 1), [0.0])) for _ in wide[0]]
+        with tools.for_range_slice(builder, whole, k, k.type(1), inc=True) as (at, _):
+            multiply(builder, rows, tokens, at, 1, left)
         out = builder.inttoptr(args[5], number.as_pointer())
-        for which, total in enumerate(totals):
-            last = builder.extract_element(builder.load(total), ir.IntType(32)(0))
-            builder.store(last, builder.gep(out, [ir.IntType(32)(which)]))
+        for which, parts in enumerate(zip(*wide, strict=True)):
+            total = reduce(builder.fadd, map(builder.load, parts))
+            last = builder.extract_element(builder.load(left[which]), word(0))
+            builder.store(_sum(builder, last, total), builder.gep(out, [word(which)]))
         return context.get_dummy_value()
 
     def times(typingctx: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> Any:
@@ -98,16 +102,12 @@ def _times_group(n: int) -> Made:
     """Add one group of ROWS rows of 4 bits, times GROUP numbers of each of n tokens, to ROWS totals of each.
 
     By addresses: of the levels, of the scales of ROWS rows and their zeros; of the first token's numbers, where the
-    next one's are, of what a token's numbers add up to, and of the totals. A level of 8 is nothing but its zero.
+    next one's are, of what a token's numbers add up to, and of the totals. A level of LEVEL_OF_ZERO is nothing but its zero.
     """
     number, word, byte, half = ir.FloatType(), ir.IntType(32), ir.IntType(8), ROWS // 2
     some_bytes, some_numbers = ir.VectorType(byte, half), ir.VectorType(number, half)
     some_words = ir.VectorType(word, half)
-    four, sixteen = ir.Constant(some_words, [4] * half), ir.Constant(some_numbers, [16.0] * half)
-
-    def everywhere(builder: Any, one: Any) -> Any:
-        nothing, first = ir.Constant(some_numbers, ir.Undefined), ir.Constant(ir.VectorType(word, half), [0] * half)
-        return builder.shuffle_vector(builder.insert_element(nothing, one, word(0)), nothing, first)
+    four = ir.Constant(some_words, [4] * half)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         levels = builder.inttoptr(args[0], some_bytes.as_pointer())
@@ -119,27 +119,21 @@ def _times_group(n: int) -> Made:
             pairs = builder.zext(builder.load(builder.gep(levels, [word(k)]), align=1), some_words)
             sides = [builder.sitofp(part, some_numbers) for part in (pairs, builder.lshr(pairs, four))]
             for t in range(n):
-                factor = everywhere(builder, builder.load(builder.gep(numbers[t], [word(k)]), align=4))
-                for side, part in enumerate(sides):
-                    product = builder.fmul(part, factor, flags=["contract"])
-                    products[t][side] = builder.fadd(product, products[t][side], flags=["contract"])
+                factor = _everywhere(builder, builder.gep(numbers[t], [word(k)]), half)
+                products[t] = [_plus(builder, *both, factor) for both in zip(products[t], sides, strict=True)]
         for both in products:  # the lower half of a byte is what the upper half leaves of it
-            upper = builder.fmul(both[1], sixteen, flags=["contract"])
-            both[0] = builder.fsub(both[0], upper, flags=["contract"])
+            both[0] = _plus(builder, both[0], both[1], ir.Constant(some_numbers, [-16.0] * half))
         sums = builder.inttoptr(args[4], number.as_pointer())
         totals = builder.inttoptr(args[5], some_numbers.as_pointer())
         for side in range(2):
             scale = _widened(builder, BFLOAT16, builder.gep(scales, [word(side * half)]), half)
             zero = _widened(builder, BFLOAT16, builder.gep(scales, [word(ROWS + side * half)]), half)
-            eight = ir.Constant(some_numbers, [8.0] * half)
-            shifted = builder.fsub(zero, builder.fmul(scale, eight, flags=["contract"]), flags=["contract"])
+            shifted = _plus(builder, zero, scale, ir.Constant(some_numbers, [-float(LEVEL_OF_ZERO)] * half))
             for t in range(n):
                 total = builder.gep(totals, [word(2 * t + side)])
-                of_token = everywhere(builder, builder.load(builder.gep(sums, [word(t)]), align=4))
-                for one, other in ((shifted, of_token), (scale, products[t][side])):
-                    product = builder.fmul(one, other, flags=["contract"])
-                    added = builder.fadd(product, builder.load(total, align=4), flags=["contract"])
-                    builder.store(added, total, align=4)
+                of_token = _everywhere(builder, builder.gep(sums, [word(t)]), half)
+                so_far = _plus(builder, builder.load(total, align=4), shifted, of_token)
+                builder.store(_plus(builder, so_far, scale, products[t][side]), total, align=4)
         return context.get_dummy_value()
 
     def times(typingctx: Any, levels: Any, scales: Any, x: Any, step: Any, sums: Any, totals: Any) -> Any:
