@@ -102,7 +102,7 @@ def _times_group(n: int) -> Made:
     """Add one group of ROWS rows of 4 bits, times GROUP numbers of each of n tokens, to ROWS totals of each.
 
     By addresses: of the levels, of the scales of ROWS rows and their zeros; of the first token's numbers, where the
-    next one's are, of what a token's numbers add up to, and of the totals. A level of LEVEL_OF_ZERO is nothing but its zero.
+    next one's are, of what a token's numbers add up to, and of the totals. LEVEL_OF_ZERO is nothing but its zero.
     """
     number, word, byte, half = ir.FloatType(), ir.IntType(32), ir.IntType(8), ROWS // 2
     some_bytes, some_numbers = ir.VectorType(byte, half), ir.VectorType(number, half)
