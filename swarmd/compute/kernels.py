@@ -30,7 +30,7 @@ from swarmd.compute.linear import (
 from swarmd.values import Decision
 
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
-SEVERAL_ROWS = (4, 8)  # where something else computes one
+PROMPT_ROWS = (32, 64)  # where something else computes few: those of a prompt's pass beside others
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too

@@ -21,7 +21,7 @@ import transformers
 from swarmd.compute import skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.fused import FusedPass, NotFused, fuse
-from swarmd.compute.kernels import ROWS, SEVERAL_ROWS, choose
+from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import Quick
@@ -144,7 +144,7 @@ class LoadedSpan:
             self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block)
         except NotFused as error:
             why = f"; not one call: {error}"
-        kernels = choose(self.model, SEVERAL_ROWS if self.fused else ROWS)
+        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS)
         self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action
 
     def quicken(self) -> None:
