@@ -118,7 +118,7 @@ def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> fl
 
 
 CHUNK_S = 0.05  # of the slowest hop: all hops of a chain compute at once, and none waits long for another
-MIN_OP_TOKENS = 128  # less wastes the matrix units
+MIN_OP_TOKENS = 64  # of 32 a prompt is there no sooner: they waste the matrix units
 MAX_OP_TOKENS = 2_048  # as much as a pass takes at once, four times
 
 
