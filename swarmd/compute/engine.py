@@ -24,6 +24,7 @@ from swarmd.plan.batching import (
     Share,
     Speed,
     choose_pass,
+    may_let_in,
     patience_s,
     steps_of_call,
 )
@@ -68,7 +69,7 @@ class Engine:
         self.span = span
         self._calls_aside = calls_aside
         self._passing: set[Key] = set()
-        self._aside_s = 0.0
+        self._passing_since, self._aside_s = 0.0, 0.0
         self.handled = 0
         self._budget = budget
         self._clock = clock
@@ -148,11 +149,12 @@ class Engine:
         yield from self._reuse()
         ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
         n_active = self._n_active(self._clock())
-        steps = {r.key for r in ready if r.is_decode}
-        can_let_in = self._can_let_in and all(self._sessions[key].goes_aside for key in steps)
+        steps = {r.key: r.b * r.t for r in ready if r.is_decode}
+        can_let_in = self._can_let_in and sum(steps.values()) <= self.span.n_by_one_call
+        can_let_in = can_let_in and all(map(self._goes_aside, steps))
         shares = choose_pass(ready, self._served, self._speed, n_active, can_let_in).action
         self._idle_since, self._aside_s, own = None, 0.0, {share.key for share in shares}
-        self._passing = own if own - steps else set()
+        self._passing, self._passing_since = own if own - steps.keys() else set(), self._clock()
         try:
             yield from self._run(ready, shares)
         finally:
@@ -170,7 +172,9 @@ class Engine:
     def run_aside(self) -> Iterator[bytes]:
         """In the midst of a pass over a prompt: compute the steps that are ready, by one call. ``settle`` follows."""
         others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
-        steps, now = [r for r in others if r.is_decode and self._sessions[r.key].goes_aside], self._clock()
+        steps, now = [r for r in others if r.is_decode and self._goes_aside(r.key)], self._clock()
+        if not may_let_in(self._aside_s, now - self._passing_since - self._aside_s):
+            return
         waited_s = max((now - self._queues[r.key][0].came_at for r in steps), default=0.0)
         if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return
@@ -180,6 +184,10 @@ class Engine:
         finally:
             self._passing = passing
             self._aside_s += self._clock() - now
+
+    def _goes_aside(self, key: Key) -> bool:
+        """Can its step be computed in the midst of a pass, and is there nothing but steps behind it?"""
+        return self._sessions[key].goes_aside and all(isinstance(w.message, Op) for w in self._queues[key])
 
     def _run(self, ready: list[Ready], shares: tuple[Share, ...]) -> Iterator[bytes]:
         """Compute these shares; yields the answers of ops that they complete."""

@@ -158,7 +158,9 @@ def _compiled(cache_folder: Path) -> Callable[..., None]:
         import numba  # late: not every worker needs it
 
         # by what it is made of: numba itself looks at one file only, and would go on with what it has
-        texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes([layout.ROWS])
+        texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
+            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO]
+        )
         folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
         for other in folder.parent.glob("numba-*"):
             if other != folder:  # of versions that nobody runs here any more

@@ -76,7 +76,7 @@ def choose(model: nn.Module, rows: Sequence[int] = ROWS) -> Decision[str]:
 
 def quicken(layer: nn.Linear) -> Decision[str]:
     """The same for one layer that stays what it is, which others may train: ``QuickLinear``."""
-    if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * layer.weight.nbytes:
+    if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * 4 * layer.weight.numel():
         return Decision("plain", "not enough memory for another copy of its weight")
     n_rows = -(-2 * TIMED_BYTES // (layer.in_features * layer.weight.element_size()))
     part = nn.Linear(layer.in_features, 1, bias=False, device="meta")

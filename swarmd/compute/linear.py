@@ -22,20 +22,33 @@ LEVELS = 127  # of int8, of each sign
 GROUP = 32  # of a row's weights, as in GGUF's own formats of 4 bits
 LIFT = 65_536.0  # FBGEMM takes no scale below 6e-5: a row of less than 0.016 would lose its last bits
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
+LOOKED_AT = 4_096  # rows of a weight at a time: an embedding has many
 FEW_ROWS_OF_4_BITS = 56  # which are more work to make numbers of
-# Rows of 4 bits that torch packs beside each other, byte by byte row i and row i + half as many: a register holds half.
-PACKED_ROWS = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 0)  # 0: in another way
 LEVEL_OF_ZERO = 8  # of 4 bits: what a group's zero stands for
 
 
 def has_bfloat16() -> bool:
     """Does this CPU multiply matrices in bfloat16? Others take nine times as long for it as in float32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)())
 
 
 def has_vnni() -> bool:
     """Does this CPU add up products of 8 bits in 32?"""
     return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
+
+
+def _packed_rows() -> int:
+    """How many rows of 4 bits torch packs beside each other, byte by byte row i and row i + half; 0: in another way."""
+    rows = torch.randint(16, (64, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    pairs = torch._convert_weight_to_int4pack_for_cpu(rows, 1)
+    for n in (64, 32):  # where a register holds 16 numbers, or 8
+        halves = pairs.view(-1, 32, n // 2)
+        if torch.equal(torch.cat([halves & 15, halves >> 4], 2).transpose(1, 2).reshape(64, 32), rows.byte()):
+            return n
+    return 0
+
+
+PACKED_ROWS = _packed_rows()
 
 
 class FrozenLinear(nn.Module):
@@ -135,9 +148,8 @@ class HalfLinear(_PackedOnce):
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
         """Is what each row of the weight would lose less than what float32 rounds?"""
-        weight = linear.weight.detach().float()
-        lost = (weight.half().float() - weight).norm(dim=1)
-        return bool((lost <= torch.finfo(torch.float32).eps / 2 * weight.norm(dim=1)).all())
+        weight = linear.weight.detach()
+        return all(_loses_nothing(weight[at : at + LOOKED_AT].float()) for at in range(0, len(weight), LOOKED_AT))
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden.float(), self._packed)
@@ -149,8 +161,14 @@ class HalfLinear(_PackedOnce):
         return weight.to(self._dtype)
 
 
+def _loses_nothing(rows: torch.Tensor) -> bool:
+    """Does each of these rows lose less in float16 than what float32 rounds?"""
+    lost = (rows.half().float() - rows).norm(dim=1)
+    return bool((lost <= torch.finfo(torch.float32).eps / 2 * rows.norm(dim=1)).all())
+
+
 class FewBitsLinear(FrozenLinear):
-    """A weight in few bits on a CPU, computed in bfloat16, whatever enters."""
+    """A weight in few bits on a CPU; what enters and what leaves is rounded to bfloat16."""
 
     @abstractmethod
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
@@ -269,7 +287,8 @@ class Int4Linear(FewBitsLinear):
         return self._multiplied(torch.eye(self.in_features, dtype=torch.bfloat16)).t()
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) > FEW_ROWS_OF_4_BITS and PACKED_ROWS and self.out_features % PACKED_ROWS == 0:
+        is_slow = len(rows) > FEW_ROWS_OF_4_BITS and not has_bfloat16()
+        if is_slow and PACKED_ROWS and self.out_features % PACKED_ROWS == 0:
             return self._by_plain_numbers(rows.float()).bfloat16()
         return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
 

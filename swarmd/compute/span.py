@@ -23,6 +23,7 @@ from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
+from swarmd.compute.linear import has_bfloat16
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import Quick
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
@@ -211,7 +212,7 @@ class LoadedSpan:
             torch.__version__,
             transformers.__version__,
             device,
-            torch.backends.cpu.get_cpu_capability(),
+            f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()}",
             str(torch.get_num_threads()),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -68,6 +68,7 @@ class Worker:
         self._decoder = FrameDecoder()
         self._engine: Engine | None = None
         self._late: list[Frame] = []  # came in the midst of a pass, and can wait for its end
+        self._is_letting_in = False
         self._training: Training
         self._allowance = Allowance(0.0)
         self._rests = False
@@ -283,9 +284,14 @@ class Worker:
     def _on_block(self) -> None:
         """In the midst of a pass: give a sign of life, and let in steps of others, which are short."""
         self._tick()
-        if self._engine is not None and self._engine.lets_in:
+        if self._engine is None or not self._engine.lets_in or self._is_letting_in:
+            return
+        self._is_letting_in = True
+        try:
             with torch.inference_mode(False):  # what sessions keep is not of the pass that this is in the midst of
                 self._let_in(self._engine)
+        finally:
+            self._is_letting_in = False
 
     def _let_in(self, engine: Engine) -> None:
         answers: list[bytes] = []

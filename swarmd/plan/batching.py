@@ -62,7 +62,7 @@ def choose_pass(
     """Choose what one pass computes.
 
     ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
-    pass may let steps in (``steps_of_call``), before it and between its layers, so that prefill needs not make room.
+    pass may let steps in between its layers (``steps_of_call``), so that prefill needs not make room for them.
     """
     if not ready:
         return Decision((), "nothing is ready")
@@ -88,6 +88,11 @@ def choose_pass(
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(Share(longest.key, chunk))
     return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
+
+
+def may_let_in(aside_s: float, own_s: float) -> bool:
+    """May steps get in between the layers of a prompt's pass? Beside them a third of the time is the prompt's."""
+    return own_s >= PREFILL_SHARE * aside_s
 
 
 def steps_of_call(steps: Sequence[Ready], n_tokens: int) -> tuple[Share, ...]:

@@ -50,6 +50,7 @@ MADE = [
     (PackedLinear, torch.float32, TOLERANCE),
     pytest.param(PackedLinear, torch.bfloat16, 0.03, marks=needs_bfloat16),
     (HalfLinear, torch.float32, TOLERANCE),
+    (HalfLinear, torch.bfloat16, 0.03),
 ]
 
 

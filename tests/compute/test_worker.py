@@ -21,7 +21,8 @@ class PlayedEngine:
 
     lets_in, handled, n_reused = True, 0, 0
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.n_aside = worker, 0
         self.taken: list[Any] = []
 
     def take(self, message: Any, *_: Any) -> Iterator[bytes]:
@@ -30,17 +31,20 @@ class PlayedEngine:
         yield from ()
 
     def run_aside(self) -> Iterator[bytes]:
+        self.n_aside += 1
         for op in self.taken:
             yield messages.framed(op)
 
     def settle(self) -> Iterator[bytes]:
+        self.worker._on_block()  # as caches that are handed over do
         yield from ()
 
 
 def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_what_has_to_wait() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker, engine = Worker(theirs), PlayedEngine()
+        worker = Worker(theirs)
+        engine = PlayedEngine(worker)
         worker._engine = engine  # type: ignore[assignment]
         worker._training = SimpleNamespace(take=lambda *_: None, tuned=None, handled=0)  # type: ignore[assignment]
         step, close = Op(session=b"a" * 16, seq=1), CloseSession(session=b"b" * 16)
@@ -50,6 +54,7 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
             worker._on_block()
         assert [m.seq for m in engine.taken] == [1]
         assert len(worker._late) == 2
+        assert engine.n_aside == 1, "and not within itself"
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
         assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
         ours.sendall(messages.framed(step))

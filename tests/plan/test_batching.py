@@ -10,6 +10,7 @@ from swarmd.plan.batching import (
     Share,
     Speed,
     choose_pass,
+    may_let_in,
     patience_s,
     steps_of_call,
     tokens_of_op,
@@ -59,6 +60,12 @@ def test_a_call_takes_as_many_steps_as_it_is_for_and_the_oldest_first() -> None:
     assert [share.key[0] for share in steps_of_call(steps, 6)] == [b"old", b"new"]
     assert [share.t for share in steps_of_call(steps, 16)] == [3, 4, 2]
     assert steps_of_call(steps, 1) == ()
+
+
+def test_a_prompts_pass_has_a_third_of_the_time_beside_steps_that_it_lets_in() -> None:
+    assert may_let_in(aside_s=0.0, own_s=0.0)
+    assert may_let_in(aside_s=0.2, own_s=0.1)
+    assert not may_let_in(aside_s=0.2, own_s=0.09)
 
 
 def test_prefill_always_moves_on() -> None:

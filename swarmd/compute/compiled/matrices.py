@@ -51,9 +51,11 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
         for group in range(groups):
             for i in range(GROUP):
                 sums[group, t] += x[t, group * GROUP + i]
-    at, sums_at, totals_at, step = x.ctypes.data, sums.ctypes.data, totals.ctypes.data, 4 * k
+    step = 4 * k
     for r in range(0, m, ROWS):
         totals[:] = np.float32(0)
+        # here, not before: an array that is not used any more is given back, whoever has its address
+        at, sums_at, totals_at = x.ctypes.data, sums.ctypes.data, totals.ctypes.data
         for group in range(groups):
             levels = table[which] + (r * k + group * GROUP * ROWS) // 2
             _look_ahead(levels, GROUP * ROWS // 2)
