@@ -150,7 +150,8 @@ class Engine:
         ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
         n_active = self._n_active(self._clock())
         steps = {r.key: r.b * r.t for r in ready if r.is_decode}
-        can_let_in = self._can_let_in and sum(steps.values()) <= self.span.n_by_one_call
+        has_prompts = len(steps) < len(ready)
+        can_let_in = has_prompts and self._can_let_in and sum(steps.values()) <= self.span.n_by_one_call
         can_let_in = can_let_in and all(map(self._goes_aside, steps))
         shares = choose_pass(ready, self._served, self._speed, n_active, can_let_in).action
         self._idle_since, self._aside_s, own = None, 0.0, {share.key for share in shares}
