@@ -172,10 +172,11 @@ class Engine:
 
     def run_aside(self) -> Iterator[bytes]:
         """In the midst of a pass over a prompt: compute the steps that are ready, by one call. ``settle`` follows."""
-        others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
-        steps, now = [r for r in others if r.is_decode and self._goes_aside(r.key)], self._clock()
+        now = self._clock()
         if not may_let_in(self._aside_s, now - self._passing_since - self._aside_s):
             return
+        others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
+        steps = [r for r in others if r.is_decode and self._goes_aside(r.key)]
         waited_s = max((now - self._queues[r.key][0].came_at for r in steps), default=0.0)
         if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return

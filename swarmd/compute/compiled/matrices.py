@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES
-from swarmd.compute.compiled.machine import (
-    carray,
-    fast,
-    pointer,
-    prefetch,
-)
+from swarmd.compute.compiled.machine import carray, fast, pointer, prefetch
 from swarmd.compute.compiled.products import times_group, times_group_of_two, times_pair
 
 CACHE_LINE = 64  # bytes

@@ -54,15 +54,15 @@ def _everywhere(builder: Any, address: Any, n: int) -> Any:
     return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(word, n), [0] * n))
 
 
-def _times_pair(stored: int, n: int) -> Made:
+def _times_pair(n: int) -> Made:
     """Two rows of k numbers times those of n tokens.
 
-    By addresses: of both rows, of the first token's numbers, where the next one's are, how many there are, and of two
-    sums for each token.
+    Told is how they are stored; by addresses both rows, the first token's numbers, and two sums for each token; where
+    the next token's numbers are, and how many.
     """
     number, word, n_parts = ir.FloatType(), ir.IntType(32), SUMS // (2 * n)
 
-    def multiply(builder: Any, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
+    def multiply(builder: Any, stored: int, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
         """Add products of ``width`` numbers to n times 2 sums."""
         weights = [_widened(builder, stored, builder.gep(row, [at]), width) for row in rows]
         for t, token in enumerate(tokens):
@@ -71,7 +71,7 @@ def _times_pair(stored: int, n: int) -> Made:
                 total = sums[2 * t + side]
                 builder.store(_plus(builder, builder.load(total), weight, x), total)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def of_format(builder: Any, stored: int, args: Any) -> None:
         rows = [builder.inttoptr(address, IN_MEMORY[stored].as_pointer()) for address in args[:2]]
         step, k = args[3], args[4]
         tokens = [builder.add(args[2], builder.mul(step, step.type(t))) for t in range(n)]
@@ -81,19 +81,24 @@ def _times_pair(stored: int, n: int) -> Made:
         whole = builder.sub(k, builder.srem(k, k.type(n_parts * WIDTH)))
         with tools.for_range_slice(builder, k.type(0), whole, k.type(n_parts * WIDTH), inc=True) as (at, _):
             for part, sums in enumerate(wide):
-                multiply(builder, rows, tokens, builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
+                multiply(builder, stored, rows, tokens, builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
         left = [tools.alloca_once_value(builder, ir.Constant(ir.VectorType(number, 1), [0.0])) for _ in wide[0]]
         with tools.for_range_slice(builder, whole, k, k.type(1), inc=True) as (at, _):
-            multiply(builder, rows, tokens, at, 1, left)
+            multiply(builder, stored, rows, tokens, at, 1, left)
         out = builder.inttoptr(args[5], number.as_pointer())
         for which, parts in enumerate(zip(*wide, strict=True)):
             total = reduce(builder.fadd, map(builder.load, parts))
             last = builder.extract_element(builder.load(left[which]), word(0))
             builder.store(_sum(builder, last, total), builder.gep(out, [word(which)]))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for stored in IN_MEMORY:
+            with builder.if_then(builder.icmp_signed("==", args[0], args[0].type(stored))):
+                of_format(builder, stored, args[1:])
         return context.get_dummy_value()
 
-    def times(typingctx: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> Any:
-        return types.void(*[types.int64] * 6), generate
+    def times(typingctx: Any, stored: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> Any:
+        return types.void(*[types.int64] * 7), generate
 
     return instruction(times)
 
@@ -143,10 +148,7 @@ def _times_group(n: int) -> Made:
 
 
 times_group, times_group_of_two = _times_group(1), _times_group(2)
-_float32_1, _float32_2, _float32_4 = (_times_pair(FLOAT32, n) for n in (1, 2, 4))
-_float16_1, _float16_2, _float16_4 = (_times_pair(FLOAT16, n) for n in (1, 2, 4))
-_bfloat16_1, _bfloat16_2, _bfloat16_4 = (_times_pair(BFLOAT16, n) for n in (1, 2, 4))
-_int8_1, _int8_2, _int8_4 = (_times_pair(INT8, n) for n in (1, 2, 4))
+_times_pair_1, _times_pair_2, _times_pair_4 = (_times_pair(n) for n in (1, 2, 4))
 
 
 @fast
@@ -156,31 +158,10 @@ def times_pair(stored: Any, first: Any, second: Any, x: Any, n: Any, k: Any, pro
     t = 0
     while t < n:
         left, token, sums = n - t, x + t * step, products + 8 * t
-        if stored == INT8:
-            if left >= 4:
-                _int8_4(first, second, token, step, k, sums)
-            elif left >= 2:
-                _int8_2(first, second, token, step, k, sums)
-            else:
-                _int8_1(first, second, token, step, k, sums)
-        elif stored == BFLOAT16:
-            if left >= 4:
-                _bfloat16_4(first, second, token, step, k, sums)
-            elif left >= 2:
-                _bfloat16_2(first, second, token, step, k, sums)
-            else:
-                _bfloat16_1(first, second, token, step, k, sums)
-        elif stored == FLOAT16:
-            if left >= 4:
-                _float16_4(first, second, token, step, k, sums)
-            elif left >= 2:
-                _float16_2(first, second, token, step, k, sums)
-            else:
-                _float16_1(first, second, token, step, k, sums)
-        elif left >= 4:
-            _float32_4(first, second, token, step, k, sums)
+        if left >= 4:
+            _times_pair_4(stored, first, second, token, step, k, sums)
         elif left >= 2:
-            _float32_2(first, second, token, step, k, sums)
+            _times_pair_2(stored, first, second, token, step, k, sums)
         else:
-            _float32_1(first, second, token, step, k, sums)
+            _times_pair_1(stored, first, second, token, step, k, sums)
         t += 4 if left >= 4 else 2 if left >= 2 else 1
