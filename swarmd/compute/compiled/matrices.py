@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 
 from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES
-from swarmd.compute.compiled.machine import carray, fast, pointer, prefetch
-from swarmd.compute.compiled.products import times_group, times_group_of_two, times_pair
+from swarmd.compute.compiled.levels import (
+    MOST,
+    most_for,
+    round_to_levels,
+    times_group,
+    times_group_of_two,
+    times_pair_of_levels,
+)
+from swarmd.compute.compiled.machine import carray, exact, fast, pointer, prefetch
+from swarmd.compute.compiled.products import times_pair
 
 CACHE_LINE = 64  # bytes
 AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
@@ -41,30 +49,79 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     n, k = x.shape
     m, groups = out.shape[1], k // GROUP
     biases = _biases(table, which, m)
+    levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
+    round_to_levels(x, MOST, levels, units)
     sums, totals = np.zeros((groups, n), np.float32), np.empty((n, ROWS), np.float32)
     for t in range(n):
         for group in range(groups):
             for i in range(GROUP):
-                sums[group, t] += x[t, group * GROUP + i]
-    step = 4 * k
+                sums[group, t] += levels[t, group * GROUP + i]
+    step = 2 * k
     for r in range(0, m, ROWS):
         totals[:] = np.float32(0)
         # here, not before: an array that is not used any more is given back, whoever has its address
-        at, sums_at, totals_at = x.ctypes.data, sums.ctypes.data, totals.ctypes.data
+        at, sums_at, totals_at = levels.ctypes.data, sums.ctypes.data, totals.ctypes.data
         for group in range(groups):
-            levels = table[which] + (r * k + group * GROUP * ROWS) // 2
-            _look_ahead(levels, GROUP * ROWS // 2)
+            rows = table[which] + (r * k + group * GROUP * ROWS) // 2
+            _look_ahead(rows, GROUP * ROWS // 2)
             scales = table[SCALES + which] + 4 * (r * groups + group * ROWS)
             for t in range(0, n, 2):
-                numbers = at + t * step + 4 * group * GROUP
+                numbers = at + t * step + 2 * group * GROUP
                 sum_at, total_at = sums_at + 4 * (group * n + t), totals_at + 4 * ROWS * t
                 if t + 1 < n:
-                    times_group_of_two(levels, scales, numbers, step, sum_at, total_at)
+                    times_group_of_two(rows, scales, numbers, step, sum_at, total_at)
                 else:
-                    times_group(levels, scales, numbers, step, sum_at, total_at)
+                    times_group(rows, scales, numbers, step, sum_at, total_at)
         for t in range(n):
             for i in range(ROWS):
-                _put(biases, totals[t, i], out, t, r + i, adds)
+                _put(biases, units[t] * totals[t, i], out, t, r + i, adds)
+
+
+@exact
+def _scaled(product: Any, scale: Any, unit: Any) -> Any:
+    """In this order, whoever is beside it."""
+    return product * scale * unit
+
+
+@fast
+def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+    """``multiply`` for weights of 8 bits, with a scale for each row."""
+    n, k = x.shape
+    m = out.shape[1]
+    half = m // 2
+    scales, biases = carray(pointer(table[SCALES + which]), (m,), np.float32), _biases(table, which, m)
+    levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
+    round_to_levels(x, most_for(k), levels, units)
+    products = np.empty((n, 2), np.float32)
+    for r in range(half):
+        first = table[which] + r * k
+        second = first + half * k
+        _look_ahead(first, k)
+        _look_ahead(second, k)
+        times_pair_of_levels(first, second, levels.ctypes.data, n, k, products.ctypes.data)
+        for side in range(2):
+            at = r + side * half
+            for t in range(n):
+                _put(biases, _scaled(products[t, side], scales[at], units[t]), out, t, at, adds)
+
+
+@fast
+def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+    """``multiply`` for weights of 16 or 32 bits."""
+    n, k = x.shape
+    m = out.shape[1]
+    half = m // 2
+    biases = _biases(table, which, m)
+    n_bytes = 4 * k if stored == FLOAT32 else 2 * k
+    products = np.empty((n, 2), np.float32)
+    for r in range(half):
+        first = (
+            table[which] + r * n_bytes
+        )  # no hints to read ahead: they cost on some machines what they bring on others
+        times_pair(stored, first, first + half * n_bytes, x.ctypes.data, n, k, products.ctypes.data)
+        for side in range(2):
+            for t in range(n):
+                _put(biases, products[t, side], out, t, r + side * half, adds)
 
 
 @fast
@@ -73,26 +130,9 @@ def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -
 
     Two rows at a time, from both halves: two streams from memory are faster than one.
     """
-    n, k = x.shape
     if stored == INT4:
         _times_4_bits(table, which, x, out, adds)
-        return
-    m = out.shape[1]
-    half = m // 2
-    scales = carray(pointer(table[SCALES + which]), (m,), np.float32)
-    biases = _biases(table, which, m)
-    n_bytes = k if stored == INT8 else 4 * k if stored == FLOAT32 else 2 * k
-    products = np.empty((n, 2), np.float32)
-    numbers, sums = x.ctypes.data, products.ctypes.data
-    for r in range(half):
-        first = table[which] + r * n_bytes
-        second = first + half * n_bytes
-        if stored == INT8:  # with more bytes, hints cost on some machines what they bring on others
-            _look_ahead(first, n_bytes)
-            _look_ahead(second, n_bytes)
-        times_pair(stored, first, second, numbers, n, k, sums)
-        for side in range(2):
-            at = r + side * half
-            scale = scales[at] if stored == INT8 else np.float32(1)
-            for t in range(n):
-                _put(biases, scale * products[t, side], out, t, at, adds)
+    elif stored == INT8:
+        _times_8_bits(table, which, x, out, adds)
+    else:
+        _times_numbers(stored, table, which, x, out, adds)
