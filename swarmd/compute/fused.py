@@ -143,14 +143,14 @@ def fuse(
         raise NotFused("it clips queries, keys and values")
     if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
         raise NotFused("its blocks are of another kind")
-    run_blocks = _compiled(cache_folder)  # only for blocks that it is for: it takes half a second, or 20
+    run_blocks = compiled_blocks(cache_folder)  # only for blocks that it is for: it takes half a second, or 20
     stored, table, held = _table(blocks, matrices, head)
     shape = np.array([heads, kept_heads, head, inner, stored, STORED[dtype], curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
     return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass)
 
 
-def _compiled(cache_folder: Path) -> Callable[..., None]:
+def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
     """The compiled function, which is kept beside its source, or in this folder. Raises NotFused."""
     source = Path(compiled.__path__[0])
     parent = source if os.access(source, os.W_OK) else cache_folder

@@ -24,7 +24,7 @@ DAEMON = (
     "swarmd.net.libp2p.host",
     "swarmd.net.libp2p.kademlia",
 )
-WORKER = ("swarmd.compute.worker", "swarmd.compute.gradients")
+WORKER = ("swarmd.compute.worker", "swarmd.compute.gradients", "tests.real.warm")
 COMMANDS = (
     "swarmd_cli.main",
     "swarmd.client.blocking",

@@ -12,7 +12,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,11 +49,16 @@ NEWS_DELAY_S = 0.3
 LIMIT_S = 400.0
 
 
+@cache
+def _point(row: int, n: int) -> Vector:
+    point: Vector = np.random.default_rng(row).standard_normal(n)
+    return point
+
+
 def gradient(parameters: Vector, seed: int, peer: str, draw: int) -> tuple[float, Vector]:
     """Loss and gradient of one draw: half the squared distance to a point that its row names."""
     row = row_of(seed, peer, draw, SHARDS)
-    rng = np.random.default_rng(row)
-    difference = parameters - rng.standard_normal(len(parameters)).astype(parameters.dtype)
+    difference = parameters - _point(row, len(parameters)).astype(parameters.dtype)
     return float(np.dot(difference, difference)) / 2, difference
 
 

@@ -16,12 +16,11 @@ from numba.core import cgutils
 
 from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, WIDTH
 from swarmd.compute.compiled.machine import Made, fast, instruction
-from swarmd.compute.compiled.products import plus, widened
+from swarmd.compute.compiled.products import plus, total_of, widened
 
 tools: Any = cgutils  # untyped
 MOST = 32_767  # of 16 bits
-LARGEST = 127  # of 8 bits
-FULL = 2**31 - 1  # what a sum of products holds
+CHUNK = 4_096  # of a row's levels of 8 bits: so many products with such levels fit in 32 bits, added up in 8 places
 TINY = np.float32(1e-30)  # a unit for nothing but zeros
 LANE = 8  # numbers of 16 bits: within so many a CPU of wider registers puts two beside each other
 PARTS = 4  # of a row, added up beside each other: by so many are products of one token, fewer of several
@@ -29,21 +28,15 @@ byte, half, word, number = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.Flo
 
 
 @fast
-def most_for(k: Any) -> Any:
-    """The largest level for which products with k levels of 8 bits fit, added up in WIDTH places."""
-    return min(MOST, FULL // (2 * LARGEST * ((k + 2 * WIDTH - 1) // (2 * WIDTH))))
-
-
-@fast
-def round_to_levels(x: Any, most: Any, levels: Any, units: Any) -> Any:
-    """x [n, k] float32 to levels [n, k] int16 of at most ``most``, and a unit [n] for each token's."""
+def round_to_levels(x: Any, levels: Any, units: Any) -> Any:
+    """x [n, k] float32 to levels [n, k] int16, and a unit [n] for each token's."""
     n, k = x.shape
     for t in range(n):
         largest, nothing = np.float32(0), np.float32(0)
         for i in range(k):
             largest = max(largest, abs(x[t, i]))
             nothing += x[t, i] * np.float32(0)  # or no number, where one is none: that must not get lost
-        unit = max(largest, TINY) / np.float32(most)
+        unit = max(largest, TINY) / np.float32(MOST)
         per_unit = np.float32(1) / unit
         for i in range(k):
             levels[t, i] = np.int16(np.int32(np.rint(x[t, i] * per_unit)))
@@ -69,15 +62,6 @@ def _pairs(builder: Any, some: Any, others: Any) -> Any:
     return builder.add(first, second)
 
 
-def _total(builder: Any, sums: Any, last: Any) -> Any:
-    """All of a vector's whole numbers and one more, rounded once to float32."""
-    long, n = ir.IntType(64), sums.type.count
-    kind = ir.FunctionType(long, [ir.VectorType(long, n)])
-    add = tools.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{n}i64")
-    total = builder.call(add, [builder.sext(sums, ir.VectorType(long, n))])
-    return builder.sitofp(builder.add(total, builder.sext(last, long)), number)
-
-
 def _everywhere(builder: Any, kind: Any, address: Any, n: int) -> Any:
     """What is read there, n times."""
     wide = ir.VectorType(kind, n)
@@ -91,53 +75,50 @@ def _tokens(builder: Any, first: Any, step: Any, n: int) -> list[Any]:
     return [builder.inttoptr(place, half.as_pointer()) for place in places]
 
 
+def _add_products(builder: Any, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
+    """Add products of ``width`` levels of both rows with each token's to 2 sums a token: in pairs, or of one alone."""
+    kind = word if width == 1 else half
+    weights = [
+        builder.sext(_read(builder, byte, builder.gep(row, [at]), width), ir.VectorType(kind, width)) for row in rows
+    ]
+    for t, token in enumerate(tokens):
+        x = _read(builder, half, builder.gep(token, [at]), width)
+        for side, weight in enumerate(weights):
+            product = builder.mul(weight, builder.sext(x, weight.type)) if width == 1 else _pairs(builder, weight, x)
+            total = sums[2 * t + side]
+            builder.store(builder.add(builder.load(total), product), total)
+
+
 def _times_pair(n: int) -> Made:
     """Two rows of k levels of 8 bits times those of n tokens.
 
     By addresses both rows, the first token's levels, and two sums for each token; where the next token's levels are,
     and how many.
     """
-    n_parts = PARTS // n
-    at_a_time = 2 * WIDTH
-
-    def multiply(builder: Any, rows: Any, tokens: Any, at: Any, sums: Any) -> None:
-        """Add products of so many numbers to n times 2 sums."""
-        wide = ir.VectorType(half, at_a_time)
-        weights = [builder.sext(_read(builder, byte, builder.gep(row, [at]), at_a_time), wide) for row in rows]
-        for t, token in enumerate(tokens):
-            x = _read(builder, half, builder.gep(token, [at]), at_a_time)
-            for side, weight in enumerate(weights):
-                total = sums[2 * t + side]
-                builder.store(builder.add(builder.load(total), _pairs(builder, weight, x)), total)
-
-    def multiply_one(builder: Any, rows: Any, tokens: Any, at: Any, sums: Any) -> None:
-        weights = [builder.sext(builder.load(builder.gep(row, [at])), word) for row in rows]
-        for t, token in enumerate(tokens):
-            x = builder.sext(builder.load(builder.gep(token, [at])), word)
-            for side, weight in enumerate(weights):
-                total = sums[2 * t + side]
-                builder.store(builder.add(builder.load(total), builder.mul(weight, x)), total)
+    n_parts, width = PARTS // n, 2 * WIDTH
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [builder.inttoptr(address, byte.as_pointer()) for address in args[:2]]
         k, tokens = args[4], _tokens(builder, args[2], args[3], n)
         nothing = ir.Constant(ir.VectorType(word, WIDTH), [0] * WIDTH)
         parts = [[tools.alloca_once_value(builder, nothing) for _ in range(2 * n)] for _ in range(n_parts)]
-        left = [tools.alloca_once_value(builder, word(0)) for _ in range(2 * n)]
+        left = [tools.alloca_once_value(builder, ir.Constant(ir.VectorType(word, 1), [0])) for _ in range(2 * n)]
         done = k.type(0)
         for some in dict.fromkeys((n_parts, 1)):  # what is left of k takes smaller steps
-            step = k.type(some * at_a_time)
+            step = k.type(some * width)
             end = builder.sub(k, builder.srem(k, step))
             with tools.for_range_slice(builder, done, end, step, inc=True) as (at, _):
                 for part, sums in enumerate(parts[:some]):
-                    multiply(builder, rows, tokens, builder.add(at, k.type(part * at_a_time)), sums)
+                    _add_products(builder, rows, tokens, builder.add(at, k.type(part * width)), width, sums)
             done = end
         with tools.for_range_slice(builder, done, k, k.type(1), inc=True) as (at, _):
-            multiply_one(builder, rows, tokens, at, left)
+            _add_products(builder, rows, tokens, at, 1, left)
         out = builder.inttoptr(args[5], number.as_pointer())
-        for which, sums in enumerate(zip(*parts, strict=True)):
-            total = reduce(builder.add, map(builder.load, sums))
-            builder.store(_total(builder, total, builder.load(left[which])), builder.gep(out, [word(which)]))
+        for which, column in enumerate(zip(*parts, strict=True)):
+            total = reduce(builder.add, map(builder.load, column))
+            last = builder.extract_element(builder.load(left[which]), word(0))
+            numbers = builder.sitofp(total, ir.VectorType(number, WIDTH))
+            builder.store(total_of(builder, builder.sitofp(last, number), numbers), builder.gep(out, [word(which)]))
         return context.get_dummy_value()
 
     def times(typingctx: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> Any:
@@ -230,9 +211,11 @@ _times_pair_1, _times_pair_2, _times_pair_4 = (_times_pair(n) for n in (1, 2, 4)
 
 
 @fast
-def times_pair_of_levels(first: Any, second: Any, x: Any, n: Any, k: Any, products: Any) -> Any:
-    """Two rows at these addresses times each of x [n, k] int16 to products [n, 2] float32, all by their addresses."""
-    step = 2 * k
+def times_pair_of_levels(first: Any, second: Any, x: Any, step: Any, n: Any, k: Any, products: Any) -> Any:
+    """Two rows at these addresses times each of x [n, k] int16 to products [n, 2] float32, all by their addresses.
+
+    k is at most CHUNK; ``step``: bytes from a token's levels to the next one's.
+    """
     t = 0
     while t < n:
         left, token, sums = n - t, x + t * step, products + 8 * t

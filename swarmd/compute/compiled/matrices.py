@@ -8,14 +8,13 @@ import numpy as np
 
 from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES
 from swarmd.compute.compiled.levels import (
-    MOST,
-    most_for,
+    CHUNK,
     round_to_levels,
     times_group,
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import carray, exact, fast, pointer, prefetch
+from swarmd.compute.compiled.machine import carray, fast, pointer, prefetch
 from swarmd.compute.compiled.products import times_pair
 
 CACHE_LINE = 64  # bytes
@@ -50,7 +49,7 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     m, groups = out.shape[1], k // GROUP
     biases = _biases(table, which, m)
     levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
-    round_to_levels(x, MOST, levels, units)
+    round_to_levels(x, levels, units)
     sums, totals = np.zeros((groups, n), np.float32), np.empty((n, ROWS), np.float32)
     for t in range(n):
         for group in range(groups):
@@ -77,12 +76,6 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
                 _put(biases, units[t] * totals[t, i], out, t, r + i, adds)
 
 
-@exact
-def _scaled(product: Any, scale: Any, unit: Any) -> Any:
-    """In this order, whoever is beside it."""
-    return product * scale * unit
-
-
 @fast
 def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     """``multiply`` for weights of 8 bits, with a scale for each row."""
@@ -91,18 +84,23 @@ def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     half = m // 2
     scales, biases = carray(pointer(table[SCALES + which]), (m,), np.float32), _biases(table, which, m)
     levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
-    round_to_levels(x, most_for(k), levels, units)
-    products = np.empty((n, 2), np.float32)
+    round_to_levels(x, levels, units)
+    totals, more = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32)
     for r in range(half):
         first = table[which] + r * k
         second = first + half * k
         _look_ahead(first, k)
         _look_ahead(second, k)
-        times_pair_of_levels(first, second, levels.ctypes.data, n, k, products.ctypes.data)
+        numbers = levels.ctypes.data
+        times_pair_of_levels(first, second, numbers, 2 * k, n, min(CHUNK, k), totals.ctypes.data)
+        for at in range(CHUNK, k, CHUNK):
+            width = min(CHUNK, k - at)
+            times_pair_of_levels(first + at, second + at, numbers + 2 * at, 2 * k, n, width, more.ctypes.data)
+            totals += more
         for side in range(2):
             at = r + side * half
             for t in range(n):
-                _put(biases, _scaled(products[t, side], scales[at], units[t]), out, t, at, adds)
+                _put(biases, scales[at] * units[t] * totals[t, side], out, t, at, adds)
 
 
 @fast

@@ -32,7 +32,7 @@ def widened(builder: Any, stored: int, address: Any, n: int) -> Any:
     return kept
 
 
-def _sum(builder: Any, first: Any, numbers: Any) -> Any:
+def total_of(builder: Any, first: Any, numbers: Any) -> Any:
     """A number and all of a vector, in any order."""
     number = ir.FloatType()
     kind = ir.FunctionType(number, [number, numbers.type])
@@ -80,7 +80,7 @@ def _times_pair(n: int) -> Made:
         for which, parts in enumerate(zip(*wide, strict=True)):
             total = reduce(builder.fadd, map(builder.load, parts))
             last = builder.extract_element(builder.load(left[which]), word(0))
-            builder.store(_sum(builder, last, total), builder.gep(out, [word(which)]))
+            builder.store(total_of(builder, last, total), builder.gep(out, [word(which)]))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for stored in IN_MEMORY:

@@ -1,0 +1,80 @@
+"""Weights in few bits are multiplied in whole numbers: right for any length, and for what is no number."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from swarmd.compute.compiled import layout, levels, matrices
+from swarmd.compute.linear import Int4Linear, Int8Linear
+
+ROUNDING = 3e-4  # of 16 bits, relative, beside a number that is 100 times as large
+N_ROWS = 2 * layout.ROWS
+
+
+def table_of(layer: Int8Linear | Int4Linear) -> tuple[npt.NDArray[np.int64], list[torch.Tensor]]:
+    """The addresses of a layer's levels and scales, and what keeps them there."""
+    scales = layer.scales.detach()
+    if isinstance(layer, Int8Linear):
+        kept = scales.float()
+    else:
+        kept = scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+    table = np.zeros(layout.N_ADDRESSES, np.int64)
+    table[layout.QUERY], table[layout.SCALES + layout.QUERY] = layer.levels.data_ptr(), kept.data_ptr()
+    return table, [kept]
+
+
+def multiplied(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
+    table, _held = table_of(layer)
+    out = torch.zeros(len(x), N_ROWS)
+    stored = layout.INT8 if isinstance(layer, Int8Linear) else layout.INT4
+    matrices.multiply(stored, table, layout.QUERY, x.numpy(), out.numpy(), False)
+    return out
+
+
+def exact(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, Int4Linear):  # its own kernel rounds to bfloat16
+        return x.double() @ layer._by_plain_numbers(torch.eye(layer.in_features)).double()
+    return x.double() @ (layer.levels.double() * layer.scales.double()[:, None]).t()
+
+
+def text(n_tokens: int, k: int) -> torch.Tensor:
+    x = torch.randn(n_tokens, k, generator=torch.Generator().manual_seed(k))
+    x[0, k // 2] = 100
+    return x
+
+
+def layer_of(kind: type[Int8Linear | Int4Linear], k: int) -> Int8Linear | Int4Linear:
+    torch.manual_seed(k)
+    return kind(nn.Linear(k, N_ROWS, bias=False))
+
+
+@pytest.mark.parametrize(("kind", "k"), [(Int8Linear, k) for k in (1, 7, 33, 96, 576, 9_000)] + [(Int4Linear, 576)])
+def test_products_are_right(kind: type[Int8Linear | Int4Linear], k: int) -> None:
+    layer, x = layer_of(kind, k), text(7, k)
+    expected = exact(layer, x)
+    alone = torch.cat([multiplied(layer, row) for row in x.split(1)])
+    for n in (1, 2, 3, 4, 5, 7):
+        got = multiplied(layer, x[:n])
+        assert ((got - expected[:n]).norm(dim=1) < ROUNDING * expected[:n].norm(dim=1)).all()
+        assert torch.allclose(got, alone[:n], rtol=1e-6, atol=1e-6), "whoever is beside it"
+
+
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_what_is_no_number_does_not_get_lost(kind: type[Int8Linear | Int4Linear]) -> None:
+    x = text(4, 64)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    assert torch.isfinite(multiplied(layer_of(kind, 64), x)).all(1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("k", [1, 576, 14_336, 1 << 18])
+def test_sums_fit(k: int) -> None:
+    """Every level the largest one, in weights and in what enters."""
+    assert levels.CHUNK // layout.WIDTH * 127 * levels.MOST < 2**31
+    layer = layer_of(Int8Linear, k)
+    layer.levels.fill_(127)
+    got, expected = multiplied(layer, torch.ones(1, k)), exact(layer, torch.ones(1, k))
+    assert torch.allclose(got.double(), expected, rtol=1e-5)
