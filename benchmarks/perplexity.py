@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -19,6 +23,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from swarmd.client.ends import Ends
+from swarmd.compute import skeleton
+from swarmd.compute.head import Int8Head
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.rates import decode_rates, last, prefill_rates
 from swarmd.compute.span import LoadedSpan
@@ -35,17 +41,28 @@ KINDS = (
 )
 WINDOW = 512  # tokens
 MEASURE_S = 2.0  # for each speed
+HEADER = """| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |
+|---|---|---|---|---|---|---|---|"""
 
 
-def perplexity(span: LoadedSpan, ends: Ends, ids: torch.Tensor) -> float:
+def perplexity(
+    span: LoadedSpan, ends: Ends, ids: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> float:
     """exp of the mean negative log-likelihood of each token after the first of its window [n, WINDOW]."""
     total, positions = 0.0, torch.arange(WINDOW).unsqueeze(0)
     for row in ids:
         embedded = ends.embed([row.tolist()], [0])[0].to(span.dtype)
         hidden = span.forward(embedded, positions)[0].float()
-        logits = torch.cat([ends.logits(part, span.layer_arity) for part in hidden[:-1].split(64)])
+        logits = torch.cat([logits_of(part) for part in hidden[:-1].split(64)])
         total += float(functional.cross_entropy(logits, row[1:], reduction="sum"))
     return math.exp(total / (len(ids) * (WINDOW - 1)))
+
+
+def in_8_bits(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Norm and head, this one in 8 bits."""
+    model: Any = skeleton.load(folder, None, torch.float32)
+    head = Int8Head(model.get_output_embeddings(), Path(tempfile.gettempdir()))
+    return lambda hidden: head(model.get_decoder().norm(hidden))
 
 
 SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of plain numbers; they are no parameters
@@ -68,14 +85,14 @@ def main() -> None:
     ids = torch.tensor(tokenizer(text)["input_ids"][: n_windows * WINDOW]).view(-1, WINDOW)
     ends = Ends(folder, torch.float32)
     print(f"{len(ids)} windows of {WINDOW} tokens\n")
-    print("| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |")
-    print("|---|---|---|---|---|---|---|---|")
     first = 0.0
     for dtype, quantize in KINDS:
         span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize)
         span.self_test()
-        found = perplexity(span, ends, ids)
-        first = first or found
+        found = perplexity(span, ends, ids, partial(ends.logits, arity=span.layer_arity))
+        if not first:
+            first, eight = found, perplexity(span, ends, ids, in_8_bits(folder))
+            print(f"with the head in 8 bits {eight:.3f}, {eight / first:.4f} of float32's\n\n{HEADER}")
         n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
         span.quicken()
         speeds = [last(decode_rates(span, n, MEASURE_S)) for n in (1, 4)] + [last(prefill_rates(span, MEASURE_S))]

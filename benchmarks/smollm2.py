@@ -42,6 +42,7 @@ NEVER_SAID = 3  # <repo_name>: to forbid an end instead takes transformers 2 ms 
 SHORT = 32  # tokens of the other prompt whose first token counts
 WARM_S = 5.0  # speeds are measured, routes settle
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_1"}  # at equal bits
+HEADS_IN_8_BITS = ("int8", "int4")  # llama.cpp's: Q8_0 for both, as this model's width is no multiple of 256
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -74,7 +75,8 @@ def ours(kind: str, folder: Path, rounds: int) -> Measured:
     with tempfile.TemporaryDirectory() as root, local_swarm(Path(root)) as swarm:
         swarm.serving((0, 15), (15, 30), model="smol", models={"smol": folder}, **settings)
         with swarmd.connect(swarm.invite()) as client:
-            model = client.model("smol", lookup=False, dtype="bfloat16" if kind == "bfloat16" else "float32")
+            dtype, head = "bfloat16" if kind == "bfloat16" else "float32", "int8" if kind in HEADS_IN_8_BITS else "own"
+            model = client.model("smol", lookup=False, dtype=dtype, head=head)
             tokenizer, text = client.tokenizer("smol"), topics["specialnames"]
             prompts = [tokenizer(text[500 * i :], return_tensors="pt")["input_ids"][:, :N_PROMPT] for i in range(12)]
             beginning = generate(model, prompts[8], 17) - generate(model, prompts[9], 1)

@@ -31,6 +31,7 @@ from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
 from swarmd.values import ModelId
 
+HEADS = ("own", "int8")  # what computes logits here
 T = TypeVar("T")
 
 
@@ -237,6 +238,7 @@ class Swarm:
         quantize: str = "auto",
         draft: str = "",
         lookup: bool = True,
+        head: str = "own",
         only: Sequence[str] = (),
         verify: float = 0.0,
         wait_s: float = 10.0,
@@ -250,12 +252,15 @@ class Swarm:
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
         here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
+        ``head``: own, or int8, which reads half of the bytes for each token here and is off by half a percent.
         ``only`` these peers (ids, or how they end) read the text. Others check servers now and then, at least a share
         ``verify`` of what they compute; with 1.0 every token, and generating ends with WrongAnswer at the first lie.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         if quantize not in (kinds := ("auto", "any", *QUANTIZE)):
             raise ConfigError(f"quantize is one of {', '.join(kinds)}, not {quantize!r}")
+        if head not in HEADS:
+            raise ConfigError(f"head is one of {', '.join(HEADS)}, not {head!r}")
         (model, n_blocks), folder = self._ready(name, wait_s)
         lora = self._swarm.adapter(adapter, model)
         readers = frozenset(self.view().peer_ending(peer) for peer in only)
@@ -274,7 +279,8 @@ class Swarm:
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead)
+        compiled = self._swarm.weights_folder if head == "int8" else None
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, compiled)
 
     def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:
         """A model's hash, blocks and own part here, once all blocks are served. Raises SwarmError."""

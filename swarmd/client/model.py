@@ -28,6 +28,7 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
 from swarmd.compute import skeleton
+from swarmd.compute.head import Int8Head
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
@@ -176,20 +177,21 @@ def remote_model(
     lanes: Lanes,
     dtype: torch.dtype = torch.float32,
     ahead: Ahead | None = None,
+    int8_head: Path | None = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
     ``last_speculation``, which tokens were tried ahead in it (by ``ahead``; None: none are); and ``micro_batch_rows``,
-    how many rows of a batch travel together in fine-tuning (0 chooses).
+    how many rows of a batch travel together in fine-tuning (0 chooses). With a folder for what is compiled as
+    ``int8_head`` its head is computed in 8 bits. Raises ConfigError when it cannot be.
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: Any = skeleton.decoder_layers(model)
     model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, layers)
-    if type(head := model.get_output_embeddings()) is nn.Linear:
-        quicken(head)
+    _choose_head(model, int8_head)
     limit = skeleton.longest_context(model.config)
     model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
     call = _Call()
@@ -219,6 +221,17 @@ def remote_model(
     _own_forward(model, call, lambda: own.lora_of(model, layers))
     _own_generate(model, call, ahead or Ahead(looks_up=False))
     return model
+
+
+def _choose_head(model: Any, int8_head: Path | None) -> None:
+    """Have the head computed by what is fastest here, or in 8 bits. Raises ConfigError."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and int8_head is None:
+        quicken(head)
+    elif type(head) is nn.Linear and int8_head is not None:
+        model.set_output_embeddings(Int8Head(head, int8_head))
+    elif int8_head is not None:
+        raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
 
 
 def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:

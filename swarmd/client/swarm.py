@@ -114,6 +114,11 @@ class AsyncSwarm:
         self._runs: dict[str, RunGuest] = {}
         self._tasks = Tasks()
 
+    @property
+    def weights_folder(self) -> Path:
+        """Where this client keeps what came from the swarm, and what it compiled."""
+        return self._membership.weights
+
     def view(self) -> SwarmView:
         """The frozen picture of all records."""
         return self.exchange.view()

@@ -13,7 +13,8 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +152,21 @@ def fuse(
 
 
 def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
-    """The compiled function, which is kept beside its source, or in this folder. Raises NotFused."""
+    """The function that computes blocks, compiled. Raises NotFused."""
+    with compiling(cache_folder):
+        from swarmd.compute.compiled.blocks import run
+
+        run(*_nothing())
+    return run
+
+
+@contextmanager
+def compiling(cache_folder: Path) -> Iterator[None]:
+    """Within, functions of ``compiled`` may be imported and called: what was compiled is kept beside the source, or in
+    this folder.
+
+    Raises NotFused.
+    """
     source = Path(compiled.__path__[0])
     parent = source if os.access(source, os.W_OK) else cache_folder
     try:
@@ -169,12 +184,9 @@ def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # compiling takes 20 s: who starts at the same time waits for it instead
-            from swarmd.compute.compiled.blocks import run
-
-            run(*_nothing())
+            yield
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
         raise NotFused(f"numba: {str(error)[:200]}") from None
-    return run
 
 
 def _nothing() -> tuple[Numbers, ...]:

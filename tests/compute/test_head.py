@@ -1,0 +1,51 @@
+"""A head in 8 bits gives the logits of the head, but for half a percent, and gradients to what enters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from swarmd.compute.head import Int8Head
+from swarmd.compute.quantize import relative_error
+from swarmd.errors import ConfigError
+
+LOSS = 0.01  # of 8 bits, relative
+
+
+def head_of(vocabulary: int, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(96, vocabulary, bias=bias)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 2)])
+def test_its_logits_are_the_heads(bias: bool, shape: tuple[int, int], tmp_path: Path) -> None:
+    plain = head_of(250, bias)
+    head, hidden = Int8Head(plain, tmp_path), torch.randn(*shape, 96)
+    expected, logits = plain(hidden), head(hidden)
+    assert logits.shape == (*shape, 250)
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, expected) < LOSS
+    exact = hidden @ head.weight.t() + (plain.bias if bias else 0)
+    assert relative_error(logits, exact) < 1e-4, "what enters is rounded to 16 bits only"
+    assert torch.equal(head(hidden.bfloat16()), head(hidden.bfloat16().float()))
+
+
+def test_gradients_flow_through_it(tmp_path: Path) -> None:
+    plain = head_of(64)
+    head, hidden = Int8Head(plain, tmp_path), torch.randn(2, 5, 96, requires_grad=True)
+    (got,) = torch.autograd.grad(head(hidden).square().sum(), hidden)
+    (expected,) = torch.autograd.grad(plain(hidden).square().sum(), hidden)
+    assert relative_error(got, expected) < 2 * LOSS
+
+
+def test_what_it_is_not_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="even size: say head = own"):
+        Int8Head(head_of(63), tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "numba", None)
+    with pytest.raises(ConfigError, match="cannot be compiled here"):
+        Int8Head(head_of(64), tmp_path)
