@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from swarmd.compute.compiled import layout, machine
-from swarmd.compute.fused import FusedPass, NotFused, fuse
+from swarmd.compute.compiled import layout
+from swarmd.compute.fused import FusedPass, NotFused, compiling, fuse
 from swarmd.compute.kvcache import SHARED_TOKENS
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import FUSED_TOLERANCE
@@ -17,6 +18,9 @@ from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.values import Span
 from tests.families import FAMILIES, make
+
+with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
+    from swarmd.compute.compiled import machine
 
 BLOCKS = Span(0, 2)
 OF_THIS_KIND = ("llama", "qwen2", "qwen3", "gemma", "smollm3")  # with biases, norms of heads, other norms and curves

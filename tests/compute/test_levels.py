@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.compiled import layout, levels, matrices
+from swarmd.compute.compiled import layout
+from swarmd.compute.fused import compiling
 from swarmd.compute.linear import Int4Linear, Int8Linear
+
+with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
+    from swarmd.compute.compiled import levels, matrices
 
 ROUNDING = 3e-4  # of 16 bits, relative, beside a number that is 100 times as large
 N_ROWS = 2 * layout.ROWS
