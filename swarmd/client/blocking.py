@@ -38,8 +38,8 @@ T = TypeVar("T")
 class BlockingSession:
     """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
 
-    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, session: ChainSession) -> None:
-        self.chain_session = session
+    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, terms: Terms) -> None:
+        self.chain_session: ChainSession = thread.call(swarm.open_session, terms)
         self._thread = thread
         self._swarm = swarm
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -257,13 +257,9 @@ class Swarm:
         ``verify`` of what they compute; with 1.0 every token, and generating ends with WrongAnswer at the first lie.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        if quantize not in (kinds := ("auto", "any", *QUANTIZE)):
-            raise ConfigError(f"quantize is one of {', '.join(kinds)}, not {quantize!r}")
-        if head not in HEADS:
-            raise ConfigError(f"head is one of {', '.join(HEADS)}, not {head!r}")
+        _check(quantize=(quantize, ("auto", "any", *QUANTIZE)), head=(head, HEADS))
         (model, n_blocks), folder = self._ready(name, wait_s)
-        lora = self._swarm.adapter(adapter, model)
-        readers = frozenset(self.view().peer_ending(peer) for peer in only)
+        lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
 
         def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
             grade = "exact" if exact else "replayed"
@@ -274,13 +270,12 @@ class Swarm:
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:
                 raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
-            opened = self._thread.call(self._swarm.open_session, terms(batch, max_tokens, own))
-            return BlockingSession(self._thread, self._swarm, opened)
+            return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, own))
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
-        compiled = self._swarm.weights_folder if head == "int8" else None
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, compiled)
+        int8_head = self._swarm.weights_folder if head == "int8" else None
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, int8_head)
 
     def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:
         """A model's hash, blocks and own part here, once all blocks are served. Raises SwarmError."""
@@ -315,3 +310,10 @@ class Swarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check(**said: tuple[str, Sequence[str]]) -> None:
+    """Is what was said one of its choices? Raises ConfigError."""
+    for what, (choice, choices) in said.items():
+        if choice not in choices:
+            raise ConfigError(f"{what} is one of {', '.join(choices)}, not {choice!r}")

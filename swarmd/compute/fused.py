@@ -62,7 +62,7 @@ LINEARS = {nn.Linear: 2, Int8Linear: 2, Int4Linear: layout.ROWS}  # and of what 
 Numbers = npt.NDArray[Any]
 
 
-class NotFused(Exception):
+class NotFused(RuntimeError):
     """Why a span is not computed by one call."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class Kernel:
     tolerance: float
 
 
-KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights are
+Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]
+NO_MORE: Kernels = MappingProxyType({})
+KERNELS: Kernels = {  # by what the weights are
     torch.float32: {
         "onednn": Kernel(PackedLinear, lambda layer: True, 1e-4),
         "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
@@ -61,14 +64,14 @@ KERNELS: Mapping[torch.dtype, Mapping[str, Kernel]] = {  # by what the weights a
 }
 
 
-def choose(model: nn.Module, rows: Sequence[int] = ROWS) -> Decision[str]:
+def choose(model: nn.Module, rows: Sequence[int] = ROWS, more: Kernels = NO_MORE) -> Decision[str]:
     """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
 
-    ``rows``: of the passes that count; others are computed by other means.
+    ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
     """
     if layers(model, Int4Linear):
         return Decision("plain", "4 bits by torch's only kernel for them")
-    decision, kernel = _decide(list(layers(model, *REPLACED).values()), rows)
+    decision, kernel = _decide(list(layers(model, *REPLACED).values()), rows, more)
     if kernel is not None:
         replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *REPLACED)
     return decision
@@ -126,11 +129,13 @@ class QuickLinear(nn.Linear):
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-def _decide(found: Sequence[Any], rows: Sequence[int]) -> tuple[Decision[str], Kernel | None]:
+def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) -> tuple[Decision[str], Kernel | None]:
     kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
-    offers = [KERNELS[dtype] for dtype, device in kinds if dtype in KERNELS and device == "cpu"]
+    offers = [
+        {**KERNELS[dtype], **more.get(dtype, {})} for dtype, device in kinds if dtype in KERNELS and device == "cpu"
+    ]
     if not offers:
         return Decision("plain", "not float32, bfloat16 or int8 on a CPU"), None
     sample = _sample(found)

@@ -1,4 +1,4 @@
-"""A head in 8 bits gives the logits of the head, but for half a percent, and gradients to what enters."""
+"""Layers and heads in 8 bits by compiled code give what they should, and gradients to what enters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.head import Int8Head
+from swarmd.compute.int8 import Int8Head, kernel
+from swarmd.compute.kernels import works
+from swarmd.compute.linear import Int8Linear
 from swarmd.compute.quantize import relative_error
 from swarmd.errors import ConfigError
 
@@ -49,3 +51,16 @@ def test_what_it_is_not_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     with pytest.raises(ConfigError, match="cannot be compiled here"):
         Int8Head(head_of(64), tmp_path)
+
+
+@torch.no_grad()
+def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(tmp_path: Path) -> None:
+    plain, offer = Int8Linear(head_of(250, bias=True)), kernel(tmp_path)
+    layer = offer.make(plain)
+    assert offer.fits(plain)
+    assert works(plain, layer, offer.tolerance)
+    hidden = torch.randn(3, 96).bfloat16()
+    assert layer(hidden).dtype == torch.bfloat16
+    exact = hidden.double() @ layer.weight.double().t() + plain.bias
+    assert relative_error(layer(hidden.float()), exact) < 1e-4
+    assert not offer.fits(Int8Linear(head_of(63)))

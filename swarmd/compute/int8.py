@@ -1,0 +1,80 @@
+"""Layers in 8 bits by compiled code (``compiled.levels``): multiplied in whole numbers with what enters, in 16 bits.
+
+Where a whole block is not one call, its layers can be; and a head, whose vocabulary is a fifth of a small model's bytes
+and is read for each token. Its logits are off by half a percent (docs/models.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from swarmd.compute.compiled import layout
+from swarmd.compute.fused import NotFused, compiling
+from swarmd.compute.kernels import Kernel
+from swarmd.compute.linear import FrozenLinear, Int8Linear
+from swarmd.errors import ConfigError
+
+MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
+TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
+
+
+class LevelsLinear(FrozenLinear):
+    """Another way to compute an Int8Linear, in one thread. Raises NotFused where nothing can be compiled."""
+
+    def __init__(self, layer: Int8Linear, cache_folder: Path) -> None:
+        super().__init__(layer)
+        self._levels, self._scales = layer.levels.detach(), layer.scales.detach().float()
+        self._table = np.zeros(layout.N_ADDRESSES, np.int64)
+        self._table[0], self._table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
+        with compiling(cache_folder):
+            from swarmd.compute.compiled.matrices import multiply
+
+            self._multiply = multiply
+            self._multiplied(torch.zeros(1, self.in_features))
+
+    @staticmethod
+    def fits(layer: Int8Linear) -> bool:
+        """Two rows are computed at a time."""
+        return layer.out_features % 2 == 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, float32, made anew."""
+        return self._levels * self._scales[:, None]
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._multiplied(hidden).to(hidden.dtype)
+
+    def _multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In float32."""
+        rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
+        out = torch.empty(len(rows), self.out_features)
+        for at in range(0, len(rows), MOST_ROWS):
+            some = slice(at, at + MOST_ROWS)
+            self._multiply(layout.INT8, self._table, 0, rows[some].numpy(), out[some].numpy(), False)
+        out = out.view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class Int8Head(LevelsLinear):
+    """A head in 8 bits: hidden [..., d] to float32 logits [..., vocabulary]. Raises ConfigError where it cannot be."""
+
+    def __init__(self, head: nn.Linear, cache_folder: Path) -> None:
+        if head.weight.device.type != "cpu" or head.out_features % 2:
+            raise ConfigError("head = int8 is for CPUs and vocabularies of an even size: say head = own")
+        try:
+            super().__init__(Int8Linear(head), cache_folder)
+        except NotFused as error:
+            raise ConfigError(f"head = int8 cannot be compiled here ({error}): say head = own") from None
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._multiplied(hidden)
+
+
+def kernel(cache_folder: Path) -> Kernel:
+    """LevelsLinear, among what may compute layers; what is compiled is kept there (``fused.compiling``)."""
+    return Kernel(lambda layer: LevelsLinear(layer, cache_folder), LevelsLinear.fits, TOLERANCE)
