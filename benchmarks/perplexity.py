@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from swarmd.client.ends import Ends
 from swarmd.compute import skeleton
-from swarmd.compute.int8 import Int8Head
+from swarmd.compute.few_bits import Int8Head
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.rates import decode_rates, last, prefill_rates
 from swarmd.compute.span import LoadedSpan

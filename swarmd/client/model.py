@@ -28,7 +28,7 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
 from swarmd.compute import skeleton
-from swarmd.compute.int8 import Int8Head
+from swarmd.compute.few_bits import Int8Head
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit

@@ -267,13 +267,8 @@ def _table(
             if not is_half:
                 weight.data = there
             row[which] = there.data_ptr()
-            if isinstance(layer, Int8Linear):
-                row[layout.SCALES + which] = keep(layer.scales.detach().float())
-            elif isinstance(layer, Int4Linear):
-                scales = layer.scales.detach().view(
-                    len(layer.scales), -1, layout.ROWS, 2
-                )  # by groups and blocks of rows
-                row[layout.SCALES + which] = keep(scales.permute(1, 0, 3, 2).contiguous())
+            if isinstance(layer, Int8Linear | Int4Linear):
+                row[layout.SCALES + which] = keep(scales_of(layer))
             if layer.bias is not None:
                 row[layout.BIAS + which] = keep(layer.bias.detach().float())
         width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
@@ -284,6 +279,14 @@ def _table(
                     raise NotFused(f"{name} has {norm.weight.numel()} weights")
                 row[which] = keep(_norm_weight(norm))
     return STORED[torch.float16 if is_half else dtype], table, held
+
+
+def scales_of(layer: Int8Linear | Int4Linear) -> torch.Tensor:
+    """As compiled code reads them: see ``layout``."""
+    scales = layer.scales.detach()
+    if isinstance(layer, Int8Linear):
+        return scales.float()
+    return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
 
 
 def _padded(n_bytes: int) -> int:

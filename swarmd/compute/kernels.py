@@ -61,6 +61,7 @@ KERNELS: Kernels = {  # by what the weights are
         "half": Kernel(HalfLinear, lambda layer: not has_bfloat16() and HalfLinear.fits(layer), 0.03),
     },
     torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
+    torch.uint8: {},  # 4 bits, two in a byte
 }
 
 
@@ -69,11 +70,10 @@ def choose(model: nn.Module, rows: Sequence[int] = ROWS, more: Kernels = NO_MORE
 
     ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
     """
-    if layers(model, Int4Linear):
-        return Decision("plain", "4 bits by torch's only kernel for them")
-    decision, kernel = _decide(list(layers(model, *REPLACED).values()), rows, more)
+    kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
+    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more)
     if kernel is not None:
-        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *REPLACED)
+        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds)
     return decision
 
 
@@ -137,11 +137,11 @@ def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) 
         {**KERNELS[dtype], **more.get(dtype, {})} for dtype, device in kinds if dtype in KERNELS and device == "cpu"
     ]
     if not offers:
-        return Decision("plain", "not float32, bfloat16 or int8 on a CPU"), None
+        return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
     sample = _sample(found)
     if sum(_kept(layer).nbytes for layer in sample) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
-    dtype = torch.bfloat16 if isinstance(sample[0], Int8Linear) else sample[0].weight.dtype
+    dtype = torch.bfloat16 if isinstance(sample[0], Int8Linear | Int4Linear) else sample[0].weight.dtype
     times, missing = {"plain": _times(sample, dtype, rows)}, ""
     for name, kernel in offers[0].items():
         try:
@@ -152,9 +152,9 @@ def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) 
     return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
 
 
-def _kept(layer: nn.Linear | Int8Linear) -> torch.Tensor:
+def _kept(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
     """The weight as it lies in memory."""
-    return layer.levels if isinstance(layer, Int8Linear) else layer.weight
+    return layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
 
 
 def _sample(found: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from swarmd.compute import int8, skeleton
+from swarmd.compute import few_bits, skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
@@ -145,8 +145,7 @@ class LoadedSpan:
             self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block)
         except NotFused as error:
             why = f"; not one call: {error}"
-        more = {torch.int8: {"levels": int8.kernel(cache_folder)}}
-        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, more)
+        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, few_bits.kernels(cache_folder))
         self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action
 
     def quicken(self) -> None:

@@ -132,7 +132,7 @@ def other_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_layers_stay_what_they_are() -> None:
     assert choose(nn.Sequential(linear(64, 64))).reason == "so small that caches hold it"
-    assert choose(nn.Sequential(linear(64, 64).double())).reason == "not float32, bfloat16 or int8 on a CPU"
+    assert choose(nn.Sequential(linear(64, 64).double())).reason == "not float32, bfloat16, int8 or int4 on a CPU"
     assert choose(nn.Sequential(linear(64, 64), linear(64, 64).bfloat16())).action == "plain"
 
 

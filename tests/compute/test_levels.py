@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import compiling
+from swarmd.compute.fused import compiling, scales_of
 from swarmd.compute.linear import Int4Linear, Int8Linear
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
@@ -24,11 +24,7 @@ N_ROWS = 2 * layout.ROWS
 
 def table_of(layer: Int8Linear | Int4Linear) -> tuple[npt.NDArray[np.int64], list[torch.Tensor]]:
     """The addresses of a layer's levels and scales, and what keeps them there."""
-    scales = layer.scales.detach()
-    if isinstance(layer, Int8Linear):
-        kept = scales.float()
-    else:
-        kept = scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+    kept = scales_of(layer)
     table = np.zeros(layout.N_ADDRESSES, np.int64)
     table[layout.QUERY], table[layout.SCALES + layout.QUERY] = layer.levels.data_ptr(), kept.data_ptr()
     return table, [kept]

@@ -1,4 +1,4 @@
-"""Layers in 8 bits by compiled code (``compiled.levels``): multiplied in whole numbers with what enters, in 16 bits.
+"""Layers in 8 or 4 bits by compiled code (``compiled.levels``): whole numbers, and so is what enters, in 16 bits.
 
 Where a whole block is not one call, its layers can be; and a head, whose vocabulary is a fifth of a small model's bytes
 and is read for each token. Its logits are off by half a percent (docs/models.md).
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import NotFused, compiling
-from swarmd.compute.kernels import Kernel
-from swarmd.compute.linear import FrozenLinear, Int8Linear
+from swarmd.compute.fused import LINEARS, NotFused, compiling, scales_of
+from swarmd.compute.kernels import Kernel, Kernels
+from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear
 from swarmd.errors import ConfigError
 
 MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
@@ -23,11 +23,12 @@ TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
 
 
 class LevelsLinear(FrozenLinear):
-    """Another way to compute an Int8Linear, in one thread. Raises NotFused where nothing can be compiled."""
+    """Another way to compute such a layer, in one thread. Raises NotFused where nothing can be compiled."""
 
-    def __init__(self, layer: Int8Linear, cache_folder: Path) -> None:
+    def __init__(self, layer: Int8Linear | Int4Linear, cache_folder: Path) -> None:
         super().__init__(layer)
-        self._levels, self._scales = layer.levels.detach(), layer.scales.detach().float()
+        self._stored = layout.INT4 if isinstance(layer, Int4Linear) else layout.INT8
+        self._levels, self._scales = layer.levels.detach(), scales_of(layer)
         self._table = np.zeros(layout.N_ADDRESSES, np.int64)
         self._table[0], self._table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
         with compiling(cache_folder):
@@ -37,17 +38,23 @@ class LevelsLinear(FrozenLinear):
             self._multiplied(torch.zeros(1, self.in_features))
 
     @staticmethod
-    def fits(layer: Int8Linear) -> bool:
-        """Two rows are computed at a time."""
-        return layer.out_features % 2 == 0
+    def fits(layer: Int8Linear | Int4Linear) -> bool:
+        """So many rows are computed at a time."""
+        return layer.out_features % LINEARS[type(layer)] == 0
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight as plain numbers, float32, made anew."""
+        if self._stored == layout.INT4:
+            return self._multiplied(torch.eye(self.in_features)).t()
         return self._levels * self._scales[:, None]
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(hidden).to(hidden.dtype)
+        return self._with_bias(hidden).to(hidden.dtype)
+
+    def _with_bias(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self._multiplied(hidden)
+        return out if self.bias is None else out + self.bias
 
     def _multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
         """In float32."""
@@ -55,9 +62,8 @@ class LevelsLinear(FrozenLinear):
         out = torch.empty(len(rows), self.out_features)
         for at in range(0, len(rows), MOST_ROWS):
             some = slice(at, at + MOST_ROWS)
-            self._multiply(layout.INT8, self._table, 0, rows[some].numpy(), out[some].numpy(), False)
-        out = out.view(*hidden.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+            self._multiply(self._stored, self._table, 0, rows[some].numpy(), out[some].numpy(), False)
+        return out.view(*hidden.shape[:-1], self.out_features)
 
 
 class Int8Head(LevelsLinear):
@@ -72,9 +78,10 @@ class Int8Head(LevelsLinear):
             raise ConfigError(f"head = int8 cannot be compiled here ({error}): say head = own") from None
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(hidden)
+        return self._with_bias(hidden)
 
 
-def kernel(cache_folder: Path) -> Kernel:
+def kernels(cache_folder: Path) -> Kernels:
     """LevelsLinear, among what may compute layers; what is compiled is kept there (``fused.compiling``)."""
-    return Kernel(lambda layer: LevelsLinear(layer, cache_folder), LevelsLinear.fits, TOLERANCE)
+    kernel = Kernel(lambda layer: LevelsLinear(layer, cache_folder), LevelsLinear.fits, TOLERANCE)
+    return {torch.int8: {"levels": kernel}, torch.uint8: {"levels": kernel}}

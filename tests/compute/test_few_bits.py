@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.int8 import Int8Head, kernel
+from swarmd.compute.few_bits import Int8Head, kernels
 from swarmd.compute.kernels import works
-from swarmd.compute.linear import Int8Linear
+from swarmd.compute.linear import Int4Linear, Int8Linear
 from swarmd.compute.quantize import relative_error
 from swarmd.errors import ConfigError
 
@@ -54,8 +54,12 @@ def test_what_it_is_not_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @torch.no_grad()
-def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(tmp_path: Path) -> None:
-    plain, offer = Int8Linear(head_of(250, bias=True)), kernel(tmp_path)
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(
+    kind: type[Int8Linear | Int4Linear], tmp_path: Path
+) -> None:
+    plain = kind(head_of(256, bias=True))
+    offer = kernels(tmp_path)[plain.levels.dtype]["levels"]
     layer = offer.make(plain)
     assert offer.fits(plain)
     assert works(plain, layer, offer.tolerance)
@@ -63,4 +67,9 @@ def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(tmp_path: P
     assert layer(hidden).dtype == torch.bfloat16
     exact = hidden.double() @ layer.weight.double().t() + plain.bias
     assert relative_error(layer(hidden.float()), exact) < 1e-4
-    assert not offer.fits(Int8Linear(head_of(63)))
+    assert relative_error(layer.weight, plain.weight) < LOSS
+
+
+def test_rows_that_do_not_come_out_even_are_not_for_it(tmp_path: Path) -> None:
+    for plain in (Int8Linear(head_of(63)), Int4Linear(head_of(48))):
+        assert not kernels(tmp_path)[plain.levels.dtype]["levels"].fits(plain)
