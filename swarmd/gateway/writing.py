@@ -46,9 +46,9 @@ class Writer:
 
     def _release(self, part: str) -> str:
         text, self._held = self._held + part, ""
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:  # the one that is whole first, however tokens cut the text
+            _, at, self.stopped = min(found)
             return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]

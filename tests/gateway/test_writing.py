@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -31,11 +31,13 @@ def test_text_comes_as_it_is(text: str) -> None:
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3))
 @settings(max_examples=200)
-def test_it_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+@example("080", ["8", "080"])
+@example("080", ["80", "080"])
+def test_it_ends_before_the_stop_string_that_is_whole_first(text: str, stops: list[str]) -> None:
     whole = TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids)
     found, writer = written(text, tuple(stops))
-    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
-    assert found == (whole[: min(ends)] if ends else whole)
+    ends = [(at + len(stop), at) for stop in stops if (at := whole.find(stop)) >= 0]
+    assert found == (whole[: min(ends)[1]] if ends else whole)
     assert (writer.stopped is None) == (not ends)
 
 
