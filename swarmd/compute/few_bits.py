@@ -29,8 +29,6 @@ class LevelsLinear(FrozenLinear):
         super().__init__(layer)
         self._stored = layout.INT4 if isinstance(layer, Int4Linear) else layout.INT8
         self._levels, self._scales = layer.levels.detach(), scales_of(layer)
-        self._table = np.zeros(layout.N_ADDRESSES, np.int64)
-        self._table[0], self._table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
         with compiling(cache_folder):
             from swarmd.compute.compiled.matrices import multiply
 
@@ -60,9 +58,11 @@ class LevelsLinear(FrozenLinear):
         """In float32."""
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
+        table = np.zeros(layout.N_ADDRESSES, np.int64)  # anew: a copy of this layer has weights of its own
+        table[0], table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
         for at in range(0, len(rows), MOST_ROWS):
             some = slice(at, at + MOST_ROWS)
-            self._multiply(self._stored, self._table, 0, rows[some].numpy(), out[some].numpy(), False)
+            self._multiply(self._stored, table, 0, rows[some].numpy(), out[some].numpy(), False)
         return out.view(*hidden.shape[:-1], self.out_features)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 
 import msgspec
 import pytest
@@ -44,7 +45,9 @@ class Bench:
     """An engine and the sessions that a test drives by hand."""
 
     def __init__(self, span: LoadedSpan, calls_aside: bool = False) -> None:
-        self.engine = Engine(span, Budget(), calls_aside=calls_aside)
+        """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
+        self.now = 0.0
+        self.engine = Engine(span, Budget(), (lambda: self.now) if calls_aside else time.perf_counter, calls_aside)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
         self.others: list[messages.AnyMessage] = []
         self.raw: list[bytes] = []
@@ -184,6 +187,7 @@ def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) ->
 
     def on_block() -> None:
         nonlocal n_steps
+        bench.now += 1.0
         if bench.engine.lets_in:
             bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
             bench.step_aside()
@@ -216,6 +220,7 @@ def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
     bench.run()
 
     def on_block() -> None:
+        bench.now += 1.0
         if bench.engine.lets_in and not bench.others:
             bench.put(failing, prompt[:, :1], 1)
             with monkeypatch.context() as broken:
