@@ -23,8 +23,18 @@ DAEMON = (
     "swarmd.net.direct",
     "swarmd.net.libp2p.host",
     "swarmd.net.libp2p.kademlia",
+    "swarmd.train.runs",
+    "scipy.optimize",
+    "typer._adapters",
 )
-WORKER = ("swarmd.compute.worker", "swarmd.compute.gradients", "tests.real.warm")
+WORKER = (
+    "swarmd.compute.worker",
+    "swarmd.compute.gradients",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft",
+    "tests.real.warm",
+)
 COMMANDS = (
     "swarmd_cli.main",
     "swarmd.client.blocking",
@@ -32,6 +42,7 @@ COMMANDS = (
     "swarmd.compute.gradients",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
+    "typer._adapters",
 )
 IS_ON = os.environ.get("SWARMD_TEST_FORKS") == "1"
 
