@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct with its blocks in each precision: perplexity on a text, speed, memory, in one run.
+"""SmolLM2-135M-Instruct with blocks and caches in each precision: perplexity on a text, speed, memory, in one run.
 
 python -m benchmarks.perplexity
 
 The text is what Python's own help says (pydoc_data.topics), in windows of 512 tokens; embedding, norm and head are
-float32 for all. Speeds are those of one span of all 30 blocks, one thread: tokens/s of decoding one and four
-sessions, and of prefill.
+float32 for all, and keys and values are read from caches. Speeds are those of one span of all 30 blocks, one thread:
+tokens/s of decoding one and four sessions, and of prefill.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
 KINDS = (
-    ("float32", "none"),
-    ("bfloat16", "none"),
-    ("float32", "int8"),
-    ("bfloat16", "int8"),
-    ("float32", "int4"),
-    ("float32", "nf4"),
+    ("float32", "none", "none"),
+    ("bfloat16", "none", "none"),
+    ("float32", "none", "int8"),
+    ("float32", "int8", "none"),
+    ("float32", "int8", "int8"),
+    ("bfloat16", "int8", "none"),
+    ("float32", "int4", "none"),
+    ("float32", "nf4", "none"),
 )
 WINDOW = 512  # tokens
 MEASURE_S = 2.0  # for each speed
-HEADER = """| computed in | blocks in | perplexity | of float32's | MB | one session | four | prefill |
-|---|---|---|---|---|---|---|---|"""
+HEADER = """| computed in | blocks in | caches in | perplexity | of float32's | MB | one session | four | prefill |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def perplexity(
@@ -52,7 +54,7 @@ def perplexity(
     total, positions = 0.0, torch.arange(WINDOW).unsqueeze(0)
     for row in ids:
         embedded = ends.embed([row.tolist()], [0])[0].to(span.dtype)
-        hidden = span.forward(embedded, positions)[0].float()
+        hidden = span.forward(embedded, positions, None, span.new_cache(), 0)[0].float()
         logits = torch.cat([logits_of(part) for part in hidden[:-1].split(64)])
         total += float(functional.cross_entropy(logits, row[1:], reduction="sum"))
     return math.exp(total / (len(ids) * (WINDOW - 1)))
@@ -86,8 +88,8 @@ def main() -> None:
     ends = Ends(folder, torch.float32)
     print(f"{len(ids)} windows of {WINDOW} tokens\n")
     first = 0.0
-    for dtype, quantize in KINDS:
-        span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize)
+    for dtype, quantize, kv_cache in KINDS:
+        span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize, kv_cache=kv_cache)
         span.self_test()
         found = perplexity(span, ends, ids, partial(ends.logits, arity=span.layer_arity))
         if not first:
@@ -97,8 +99,11 @@ def main() -> None:
         span.quicken()
         speeds = [last(decode_rates(span, n, MEASURE_S)) for n in (1, 4)] + [last(prefill_rates(span, MEASURE_S))]
         told = " | ".join(f"{speed:.1f}" for speed in speeds)
-        kind = dtype if quantize == "none" else quantize
-        print(f"| {dtype} | {kind} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |", flush=True)
+        kind, kept = (dtype if asked == "none" else asked for asked in (quantize, kv_cache))
+        print(
+            f"| {dtype} | {kind} | {kept} | {found:.3f} | {found / first:.4f} | {n_bytes / 1e6:.0f} | {told} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
+KV_CACHE = ("none", "int8")
+FORMATS = tuple(q if kv == "none" else f"{q}+kv_{kv}" for kv in KV_CACHE for q in QUANTIZE)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
@@ -48,9 +50,15 @@ class Serve:
     max_blocks: int = 0
     dtype: str = "float32"
     quantize: str = "none"
+    kv_cache: str = "none"
     threads: int = 0
     cache_tokens: int = 131_072
     device: str = ""
+
+    @property
+    def format(self) -> str:
+        """In which bits it computes and keeps, as it announces that: servers of one format can check each other."""
+        return self.quantize if self.kv_cache == "none" else f"{self.quantize}+kv_{self.kv_cache}"
 
     @property
     def span(self) -> Span | None:
@@ -110,7 +118,8 @@ class Config:
     ``listen`` and ``announce`` are multiaddrs, comma-separated; ``blocks`` is START:END or "auto";
     ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
     travel; 0 is no limit.
-    ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``dtype`` is what everything else is computed in.
+    ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``kv_cache`` sessions' keys and values in 8; ``dtype`` is
+    what everything else is computed in.
     ``metrics`` is HOST:PORT of this machine where Prometheus may ask, "" is nowhere; ``log_format``: auto (for journald
     where it reads, else text), text or json.
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
@@ -139,6 +148,7 @@ class Config:
     balance_interval_s: int = 60
     dtype: str = "float32"
     quantize: str = "none"
+    kv_cache: str = "none"
     threads: int = 0
     device: str = ""
     cache_tokens: int = 131_072
@@ -292,6 +302,7 @@ def _check_policy(policy: PolicyConfig) -> None:
 def _check_serve(serve: Serve) -> None:
     _check_choice("dtype", serve.dtype, DTYPES)
     _check_choice("quantize", serve.quantize, QUANTIZE)
+    _check_choice("kv_cache", serve.kv_cache, KV_CACHE)
     for name in ("max_blocks", "threads", "cache_tokens"):
         if getattr(serve, name) < 0:
             raise ConfigError(f"serve.{name} cannot be negative, got {getattr(serve, name)}")

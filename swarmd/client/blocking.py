@@ -25,7 +25,7 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
-from swarmd.config import QUANTIZE
+from swarmd.config import FORMATS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
@@ -257,7 +257,7 @@ class Swarm:
         ``verify`` of what they compute; with 1.0 every token, and generating ends with WrongAnswer at the first lie.
         Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        _check(quantize=(quantize, ("auto", "any", *QUANTIZE)), head=(head, HEADS))
+        _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS))
         (model, n_blocks), folder = self._ready(name, wait_s)
         lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
 

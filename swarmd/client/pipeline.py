@@ -304,7 +304,7 @@ class Pipeline:
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
-            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
+            is_able = span.training_bytes > 0 and span.quantize.partition("+")[0] in WITH_GRADIENTS
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)

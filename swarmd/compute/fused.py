@@ -80,10 +80,10 @@ class FusedPass:
     on_pass: Callable[[], None]
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
-        """Do all sessions keep plain keys and values, and have some?"""
+        """Do all sessions keep plain keys and values as this reads them, and have some?"""
+        kept = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
         return all(
-            cache.is_plain and all(layer.has_shape and layer.dtype == self.dtype for layer in cache.owned)
-            for cache in caches
+            cache.is_plain and all(layer.has_shape and layer.dtype == kept for layer in cache.owned) for cache in caches
         )
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -121,8 +121,9 @@ def fuse(
     dtype: torch.dtype,
     cache_folder: Path,
     on_pass: Callable[[], None] = lambda: None,
+    keeps_8_bits: bool = False,
 ) -> FusedPass:
-    """Find in these blocks what one call can compute. Raises NotFused.
+    """Find in these blocks what one call can compute, with caches in 8 bits or in ``dtype``. Raises NotFused.
 
     Weights are moved to memory of their own, in large pages where there are any, and the model uses them there.
     """
@@ -146,7 +147,8 @@ def fuse(
         raise NotFused("its blocks are of another kind")
     run_blocks = compiled_blocks(cache_folder)  # only for blocks that it is for: it takes half a second, or 20
     stored, table, held = _table(blocks, matrices, head)
-    shape = np.array([heads, kept_heads, head, inner, stored, STORED[dtype], curve], np.int64)
+    kept = layout.INT8 if keeps_8_bits else STORED[dtype]
+    shape = np.array([heads, kept_heads, head, inner, stored, kept, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
     return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from swarmd.compute.kvcache import SlabLayer, SpanCache
+from swarmd.compute.kvcache import SlabLayer, SpanCache, stored
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.messages import Edit
 from swarmd.protocol.untrusted import decode
@@ -28,15 +28,16 @@ UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, Typ
 
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
     """Encode one session's state. Raises Refused for layers that keep more than keys and values."""
-    if any(type(layer) not in (SlabLayer, DynamicSlidingWindowLayer) for layer in cache.owned):
+    if any(not isinstance(layer, SlabLayer) and type(layer) is not DynamicSlidingWindowLayer for layer in cache.owned):
         raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
     tensors: Tensors = {"n_tokens": torch.tensor(n_tokens)}
     if mask is not None:
         tensors["mask"] = mask.cpu().to(torch.uint8).contiguous()
     for index, layer in enumerate(cache.owned):
-        if torch.is_tensor(layer.keys) and layer.keys.numel():
-            tensors[f"layer.{index}.keys"] = layer.keys.cpu().contiguous()
-            tensors[f"layer.{index}.values"] = layer.values.cpu().contiguous()
+        keys, values = stored(layer)
+        if torch.is_tensor(keys) and keys.numel():
+            tensors[f"layer.{index}.keys"] = keys.cpu().contiguous()
+            tensors[f"layer.{index}.values"] = values.cpu().contiguous()
         if hasattr(layer, "cumulative_length"):
             tensors[f"layer.{index}.seen"] = torch.tensor([layer.cumulative_length, int(layer.record_past)])
     whole = next(iter(history.base(1 << 62)), None)
@@ -124,23 +125,23 @@ def _whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
 
 
 def _restore(layer: Any, like: Any, tensors: Tensors, index: int, size: tuple[int, int]) -> None:
-    (n_rows, n_tokens), records = size, hasattr(layer, "cumulative_length")
+    (n_rows, n_tokens), records, is_slab = size, hasattr(layer, "cumulative_length"), isinstance(like, SlabLayer)
     keys, values = tensors.get(f"layer.{index}.keys"), tensors.get(f"layer.{index}.values")
     if keys is None or values is None:
         if n_tokens:
             raise Refused(Code.MALFORMED, f"the caches lack layer {index}")
         return
     n = keys.shape[2] if keys.ndim == 4 else -1
-    for came, known in ((keys, like.keys), (values, like.values)):
+    for came, known in zip((keys, values), stored(like), strict=True):
         expected = (n_rows, known.shape[1], n, known.shape[3])
         if not (0 < n <= n_tokens and (n == n_tokens or records) and tuple(came.shape) == expected):
             text = f"layer {index}: expected {expected} for {n_tokens} tokens, got {tuple(came.shape)}"
             raise Refused(Code.BAD_SHAPE, text)
         if came.dtype != known.dtype:
             raise Refused(Code.BAD_SHAPE, f"layer {index}: expected {known.dtype}, got {came.dtype}")
-    if not (torch.isfinite(keys).all() and torch.isfinite(values).all()):
+    if not all(torch.isfinite(like.read(part) if is_slab else part).all() for part in (keys, values)):
         raise Refused(Code.NOT_FINITE, f"layer {index} of the caches holds values that are not finite")
-    layer.update(keys.to(like.keys.device), values.to(like.keys.device))
+    (layer.put if is_slab else layer.update)(keys.to(like.device), values.to(like.device))
     if records:
         seen, records_past = _whole_numbers(tensors[f"layer.{index}.seen"], 2)
         kept = min(n_tokens, like.sliding_window - 1)

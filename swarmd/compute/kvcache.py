@@ -1,7 +1,8 @@
 """A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere.
 
 Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
-cache for every token. What several sessions begin with can lie in memory once for all of them.
+cache for every token. What several sessions begin with can lie in memory once for all of them, and where the server
+says so, keys and values lie there in 8 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
+LEVELS = 127  # of 8 bits, on either side of zero
+SCALE_BYTES = 4  # of a line's scale, a float32 that lies behind its levels
+TINIEST = 1e-30  # a scale's largest number where there is nothing but zeros
 SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
 N_PLACES = 7  # numbers that say where one layer of a cache lies: see ``SpanCache.places``
 UNBOUNDED = 1 << 62  # tokens: more than any session has
@@ -29,6 +33,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
     ``beginning`` is what it shares with other sessions: keys and values that nobody writes to. The slabs then hold what
     is behind it. Whoever looks at ``keys`` or ``values`` gets all of them, and from then on the layer has its own.
+    All of this is as it lies in memory, which ``_store`` makes and ``read`` turns back.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -40,21 +45,38 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def keys(self) -> Any:
-        self._have_all()
-        return self._keys
+        return self.read(self.stored[0])
 
     @keys.setter
     def keys(self, keys: Any) -> None:
-        self._keys = keys
+        self._keys = self._store(keys)
 
     @property
     def values(self) -> Any:
-        self._have_all()
-        return self._values
+        return self.read(self.stored[1])
 
     @values.setter
     def values(self, values: Any) -> None:
-        self._values = values
+        self._values = self._store(values)
+
+    @property
+    def stored(self) -> Kept:
+        """All keys and values as they lie in memory."""
+        self._have_all()
+        return self._keys, self._values
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what another layer had ``stored``."""
+        self._have_all()
+        self._append(keys, values)
+
+    def read(self, stored: Any) -> Any:
+        """Keys or values as attention takes them."""
+        return stored
+
+    def _store(self, states: Any) -> Any:
+        """Keys or values as they lie in memory."""
+        return states
 
     @property
     def n_shared(self) -> int:
@@ -80,17 +102,19 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._have_all()
-        return self._append(key_states, value_states)
+        self.put(self._store(key_states), self._store(value_states))
+        return self.read(self._keys), self.read(self._values)
 
     def append_behind(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
         """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
+        new = self._store(keys), self._store(values)
         if self.beginning is not None:
-            return self.beginning, self._append(keys, values)
+            before, behind = self.beginning, self._append(*new)
+            return (self.read(before[0]), self.read(before[1])), (self.read(behind[0]), self.read(behind[1]))
         n_past = self.get_seq_length()
-        all_keys, all_values = self._append(keys, values)
-        before, behind = (slice(n_past), slice(n_past, None))
-        return (all_keys[:, :, before], all_values[:, :, before]), (all_keys[:, :, behind], all_values[:, :, behind])
+        all_keys, all_values = map(self.read, self._append(*new))
+        first, rest = slice(n_past), slice(n_past, None)
+        return (all_keys[:, :, first], all_values[:, :, first]), (all_keys[:, :, rest], all_values[:, :, rest])
 
     def room_for(self, n_tokens: int) -> Kept:
         """The slabs, with room for so many more tokens behind ``n_behind``, for who writes there; ``added`` follows."""
@@ -114,9 +138,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             return
         if may_share and end >= SHARED_TOKENS and other.n_shared < end:
             other._share()
-        keys, values = other.beginning if other.beginning and end <= other.n_shared else (other.keys, other.values)
+        keys, values = other.beginning if other.beginning and end <= other.n_shared else other.stored
         if not may_share or end < SHARED_TOKENS or _n_held(keys) > self._max_tokens:
-            self.update(keys[:, :, start:end], values[:, :, start:end])
+            self.put(keys[:, :, start:end], values[:, :, start:end])
             return
         self.lazy_initialization(keys, values)
         self._slabs, self.beginning = None, (keys[:, :, :end], values[:, :, :end])
@@ -135,6 +159,12 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
         self.lazy_initialization(keys, values)
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.get_seq_length():
+            keys, values = self.stored
+            rows = beam_idx.to(keys.device)
+            self._keys, self._values = keys.index_select(0, rows), values.index_select(0, rows)
+
     def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -149,7 +179,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
     def _share(self) -> None:
         """Leave all that is here to whoever begins so, and write to other slabs from now on."""
-        keys, values = self.keys, self.values
+        keys, values = self.stored
         if 4 * _n_held(keys) > 5 * keys.shape[2]:  # else the room behind it would be kept, too
             keys, values = _own(keys), _own(values)
         self._slabs, self.beginning = None, (keys, values)
@@ -196,6 +226,34 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         return self._slabs
 
 
+class RoundedLayer(SlabLayer):
+    """The same in 8 bits: the d numbers of a token's head as int8 levels, behind them their scale, a float32.
+
+    The scale is a 127th of the largest, so that what is read and stored again stays the same. Lines are [..., d + 4]
+    bytes; d has to be a multiple of 4. What is read has ``dtype``.
+    """
+
+    def __init__(self, max_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(max_tokens)
+        self._dtype_read = dtype
+
+    def read(self, stored: Any) -> Any:
+        if not torch.is_tensor(stored) or stored.ndim != 4:
+            return stored  # nothing yet
+        scales = stored[..., -SCALE_BYTES:].view(torch.float32)
+        return (stored[..., :-SCALE_BYTES] * scales).to(self._dtype_read)
+
+    def _store(self, states: Any) -> Any:
+        if not torch.is_tensor(states) or states.ndim != 4:
+            return states
+        numbers = states.float()
+        scales = numbers.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LEVELS
+        stored = torch.empty(*states.shape[:3], states.shape[3] + SCALE_BYTES, dtype=torch.int8, device=states.device)
+        stored[..., :-SCALE_BYTES] = (numbers / scales).round_()
+        stored[..., -SCALE_BYTES:].view(torch.float32).copy_(scales)
+        return stored
+
+
 def _own(part: torch.Tensor) -> torch.Tensor:
     """The same in memory of its own."""
     return part.clone(memory_format=torch.contiguous_format)
@@ -233,10 +291,16 @@ class SpanCache:
     """One session's cache. Entries outside the span alias an owned layer of the same type, else are ghosts.
 
     Masks and positions are derived from layers that may lie outside the span; without this a span that lacks
-    layer 0 would silently decode at position 0.
+    layer 0 would silently decode at position 0. ``rounded``: keep plain keys and values of this type in 8 bits.
     """
 
-    def __init__(self, config: PretrainedConfig, span: Span | None, max_tokens: int = UNBOUNDED) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        span: Span | None,
+        max_tokens: int = UNBOUNDED,
+        rounded: torch.dtype | None = None,
+    ) -> None:
         self.cache = DynamicCache(config=config)
         layers: list[Any] = self.cache.layers
         n = text_config(config).num_hidden_layers
@@ -244,7 +308,7 @@ class SpanCache:
             layers.append(DynamicLayer())
         for index in range(span.start, span.end) if span else ():
             if type(layers[index]) is DynamicLayer:
-                layers[index] = SlabLayer(max_tokens)
+                layers[index] = RoundedLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
         self.cache.layer_class_to_replicate = None
         self.owned = layers[span.start : span.end] if span else []
         self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
@@ -256,7 +320,7 @@ class SpanCache:
         for index, layer in enumerate(layers):
             if span and span.start <= index < span.end:
                 continue
-            twin = by_type.get(SlabLayer if type(layer) is DynamicLayer else type(layer))
+            twin = by_type.get((RoundedLayer if rounded else SlabLayer) if type(layer) is DynamicLayer else type(layer))
             if twin is not None:
                 layers[index] = twin
             elif isinstance(layer, CacheLayerMixin):
@@ -276,7 +340,12 @@ class SpanCache:
     @property
     def is_plain(self) -> bool:
         """Does it hold every token's keys and values, each in its place?"""
-        return all(type(layer) is SlabLayer for layer in self.owned)
+        return all(isinstance(layer, SlabLayer) for layer in self.owned)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Does it hold keys and values in 8 bits?"""
+        return any(type(layer) is RoundedLayer for layer in self.owned)
 
     @property
     def is_shared(self) -> bool:
@@ -314,5 +383,10 @@ class SpanCache:
             layer.reorder_cache(rows)
 
     def n_bytes(self) -> int:
-        tensors = [t for layer in self.owned for t in (layer.keys, layer.values) if torch.is_tensor(t)]
+        tensors = [t for layer in self.owned for t in stored(layer) if torch.is_tensor(t)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def stored(layer: Any) -> tuple[Any, Any]:
+    """Keys and values of any layer as they lie in memory."""
+    return layer.stored if isinstance(layer, SlabLayer) else (layer.keys, layer.values)

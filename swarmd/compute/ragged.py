@@ -132,7 +132,7 @@ class RaggedAttention:
         for piece, cut in self._cuts:
             own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
             new = _rows(key, piece, cut), _rows(value, piece, cut)
-            if function is _attend_packed and type(own) is SlabLayer and _pays_in_parts(own, queries, *new):
+            if function is _attend_packed and isinstance(own, SlabLayer) and _pays_in_parts(own, queries, *new):
                 beginning, behind = own.append_behind(*new)
                 in_parts[len(outs)] = shared.Row(
                     queries, beginning, behind, self._mask(piece, behind[0].shape[2], None)
@@ -188,7 +188,7 @@ def can_batch(cache: SpanCache, config: Any) -> bool:
     )
     if "longrope" in rope or "dynamic" in rope:  # their frequencies follow the longest sequence of a pass
         return False
-    known = all(type(layer) in (SlabLayer, DynamicSlidingWindowLayer) for layer in cache.owned)
+    known = all(isinstance(layer, SlabLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.owned)
     return known and kinds <= {"full_attention", "sliding_attention"}
 
 

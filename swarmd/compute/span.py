@@ -49,10 +49,13 @@ class LoadedSpan:
         on_progress: Callable[[], None] = lambda: None,
         cache_folder: Path = Path(tempfile.gettempdir()),
         is_quick: bool = True,
+        kv_cache: str = "none",
     ) -> None:
         self.span = span
         self.dtype = dtype
         self.quantize = quantize
+        self.kv_cache = kv_cache
+        self._caches_in: torch.dtype | None = None  # if they are rounded: from what
         self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
         self.model = skeleton.load(folder, span, dtype, quantize, device)
@@ -80,7 +83,7 @@ class LoadedSpan:
         self._quick: Quick | None = None
 
     def new_cache(self, hop: Span | None = None, max_tokens: int = UNBOUNDED) -> SpanCache:
-        return SpanCache(self.config, hop or self.span, max_tokens)
+        return SpanCache(self.config, hop or self.span, max_tokens, self._caches_in)
 
     @torch.inference_mode()
     def forward(
@@ -142,7 +145,7 @@ class LoadedSpan:
         """Have weights laid out as what computes them reads them."""
         own, why = [self._layers[index] for index in self.span.blocks()], ""
         try:
-            self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block)
+            self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block, self.kv_cache != "none")
         except NotFused as error:
             why = f"; not one call: {error}"
         kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, few_bits.kernels(cache_folder))
@@ -167,8 +170,10 @@ class LoadedSpan:
             return self._decode(hidden, positions, None, ragged.cache, self.span)
 
         farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
-        computes_in = self.dtype if self.quantize == "none" else torch.bfloat16
-        self._quick = Quick(ragged, plain, examples, farthest, self._tolerance, computes_in)
+        is_rounded = self.quantize != "none" or self.kv_cache != "none"
+        computes_in = torch.bfloat16 if is_rounded else self.dtype
+        tolerance = max(self._tolerance, SELF_TEST_TOLERANCE[computes_in])
+        self._quick = Quick(ragged, plain, examples, farthest, tolerance, computes_in)
         self._quick.find(self.fused)
         self.fused = None  # what is not taken need not be kept
         self.kernels = self._quick.told(self.kernels)
@@ -208,6 +213,7 @@ class LoadedSpan:
             model,
             str(self.dtype),
             self.quantize,
+            self.kv_cache,
             self._layers_by,
             torch.__version__,
             transformers.__version__,
@@ -224,6 +230,19 @@ class LoadedSpan:
         except PROBE_ERRORS as error:
             raise ConfigError(f"{type(self.config).__name__}: a self-test fails: {error}: unsupported family") from None
         self._test_batching()
+        if self.kv_cache != "none":
+            self._round_caches()
+
+    def _round_caches(self) -> None:
+        """Keep keys and values in 8 bits from now on. Raises ConfigError where they are of another kind."""
+        self._caches_in = self.dtype
+        try:
+            is_rounded = self.example_cache(self.span).is_rounded
+        except PROBE_ERRORS as error:
+            raise ConfigError(f"kv_cache = {self.kv_cache}: a probe fails: {error}: say kv_cache = none") from None
+        if not is_rounded:
+            family = type(self.config).__name__
+            raise ConfigError(f"kv_cache = {self.kv_cache}: no block of a {family} here keeps what all tokens see")
 
     def _test_alone(self) -> None:
         """Cached passes must equal uncached ones, and nothing but hidden states may matter. Raises ConfigError."""
@@ -283,11 +302,16 @@ class LoadedSpan:
     def quantization_error(self, folder: Path) -> float | None:
         """The error of this span's output on a probe, relative to the same blocks unquantised, loaded one by one.
 
+        Half of its tokens are in the caches when the others come, so that caches in 8 bits have their part in it.
+
         None when not even one of them fits into memory unquantised.
         """
         rng, (zeros, positions) = torch.Generator().manual_seed(2), self.example(16)
         hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
-        got, expected = self.forward(hidden, positions), hidden
+        cache, half = self.new_cache(), hidden.shape[1] // 2
+        first = self.forward(hidden[:, :half], positions[:, :half], None, cache, 0)
+        second = self.forward(hidden[:, half:], positions[:, half:], None, cache, half)
+        got, expected = torch.cat([first, second], 1), hidden
         for block in self.span.blocks():
             try:
                 one = LoadedSpan(folder, Span(block, block + 1), self.dtype, str(self.device), is_quick=False)

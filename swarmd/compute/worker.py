@@ -246,7 +246,8 @@ class Worker:
         Kept.n_bytes = request.leave_free_bytes
         try:
             span = self._load_span(request)
-            loss = None if request.quantize == "none" else span.quantization_error(Path(request.path))
+            is_rounded = request.quantize != "none" or request.kv_cache != "none"
+            loss = span.quantization_error(Path(request.path)) if is_rounded else None
             self._speed = Measured(
                 decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
                 prefill_tokens_per_s=last(prefill_rates(span, QUICK_S)),
@@ -276,7 +277,16 @@ class Worker:
         """Load blocks, and find out what they can do. Raises ConfigError."""
         folder, blocks, device = Path(request.path), Span(request.start, request.end), pick_device(request.device)
         kept_in = Path(request.spill_folder or tempfile.gettempdir())
-        span = LoadedSpan(folder, blocks, DTYPES[request.dtype], device, request.quantize, self._on_block, kept_in)
+        span = LoadedSpan(
+            folder,
+            blocks,
+            DTYPES[request.dtype],
+            device,
+            request.quantize,
+            self._on_block,
+            kept_in,
+            kv_cache=request.kv_cache,
+        )
         span.self_test()
         span.quicken()
         return span

@@ -28,6 +28,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     end: Block = 0
     dtype: Name = "float32"
     quantize: Name = "none"
+    kv_cache: Name = "none"
     threads: Threads = 0
     device: Name = ""
     history_bytes: Count = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional
 
-from swarmd.compute.kvcache import SHARED_TOKENS, SlabLayer
+from swarmd.compute.kvcache import SHARED_TOKENS, RoundedLayer, SlabLayer
 from swarmd.compute.shared import Row, attend
 
 HEADS, GROUPS, D = 2, 3, 16
@@ -39,16 +41,30 @@ def test_it_is_the_attention_over_both_parts(dtype: torch.dtype) -> None:
 N = SHARED_TOKENS + 50
 
 
-def filled(n: int = N) -> SlabLayer:
-    layer = SlabLayer(4 * N)
-    layer.update(some(n), some(n))
+Make = Callable[[int], SlabLayer]
+
+
+@pytest.fixture(params=[SlabLayer, lambda n: RoundedLayer(n, torch.float32)], ids=["whole", "8 bits"])
+def make(request: pytest.FixtureRequest) -> Make:
+    kind: Make = request.param
+    return kind
+
+
+def filled(make: Make) -> SlabLayer:
+    layer = make(4 * N)
+    layer.update(some(N), some(N))
     return layer
 
 
-def test_it_lies_in_memory_once_and_reads_as_before() -> None:
-    donor = filled()
+def kept(make: Make, states: torch.Tensor) -> torch.Tensor:
+    """What such a layer makes of it."""
+    return make(N).update(states, states)[0]
+
+
+def test_it_lies_in_memory_once_and_reads_as_before(make: Make) -> None:
+    donor = filled(make)
     keys, values = donor.keys.clone(), donor.values.clone()
-    first, second = SlabLayer(4 * N), SlabLayer(4 * N)
+    first, second = make(4 * N), make(4 * N)
     first.take_over(donor, 0, N - 10, True)
     second.take_over(donor, 0, N - 20, True)
     assert first.beginning is not None
@@ -63,29 +79,29 @@ def test_it_lies_in_memory_once_and_reads_as_before() -> None:
     assert torch.equal(second.values, values[:, :, : N - 20])
 
 
-def test_what_one_does_with_it_the_others_do_not_see() -> None:
-    donor = filled()
+def test_what_one_does_with_it_the_others_do_not_see(make: Make) -> None:
+    donor = filled(make)
     keys = donor.keys.clone()
-    other = SlabLayer(4 * N)
+    other = make(4 * N)
     other.take_over(donor, 0, N - 10, True)
     own = some(3), some(3)
     beginning, behind = other.append_behind(*own)
     assert beginning[0].shape[2] == N - 10
-    assert torch.equal(behind[0], own[0])
+    assert torch.equal(behind[0], kept(make, own[0]))
     donor.crop(-30)
     donor.append_behind(some(5), some(5))
     other.crop(-1)
     assert other.get_seq_length() == N - 8
-    assert torch.equal(other.keys, torch.cat([keys[:, :, : N - 10], own[0][:, :, :2]], 2))
-    third = SlabLayer(4 * N)
+    assert torch.equal(other.keys, torch.cat([keys[:, :, : N - 10], kept(make, own[0])[:, :, :2]], 2))
+    third = make(4 * N)
     third.take_over(donor, 0, N - 40, True)
     third.crop(-60)
     third.append_behind(*own)
-    assert torch.equal(third.keys, torch.cat([keys[:, :, : N - 100], own[0]], 2))
+    assert torch.equal(third.keys, torch.cat([keys[:, :, : N - 100], kept(make, own[0])], 2))
 
 
-def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied() -> None:
-    donor, first, second, third = filled(), SlabLayer(4 * N), SlabLayer(4 * N), SlabLayer(4 * N)
+def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied(make: Make) -> None:
+    donor, first, second, third = filled(make), make(4 * N), make(4 * N), make(4 * N)
     first.take_over(donor, 0, N - 10, True)
     first.append_behind(some(40), some(40))
     second.take_over(first, 0, N + 20, True)
@@ -96,8 +112,8 @@ def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied() -> None:
     assert torch.equal(third.keys, donor.keys[:, :, : SHARED_TOKENS - 1])
 
 
-def test_op_by_op_it_becomes_one_beginning() -> None:
-    donor, other = filled(), SlabLayer(4 * N)
+def test_op_by_op_it_becomes_one_beginning(make: Make) -> None:
+    donor, other = filled(make), make(4 * N)
     for start, end in ((0, 100), (100, 280), (280, N - 10)):
         other.take_over(donor, start, end, True)
         assert other.get_seq_length() == end
@@ -105,19 +121,19 @@ def test_op_by_op_it_becomes_one_beginning() -> None:
     assert torch.equal(other.values, donor.values[:, :, : N - 10])
 
 
-def test_a_short_session_keeps_no_long_one_in_memory() -> None:
-    donor, short, long = filled(), SlabLayer(N - 20), SlabLayer(4 * N)
+def test_a_short_session_keeps_no_long_one_in_memory(make: Make) -> None:
+    donor, short, long = filled(make), make(N - 20), make(4 * N)
     short.take_over(donor, 0, SHARED_TOKENS, True)
     assert short.beginning is None, "it did not reserve so much"
     assert torch.equal(short.keys, donor.keys[:, :, :SHARED_TOKENS])
     long.take_over(donor, 0, N, True)
     long.crop(-N + 10)
     assert long.beginning is not None
-    assert long.beginning[0].untyped_storage().nbytes() == 10 * HEADS * D * 4
+    assert long.beginning[0].untyped_storage().nbytes() == 10 * long.stored[0][0, :, 0].nbytes
 
 
-def test_layers_that_may_not_share_copy() -> None:
-    donor, other = filled(), SlabLayer(4 * N)
+def test_layers_that_may_not_share_copy(make: Make) -> None:
+    donor, other = filled(make), make(4 * N)
     other.take_over(donor, 0, N - 10, False)
     assert (other.n_shared, donor.n_shared) == (0, 0)
     assert torch.equal(other.keys, donor.keys[:, :, : N - 10])

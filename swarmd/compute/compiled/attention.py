@@ -6,10 +6,53 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import FLOAT32, HEAD, HEADS, KEPT, KEPT_HEADS
-from swarmd.compute.compiled.machine import exp, fast, narrow, widen
+from swarmd.compute.compiled.layout import FLOAT32, HEAD, HEADS, INT8, KEPT, KEPT_HEADS
+from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer, widen
 
 LOWEST = np.float32(-1e30)  # below any logit
+LEVELS = np.float32(127)  # of 8 bits, on either side of zero
+TINIEST = np.float32(1e-30)  # a scale's largest number where there is nothing but zeros
+
+
+@exact
+def _number_bytes(stored: Any) -> Any:
+    """Of one number that is kept."""
+    if stored == INT8:
+        return 1
+    return 4 if stored == FLOAT32 else 2
+
+
+@exact
+def _line_bytes(stored: Any, head: Any) -> Any:
+    """Of a token's head that is kept: ``kvcache.RoundedLayer`` has a scale behind the levels."""
+    return head * _number_bytes(stored) + (4 if stored == INT8 else 0)
+
+
+@fast
+def _read(stored: Any, address: Any, head: Any, out: Any) -> Any:
+    if stored != INT8:
+        widen(stored, address, head, out)
+        return
+    levels, scale = carray(pointer(address), (head,), np.int8), carray(pointer(address + head), (1,), np.float32)[0]
+    for i in range(head):
+        out[i] = np.float32(levels[i]) * scale
+
+
+@fast
+def _write(stored: Any, numbers: Any, address: Any) -> Any:
+    head = len(numbers)
+    if stored != INT8:
+        narrow(stored, numbers, address)
+        return
+    largest, nothing = np.float32(0), np.float32(0)
+    for i in range(head):
+        largest = max(largest, abs(numbers[i]))
+        nothing += numbers[i] * np.float32(0)  # or no number, where one is none: that must not get lost
+    scale = max(largest, TINIEST) / LEVELS
+    levels, behind = carray(pointer(address), (head,), np.int8), carray(pointer(address + head), (1,), np.float32)
+    for i in range(head):
+        levels[i] = np.int8(np.int32(np.rint(numbers[i] / scale)))
+    behind[0] = scale + nothing
 
 
 @fast
@@ -51,13 +94,13 @@ def _attend_to(
     Two tokens at a time; ``lines`` [2, head] is room for them.
     """
     n_queries, head = query.shape
-    n_bytes = head * (4 if stored == FLOAT32 else 2)
+    n_bytes = _line_bytes(stored, head)
     n = seen[n_queries - 1]
     first, second = lines[0], lines[1]
     for t in range(0, n, 2):
-        widen(stored, keys_at + t * n_bytes, head, first)
+        _read(stored, keys_at + t * n_bytes, head, first)
         if t + 1 < n:
-            widen(stored, keys_at + (t + 1) * n_bytes, head, second)
+            _read(stored, keys_at + (t + 1) * n_bytes, head, second)
         for q in range(n_queries):
             a, b = np.float32(0), np.float32(0)
             for i in range(head):
@@ -66,9 +109,9 @@ def _attend_to(
             logits[q, t], logits[q, t + 1] = a, b
     _shares(seen, logits, mixed, state)
     for t in range(0, n, 2):
-        widen(stored, values_at + t * n_bytes, head, first)
+        _read(stored, values_at + t * n_bytes, head, first)
         if t + 1 < n:
-            widen(stored, values_at + (t + 1) * n_bytes, head, second)
+            _read(stored, values_at + (t + 1) * n_bytes, head, second)
         for q in range(n_queries):
             one, other = logits[q, t], logits[q, t + 1]
             for i in range(head):
@@ -84,7 +127,7 @@ def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: A
     """
     kept_heads, head, stored = shape[KEPT_HEADS], shape[HEAD], shape[KEPT]
     groups = shape[HEADS] // kept_heads
-    size = 4 if stored == FLOAT32 else 2
+    size = _number_bytes(stored)
     n_queries = query.shape[0] * groups
     queries, mixed = np.empty((n_queries, head), np.float32), np.empty((n_queries, head), np.float32)
     state = np.empty((n_queries, 2), np.float32)
@@ -122,9 +165,9 @@ def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: A
 def keep(shape: Any, keys: Any, values: Any, kept: Any, counts: Any) -> Any:
     """Write new keys and values [n, kept heads * head] behind what is there."""
     head, stored = shape[HEAD], shape[KEPT]
-    size = 4 if stored == FLOAT32 else 2
+    size, line = _number_bytes(stored), _line_bytes(stored, head)
     for t in range(keys.shape[0]):
         for h in range(shape[KEPT_HEADS]):
-            offset = (h * kept[t, 5] + counts[t, 1] * head) * size
-            narrow(stored, keys[t, h * head : (h + 1) * head], kept[t, 3] + offset)
-            narrow(stored, values[t, h * head : (h + 1) * head], kept[t, 4] + offset)
+            offset = h * kept[t, 5] * size + counts[t, 1] * line
+            _write(stored, keys[t, h * head : (h + 1) * head], kept[t, 3] + offset)
+            _write(stored, values[t, h * head : (h + 1) * head], kept[t, 4] + offset)

@@ -1,0 +1,126 @@
+"""Keys and values in 8 bits: a quarter of the memory, an error that is known, and everything else as with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
+from swarmd.compute.kvcache import RoundedLayer
+from swarmd.compute.quantize import relative_error
+from swarmd.compute.ragged import Piece
+from swarmd.compute.span import LoadedSpan
+from swarmd.errors import ConfigError, Refused
+from swarmd.values import Span
+from swarmd.wire.history import Budget, History
+from tests.families import FAMILIES, make
+
+BLOCKS = Span(0, 2)
+ERROR = 0.02  # of what leaves two blocks
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load(folder: Path, family: str = "llama", kv_cache: str = "int8", dtype: torch.dtype = torch.float32) -> LoadedSpan:
+    span = LoadedSpan(make(family, folder, FAMILIES[family]), BLOCKS, dtype, kv_cache=kv_cache)
+    span.self_test()
+    return span
+
+
+def test_numbers_are_off_by_half_a_level_and_stay_when_stored_again() -> None:
+    states = torch.randn(2, 3, 5, 16) * torch.logspace(-6, 6, 5).view(1, 1, 5, 1)
+    states[0, 0, 0] = 0
+    layer, again = RoundedLayer(8, torch.float32), RoundedLayer(8, torch.float32)
+    keys, values = layer.update(states, -states)
+    assert ((keys - states).abs() <= states.abs().amax(-1, keepdim=True) / 127 / 2 * 1.001).all()
+    assert torch.equal(values, -keys)
+    assert torch.equal(again.update(keys, values)[0], keys)
+    assert layer.stored[0].nbytes == states.numel() + 4 * states[..., 0].numel()
+
+
+def test_what_is_no_number_stays_none() -> None:
+    states = torch.randn(1, 1, 2, 8)
+    states[0, 0, 0, 3] = torch.nan
+    keys, _ = RoundedLayer(8, torch.float32).update(states, states)
+    assert keys[0, 0, 0].isnan().any()
+    assert keys[0, 0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """gemma2 has windows beside: these layers keep their few tokens as they are."""
+    plain, rounded = load(tmp_path, family, "none", dtype), load(tmp_path, family, "int8", dtype)
+    rounded.quicken()
+    rng = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, 70, plain.hidden_size, generator=rng).to(dtype)
+    positions, caches = torch.arange(70).unsqueeze(0), (plain.new_cache(), rounded.new_cache(), rounded.new_cache())
+    for span, cache in zip((plain, rounded, rounded), caches, strict=True):
+        span.forward(hidden[:, :60], positions[:, :60], None, cache, 0)
+    assert caches[1].n_bytes() < caches[0].n_bytes()
+    for at in range(60, 70):
+        new, where = hidden[:, at : at + 1], positions[:, at : at + 1]
+        expected = plain.forward(new, where, None, caches[0], at)
+        alone = rounded.forward(new, where, None, caches[1], at)
+        [quick] = rounded.forward_ragged([Piece(new, where, caches[2], at)])
+        for got in (alone, quick):
+            assert 0 < relative_error(got, expected) < ERROR
+
+
+def test_one_call_reads_and_writes_them(tmp_path: Path) -> None:
+    span = load(tmp_path)
+    assert span.fused is not None
+    fused, rng = span.fused, torch.Generator().manual_seed(4)
+    hidden, positions = torch.randn(2, 9, span.hidden_size, generator=rng), torch.arange(9).expand(2, -1)
+    ours, theirs = span.new_cache(), span.new_cache()
+    for cache in (ours, theirs):
+        span.forward(hidden[:, :4], positions[:, :4], None, cache, 0)
+    assert fused.takes([ours])
+    for at, end in ((4, 5), (5, 8), (8, 9)):
+        piece = Piece(hidden[:, at:end], positions[:, at:end], ours, at)
+        expected = span.forward(hidden[:, at:end], positions[:, at:end], None, theirs, at)
+        assert relative_error(fused.run([piece])[0], expected) < 1e-3, "the same levels, but for ties"
+        for cache in (ours, theirs):
+            cache.reorder(torch.tensor([1, 0]))
+        hidden = hidden.flip(0)
+    ours.crop(3)
+    theirs.crop(3)
+    for mine, other in zip(ours.owned, theirs.owned, strict=True):
+        assert mine.get_seq_length() == 6
+        assert relative_error(mine.keys, other.keys) < 1e-3
+
+
+def test_they_are_handed_over_as_they_are(tmp_path: Path) -> None:
+    span, whole = load(tmp_path), load(tmp_path, kv_cache="none")
+    hidden, positions = torch.randn(1, 6, span.hidden_size), torch.arange(6).unsqueeze(0)
+    cache, heir = span.new_cache(), span.new_cache()
+    span.forward(hidden, positions, None, cache, 0)
+    history = History(False, Budget(1 << 20, tmp_path))
+    raw = pack_state(cache, history, None, 6)
+    shape = StateShape(1, 100, span.hidden_size, torch.float32, 0)
+    assert unpack_state_untrusted(raw, heir, history, span.example_cache(BLOCKS), shape) == (6, None)
+    for mine, other in zip(cache.owned, heir.owned, strict=True):
+        assert all(map(torch.equal, mine.stored, other.stored))
+    with pytest.raises(Refused, match="layer 0: expected"):
+        unpack_state_untrusted(raw, whole.new_cache(), history, whole.example_cache(BLOCKS), shape)
+
+
+def test_their_error_is_measured_and_their_format_is_part_of_what_must_be_equal(tmp_path: Path) -> None:
+    span, whole = load(tmp_path), load(tmp_path, kv_cache="none")
+    error = span.quantization_error(tmp_path)
+    assert error is not None
+    assert 0 < error < ERROR
+    assert span.numerics("m") != whole.numerics("m")
+
+
+@pytest.mark.parametrize("family", ["mamba2"])
+def test_families_that_keep_something_else_are_refused(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache = int8: no block of a"):
+        load(tmp_path, family)
