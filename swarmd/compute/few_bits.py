@@ -35,6 +35,10 @@ class LevelsLinear(FrozenLinear):
             self._multiply = multiply
             self._multiplied(torch.zeros(1, self.in_features))
 
+    @property
+    def n_bytes(self) -> int:
+        return self._levels.nbytes + self._scales.nbytes
+
     @staticmethod
     def fits(layer: Int8Linear | Int4Linear) -> bool:
         """So many rows are computed at a time."""
