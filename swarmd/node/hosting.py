@@ -367,34 +367,31 @@ class Hosting:
 
     def records(self) -> list[dict[str, Any]]:
         """This hosting's SpanRecord, without what all records share."""
-        serving = self._serving
+        serving, wanted = self._serving, self.wanted
+        always = {"kind": "span", "slot": self.slot, "dtype": wanted.dtype, "quantize": wanted.format}
         if serving is None:
             if self._coming is None:
                 return self._left_record  # else its last record would be believed until it expires
             model, blocks = self._coming
-            coming = {"model": model, "start": blocks.start, "end": blocks.end, "dtype": self.wanted.dtype}
-            return [{"kind": "span", "state": "joining", "slot": self.slot, **coming}]
+            return [{**always, "state": "joining", "model": model, "start": blocks.start, "end": blocks.end}]
         server, loaded, config = serving.server, serving.worker.loaded, self._around.config
         likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
         nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
-        may_move = config.balance and self.wanted.span is None
+        may_move = config.balance and wanted.span is None
         span = {
-            "kind": "span",
-            "slot": self.slot,
+            **always,
             "model": serving.model,
             "start": server.served.span.start,
             "end": server.served.span.end,
             "state": self._announced_state(),
-            "dtype": self.wanted.dtype,
             "numerics": loaded.numerics if loaded else "",
-            "quantize": self.wanted.format,
             "quantization_error": loaded.quantization_error if loaded else None,
             "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
             "n_decoding": server.n_decoding(),
             "moves_left": self.balancer.moves_left if may_move else 0,
-            "any_model": may_move and not self.wanted.model,
+            "any_model": may_move and not wanted.model,
             "free_cache_tokens": server.ledger.room_tokens,
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
