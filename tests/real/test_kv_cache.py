@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_a_server_is_followed_by_its_like_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with local_swarm(tmp_path) as swarm:
         volunteers = swarm.serving((0, 3), (3, 6), (3, 6), SWARMD_KV_CACHE="int8")
+        assert re.search(r"8 or 4 bits put it [\d.]+ % off on a probe", volunteers[1].ask("status")["worker"]["why"])
         chain = swarm.hops((volunteers[0], 0, 3), (volunteers[1], 3, 6))
         with swarmd.connect(swarm.invite()) as client:
             for span in client._swarm.view().spans:
