@@ -82,8 +82,11 @@ class LoadedSpan:
         self._ragged: RaggedAttention | None = None
         self._quick: Quick | None = None
 
-    def new_cache(self, hop: Span | None = None, max_tokens: int = UNBOUNDED) -> SpanCache:
-        return SpanCache(self.config, hop or self.span, max_tokens, self._caches_in)
+    def new_cache(
+        self, hop: Span | None = None, max_tokens: int = UNBOUNDED, with_gradients: bool = False
+    ) -> SpanCache:
+        """An empty cache for a session; or one that gradients flow through, which is never rounded."""
+        return SpanCache(self.config, hop or self.span, max_tokens, None if with_gradients else self._caches_in)
 
     @torch.inference_mode()
     def forward(

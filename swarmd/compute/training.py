@@ -318,7 +318,7 @@ class Training:
         hop = Span(block, block + 1)
         entering = hidden.detach().requires_grad_(with_graph)
         with torch.set_grad_enabled(with_graph), self._watched(batch):
-            cache = self._span.new_cache(hop) if batch.tuned.n_prefix else None
+            cache = self._span.new_cache(hop, with_gradients=True) if batch.tuned.n_prefix else None
             if cache is not None:
                 batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
             lora = batch.tuned.lora if batch.tuned.lora.updates else None

@@ -25,12 +25,17 @@ LANE = b"l" * 16
 ROOM = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+def load(folder: Path, kv_cache: str = "none") -> LoadedSpan:
     torch.set_num_threads(1)
-    loaded = LoadedSpan(checkpoints.make("llama", tmp_path_factory.mktemp("m"), n_layers=4), Span(0, 4), torch.float32)
+    checkpoint = checkpoints.make("llama", folder, n_layers=4)
+    loaded = LoadedSpan(checkpoint, Span(0, 4), torch.float32, kv_cache=kv_cache)
     loaded.self_test()
     return loaded
+
+
+@pytest.fixture(scope="module")
+def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+    return load(tmp_path_factory.mktemp("m"))
 
 
 class Bench:
@@ -160,7 +165,9 @@ def test_long_micro_batches_travel_in_parts(span: LoadedSpan, monkeypatch: pytes
     assert refused([(m, p) for m, p in bench.run() if not isinstance(m, Forward)]) is Code.OP_GAP
 
 
-def test_lora_and_prefix_get_the_gradients_of_autograd(span: LoadedSpan) -> None:
+@pytest.mark.parametrize("kv_cache", ["none", "int8"])
+def test_lora_and_prefix_get_the_gradients_of_autograd(kv_cache: str, tmp_path: Path) -> None:
+    span = load(tmp_path, kv_cache)
     torch.manual_seed(1)
     hidden, gradient = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
     tensors = {}
@@ -183,7 +190,7 @@ def test_lora_and_prefix_get_the_gradients_of_autograd(span: LoadedSpan) -> None
     got = safetensors.torch.load(b"".join(p for m, p in answers if isinstance(m, Gradients)))
 
     model, leaves = span.model, {k: v.clone().requires_grad_() for k, v in tensors.items()}
-    cache, entering = span.new_cache(), hidden.clone().requires_grad_()
+    cache, entering = span.new_cache(with_gradients=True), hidden.clone().requires_grad_()
     for block, layer in enumerate(cache.owned):
         layer.update(leaves[f"{block}.keys"].expand(2, -1, -1, -1), leaves[f"{block}.values"].expand(2, -1, -1, -1))
     names = [n for n in leaves if n.endswith("lora_A")]
