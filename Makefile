@@ -67,7 +67,8 @@ check: setup
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 
-test: setup
+test:
+	@$(MAKE) --no-print-directory -j2 setup clients
 	@$(MAKE) --no-print-directory -j2 -Otarget check $(PARTS)
 
 quick: setup
