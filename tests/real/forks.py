@@ -24,9 +24,9 @@ DAEMON = (
     "swarmd.net.libp2p.host",
     "swarmd.net.libp2p.kademlia",
     "swarmd.train.runs",
-    "scipy.optimize",
     "typer._adapters",
 )
+TRAINER = (*DAEMON, "scipy.optimize")  # of runs leaders need it: for others it would be 20 MiB that they do not take
 WORKER = (
     "swarmd.compute.worker",
     "swarmd.compute.gradients",

@@ -56,7 +56,7 @@ class Volunteer:
         with (self.home.folder / "daemon.log").open("ab") as log:
             if forks.IS_ON and not self.inside and self.program == COMMAND:
                 environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
-                server = forks.server(*forks.DAEMON)
+                server = forks.server(*(forks.TRAINER if "--no-serve" in self.arguments else forks.DAEMON))
                 self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1)
                 return
             command = [*self.inside, sys.executable, "-m", self.program, *arguments]
