@@ -31,9 +31,10 @@ help:
 	@echo "make setup | clients | demo | chat | fix | check | test | prove SEEDS=200 | bench | clean"
 
 setup: $(VENV)/.ready
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "Setting up .venv: usually 2 to 5 minutes, most of it for torch (a few hundred MB) and some 120 packages."
+$(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up .venv: usually 2 to 5 minutes, most of it for torch (a few hundred MB) and some 120 packages."
 	@echo "1 of 2: torch"
 	@$(INSTALL) torch==2.13.0 $(PROGRESS)
 	@echo "2 of 2: everything else"
@@ -45,7 +46,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Ready."
 
 clients: $(CLIENTS)/.ready
-$(CLIENTS)/.ready: tests/clients/requirements.txt
+$(CLIENTS)/.ready: tests/clients/requirements.txt | $(BIN)/python
 	@echo "Setting up $(CLIENTS): langchain, litellm, schemathesis"
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/$(PIP) -r $< $(PROGRESS)
