@@ -26,7 +26,14 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 KV_CACHE = ("none", "int8")
-FORMATS = tuple(q if kv == "none" else f"{q}+kv_{kv}" for kv in KV_CACHE for q in QUANTIZE)
+
+
+def format_of(quantize: str, kv_cache: str) -> str:
+    """In which bits a server computes and keeps, as it announces that: those of one format can check each other."""
+    return quantize if kv_cache == "none" else f"{quantize}+kv_{kv_cache}"
+
+
+FORMATS = tuple(format_of(quantize, kv_cache) for kv_cache in KV_CACHE for quantize in QUANTIZE)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
@@ -57,8 +64,7 @@ class Serve:
 
     @property
     def format(self) -> str:
-        """In which bits it computes and keeps, as it announces that: servers of one format can check each other."""
-        return self.quantize if self.kv_cache == "none" else f"{self.quantize}+kv_{self.kv_cache}"
+        return format_of(self.quantize, self.kv_cache)
 
     @property
     def span(self) -> Span | None:

@@ -23,6 +23,7 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.lane_audit import Judged, LaneAudits
 from swarmd.client.lane_failure import LaneFailed
 from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits, understands
+from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
 from swarmd.plan.training import Window
@@ -43,7 +44,8 @@ LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so o
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
 T = TypeVar("T")
-WITH_GRADIENTS = ("none", "int8", "int4")  # nf4 is packed for some CPUs in a way that has no backward
+# nf4 is packed for some CPUs in a way that has no backward
+WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +306,7 @@ class Pipeline:
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
-            is_able = span.training_bytes > 0 and span.quantize.partition("+")[0] in WITH_GRADIENTS
+            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)

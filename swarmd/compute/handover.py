@@ -13,7 +13,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from swarmd.compute.kvcache import SlabLayer, SpanCache, stored
 from swarmd.errors import Code, Refused, RemoteProtocolError
@@ -28,7 +27,7 @@ UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, Typ
 
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
     """Encode one session's state. Raises Refused for layers that keep more than keys and values."""
-    if any(not isinstance(layer, SlabLayer) and type(layer) is not DynamicSlidingWindowLayer for layer in cache.owned):
+    if not cache.keeps_tokens_only:
         raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
     tensors: Tensors = {"n_tokens": torch.tensor(n_tokens)}
     if mask is not None:

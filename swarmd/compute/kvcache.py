@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from swarmd.compute.shared import Kept
 from swarmd.compute.skeleton import text_config
@@ -306,21 +306,21 @@ class SpanCache:
         n = text_config(config).num_hidden_layers
         while len(layers) < n:
             layers.append(DynamicLayer())
+        by_type: dict[type, Any] = {}  # as the library has it: the first that is owned
         for index in range(span.start, span.end) if span else ():
-            if type(layers[index]) is DynamicLayer:
+            kind = type(layers[index])
+            if kind is DynamicLayer:
                 layers[index] = RoundedLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
+            by_type.setdefault(kind, layers[index])
         self.cache.layer_class_to_replicate = None
         self.owned = layers[span.start : span.end] if span else []
         self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
         self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
-        by_type: dict[type, Any] = {}
-        for layer in self.owned:
-            by_type.setdefault(type(layer), layer)
         self.ghosts: list[Ghost] = []
         for index, layer in enumerate(layers):
             if span and span.start <= index < span.end:
                 continue
-            twin = by_type.get((RoundedLayer if rounded else SlabLayer) if type(layer) is DynamicLayer else type(layer))
+            twin = by_type.get(type(layer))
             if twin is not None:
                 layers[index] = twin
             elif isinstance(layer, CacheLayerMixin):
@@ -341,6 +341,11 @@ class SpanCache:
     def is_plain(self) -> bool:
         """Does it hold every token's keys and values, each in its place?"""
         return all(isinstance(layer, SlabLayer) for layer in self.owned)
+
+    @property
+    def keeps_tokens_only(self) -> bool:
+        """Does it hold keys and values and nothing else, of every token or of a window's?"""
+        return all(isinstance(layer, SlabLayer) or type(layer) is DynamicSlidingWindowLayer for layer in self.owned)
 
     @property
     def is_rounded(self) -> bool:

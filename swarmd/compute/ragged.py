@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -188,8 +188,7 @@ def can_batch(cache: SpanCache, config: Any) -> bool:
     )
     if "longrope" in rope or "dynamic" in rope:  # their frequencies follow the longest sequence of a pass
         return False
-    known = all(isinstance(layer, SlabLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.owned)
-    return known and kinds <= {"full_attention", "sliding_attention"}
+    return cache.keeps_tokens_only and kinds <= {"full_attention", "sliding_attention"}
 
 
 def _attend_packed(

@@ -173,13 +173,16 @@ class LoadedSpan:
             return self._decode(hidden, positions, None, ragged.cache, self.span)
 
         farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
-        is_rounded = self.quantize != "none" or self.kv_cache != "none"
-        computes_in = torch.bfloat16 if is_rounded else self.dtype
-        tolerance = max(self._tolerance, SELF_TEST_TOLERANCE[computes_in])
-        self._quick = Quick(ragged, plain, examples, farthest, tolerance, computes_in)
+        computes_in = torch.bfloat16 if self.is_rounded else self.dtype
+        self._quick = Quick(ragged, plain, examples, farthest, SELF_TEST_TOLERANCE[computes_in], computes_in)
         self._quick.find(self.fused)
         self.fused = None  # what is not taken need not be kept
         self.kernels = self._quick.told(self.kernels)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Are weights, or keys and values, in 8 or 4 bits?"""
+        return self.quantize != "none" or self.kv_cache != "none"
 
     @property
     def can_batch(self) -> bool:

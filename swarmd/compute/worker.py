@@ -246,8 +246,7 @@ class Worker:
         Kept.n_bytes = request.leave_free_bytes
         try:
             span = self._load_span(request)
-            is_rounded = request.quantize != "none" or request.kv_cache != "none"
-            loss = span.quantization_error(Path(request.path)) if is_rounded else None
+            loss = span.quantization_error(Path(request.path)) if span.is_rounded else None
             self._speed = Measured(
                 decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
                 prefill_tokens_per_s=last(prefill_rates(span, QUICK_S)),

@@ -35,15 +35,9 @@ def one_thread() -> None:
 
 
 def load(
-    family: str,
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-    quantize: str = "none",
-    kv_cache: str = "none",
-    **changes: int,
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none", **changes: int
 ) -> LoadedSpan:
-    checkpoint = make(family, folder, FAMILIES[family] | changes)
-    span = LoadedSpan(checkpoint, BLOCKS, dtype, quantize=quantize, kv_cache=kv_cache)
+    span = LoadedSpan(make(family, folder, FAMILIES[family] | changes), BLOCKS, dtype, quantize=quantize)
     span.self_test()
     return span
 
