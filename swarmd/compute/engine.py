@@ -198,6 +198,7 @@ class Engine:
         try:
             if shares:
                 self._compute(shares)
+                self.span.finish()
         except PASS_ERRORS as error:  # one session's state must not end the others'
             logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them

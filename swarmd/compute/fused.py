@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -31,6 +30,7 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.kvcache import N_PLACES, SpanCache
 from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
+from swarmd.compute.places import Numbers, keep, put_places, sizes
 from swarmd.compute.ragged import Piece
 
 ALIGNED = 64  # bytes: where a weight may begin
@@ -59,7 +59,6 @@ STORED = {
     torch.uint8: layout.INT4,
 }
 LINEARS = {nn.Linear: 2, Int8Linear: 2, Int4Linear: layout.ROWS}  # and of what the number of rows is a multiple
-Numbers = npt.NDArray[Any]
 
 
 class NotFused(RuntimeError):
@@ -88,29 +87,15 @@ class FusedPass:
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        sizes = [piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces]
-        n = sum(sizes)
-        x = torch.empty(n, pieces[0].hidden.shape[2])
-        positions, counts = np.empty(n, np.int64), np.empty((n, 2), np.int64)
-        kept = np.empty((len(self.table), n, N_PLACES - 1), np.int64)
-        at = 0
-        for piece in pieces:
-            b, t, d = piece.hidden.shape
-            x[at : at + b * t] = piece.hidden.reshape(-1, d)
-            positions[at : at + b * t] = piece.positions.reshape(-1).numpy()
-            places, layer = piece.cache.places(t), piece.cache.owned[0]
-            for row in range(b):
-                kept[:, at : at + t] = places[:, None, :-1]
-                if row:  # its own keys and values lie behind those of the rows before it
-                    kept[:, at : at + t, 3:5] += row * places[:, None, -1:]
-                counts[at : at + t, 0] = layer.n_shared
-                counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
-                at += t
+        n_each = sizes(pieces)
+        n = sum(n_each)
+        x = torch.cat([piece.hidden.reshape(-1, piece.hidden.shape[2]) for piece in pieces]).float()
+        positions = torch.cat([piece.positions.reshape(-1) for piece in pieces]).numpy()
+        kept, counts = np.empty((len(self.table), n, N_PLACES - 1), np.int64), np.empty((n, 2), np.int64)
+        put_places(pieces, kept, counts)
         self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), positions, kept, counts)
-        outs = torch.split_with_sizes(x.to(self.dtype), sizes)
-        for piece in pieces:
-            for layer in piece.cache.owned:
-                layer.added(piece.hidden.shape[1])
+        outs = torch.split_with_sizes(x.to(self.dtype), n_each)
+        keep(pieces)
         self.on_pass()
         return [out.view(piece.hidden.shape) for piece, out in zip(pieces, outs, strict=True)]
 

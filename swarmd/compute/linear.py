@@ -168,7 +168,7 @@ def _loses_nothing(rows: torch.Tensor) -> bool:
 
 
 class FewBitsLinear(FrozenLinear):
-    """A weight in few bits on a CPU; what enters and what leaves is rounded to bfloat16."""
+    """A weight in few bits; what enters and what leaves is rounded to bfloat16."""
 
     @abstractmethod
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,10 +181,11 @@ class FewBitsLinear(FrozenLinear):
 
 
 class Int8Linear(FewBitsLinear):
-    """8 bits a weight on a CPU, one scale for each of ``out``; computed in bfloat16, whatever enters.
+    """8 bits a weight, one scale for each of ``out``; computed in bfloat16, whatever enters.
 
-    Decoding reads a quarter of what float32 takes, by torch's own kernel, which is a plain loop for other types than
-    bfloat16 (docs/performance.md, "Kernels"). bitsandbytes' LLM.int8() is slower on a CPU than float32 is.
+    Decoding reads a quarter of what float32 takes: on CPUs by torch's own kernel, which is a plain loop for other types
+    than bfloat16 (docs/performance.md, "Kernels"), on cards by ``cuda.products``. bitsandbytes' LLM.int8() is slower
+    on a CPU than float32 is.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -201,6 +202,10 @@ class Int8Linear(FewBitsLinear):
         return self.levels * self.scales[:, None]
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_cuda:
+            from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+            return products.int8(rows, self.levels, self.scales)
         if len(rows) > FEW_ROWS and has_bfloat16():
             return functional.linear(rows, self.levels.bfloat16()) * self.scales
         if len(rows) > FEW_ROWS:
@@ -266,13 +271,8 @@ class Int4Linear(FewBitsLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        groups = linear.weight.detach().float().view(self.out_features, self.in_features // GROUP, GROUP)
-        low, high = groups.amin(-1), groups.amax(-1)
-        scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-        zeros = (low + LEVEL_OF_ZERO * scales).bfloat16()
-        levels = (groups - zeros.float()[..., None]) / scales.float()[..., None] + LEVEL_OF_ZERO
-        levels = levels.round().clamp(0, 15)
-        packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32).flatten(1), 1)
+        levels, scales, zeros = in_4_bits(linear.weight.detach())
+        packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32), 1)
         self.levels = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous(), requires_grad=False)
 
@@ -304,9 +304,48 @@ class Int4Linear(FewBitsLinear):
         return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
 
 
+class CudaInt4Linear(FewBitsLinear):
+    """The same numbers in 4 bits on a card, as ``cuda.products`` reads them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        levels, scales, zeros = in_4_bits(linear.weight.detach())
+        low, high = levels.to(torch.uint8).chunk(2, 1)
+        self.levels = nn.Parameter(low | high << 4, requires_grad=False)
+        self.scales = nn.Parameter(torch.stack([scales, zeros], -1), requires_grad=False)
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Do both halves of a row consist of groups?"""
+        return linear.in_features % (2 * GROUP) == 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, bfloat16, made anew."""
+        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+        return products.numbers_of_int4(self.levels, self.scales, torch.bfloat16)
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+        return products.int4(rows, self.levels, self.scales)
+
+
+def in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """weight [out, in] as levels of 0 to 15, scales and zeros [out, in / 32]: (level - 8) * scale + zero."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+    zeros = (low + LEVEL_OF_ZERO * scales).bfloat16()
+    levels = (groups - zeros.float()[..., None]) / scales.float()[..., None] + LEVEL_OF_ZERO
+    return levels.round().clamp(0, 15).flatten(1), scales, zeros
+
+
 def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:
     """The layer in the bits of ``kind``; int8 where 4 bits do not fit its shape."""
-    return Int4Linear(linear) if kind == "int4" and Int4Linear.fits(linear) else Int8Linear(linear)
+    of_4_bits = CudaInt4Linear if linear.weight.is_cuda else Int4Linear
+    return of_4_bits(linear) if kind == "int4" and of_4_bits.fits(linear) else Int8Linear(linear)
 
 
 def layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Blocks in 8 or 4 bits by bitsandbytes, through transformers' own quantiser; what that costs in accuracy is measured.
+"""Blocks in nf4 by bitsandbytes, through transformers' own quantiser; what few bits cost in accuracy is measured.
 
-nf4 is QLoRA's normal float (Dettmers et al. 2023). On a GPU int8 is LLM.int8() (Dettmers et al. 2022); on a CPU int8
-and int4 are ``linear``'s. Errors: docs/models.md.
+nf4 is QLoRA's normal float (Dettmers et al. 2023). int8 and int4 are ``linear``'s. Errors: docs/models.md.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ def library_config(kind: str) -> Any:
     """The library's own description of a kind; None for unquantised. Raises ConfigError without bitsandbytes."""
     if kind == "none":
         return None
-    if kind == "int4":
-        raise ConfigError("quantize = int4 is for CPUs: on a GPU say nf4 or int8")
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
         raise ConfigError(f"quantize = {kind} needs bitsandbytes and accelerate: pip install 'swarmd[quantize]'")
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 

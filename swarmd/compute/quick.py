@@ -1,7 +1,7 @@
 """The quick ways to compute a few new tokens of several sessions, and which of them this machine is to take.
 
 A pass can be written down as a straight line of tensor calls (``capture``), and blocks of the usual kind can be
-computed by one call (``fused``). Each has to give what the pass itself gives, and the second to be faster than the
+computed by one call (``fused``; on a card, ``cuda.graphs``). Each has to give what the pass itself gives, and the second to be faster than the
 first: both are found out when a span is loaded.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from swarmd.compute.capture import Pass
-from swarmd.compute.fused import FusedPass
+from swarmd.compute.device import finish
 from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece, RaggedAttention
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
 CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
-TIMED = (1, 2, 4, 8, 16)  # tokens of passes by one call that are timed
+TIMED = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64)}  # tokens of passes by one call that are timed
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 MUCH = 0.5  # of the time of the pass itself: a straight line takes two thirds of it or more
 WORTH = 0.9  # of the time of other ways: servers on equal machines should choose alike
@@ -32,6 +33,16 @@ FAR = 4_096  # a position, where a model does not say how far it goes
 FROM_THE_END = 32  # positions that examples take
 FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}  # with 30 blocks half of it is seen
 Way = Callable[[list[Piece]], list[torch.Tensor]]
+
+
+class OneCall(Protocol):
+    """Computes a few new tokens of several sessions at once."""
+
+    def takes(self, caches: Sequence[SpanCache]) -> bool:
+        """Can it read how all of these are kept?"""
+
+    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
 
 
 class Quick:
@@ -56,7 +67,7 @@ class Quick:
         self._tolerance, self._fused_tolerance = tolerance, FUSED_TOLERANCE[computes_in]
         self._examples = examples
         self._captured: Pass | None = None
-        self._fused: FusedPass | None = None
+        self._fused: OneCall | None = None
         self.n_fused = 0  # tokens of a pass up to which one call is the fastest
         self.why = ""
 
@@ -81,13 +92,25 @@ class Quick:
         action = f"{kernels.action}, up to {self.n_fused} tokens by one call" if self.n_fused else kernels.action
         return Decision(action, "; ".join(filter(None, (kernels.reason, self.why))))
 
-    def find(self, fused: FusedPass | None) -> None:
+    def find(self, fused: OneCall | None) -> None:
         """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up."""
         right = fused if fused is not None and self._is_right(fused) else None
         if right is None or not self._take(right, MUCH):
             self._capture()
             if right is not None:
                 self._take(right, WORTH)
+
+    def record(self, make: Callable[[Pass], OneCall]) -> None:
+        """Have one call made of the straight line, where there is one and that can be."""
+        if self._captured is None:
+            return
+        try:
+            made = make(self._captured)
+            if self._is_right(made):
+                self._take(made, WORTH)
+        except Exception as failure:  # noqa: BLE001 - what records and compiles fails in many ways, which mean the same
+            logger.info("passes are not recorded: %s", failure)
+            self.why = f"no one call: {str(failure)[:200]}"
 
     def _capture(self) -> None:
         """Write a pass down as a straight line, if that gives what the pass itself gives."""
@@ -102,7 +125,7 @@ class Quick:
         else:
             logger.info("passes are not captured: a captured pass differs by %.2g", error)
 
-    def _is_right(self, fused: FusedPass) -> bool:
+    def _is_right(self, fused: OneCall) -> bool:
         """Does one call give what the pass gives?"""
         if not fused.takes([piece.cache for piece in self._examples(1, 0)]):
             self.why = "one call: its layers keep more than plain keys and values"
@@ -114,10 +137,10 @@ class Quick:
         self.why = f"one call: it differs by {error:.2g}"
         return error <= self._fused_tolerance
 
-    def _take(self, fused: FusedPass, at_most: float) -> bool:
+    def _take(self, fused: OneCall, at_most: float) -> bool:
         """Take one call for as many tokens as it takes ``at_most`` the time of other ways; is a line done without?"""
         told, self._fused, self.n_fused = list[str](), None, 0
-        for n_tokens in TIMED:
+        for n_tokens in TIMED[self._examples(1, 0)[0].hidden.device.type]:
             is_captured = self._captured is not None and n_tokens <= MAX_CAPTURED
             ratio = self._ratio(fused.run, self._by_line if is_captured else self._by_pass, n_tokens)
             told.append(f"{ratio:.2f} for {n_tokens}")
@@ -154,7 +177,7 @@ class Quick:
         for _ in range(TIMED_PASSES):
             for this in taken:
                 begun = time.perf_counter()
-                this(pieces)
+                finish(this(pieces)[0].device)
                 taken[this].append(time.perf_counter() - begun)
                 pieces = _next(pieces)
         return min(taken[way]) / min(taken[other])

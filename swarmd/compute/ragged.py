@@ -9,7 +9,8 @@ self-test and are served one session at a time. docs/performance.md compares thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class RaggedAttention:
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
+        self._attend_by: capture.Attend = self._attend_sessions
         self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
@@ -81,6 +83,25 @@ class RaggedAttention:
     def is_plain(self) -> bool:
         """Do all layers that it has seen attend as the library does, so that sessions may share beginnings?"""
         return bool(self._sites) and all(function is _attend_packed for _, function, _ in self._sites.values())
+
+    @property
+    def sites(self) -> list[int]:
+        """The layers that attend, in their order."""
+        return list(self._sites)
+
+    def scale_of(self, layer: int, width: int) -> float:
+        """What a layer multiplies its scores with; ``width`` is that of a head."""
+        scale = self._sites[layer][2].get("scaling")
+        return float(width**-0.5 if scale is None else scale)
+
+    @contextmanager
+    def attending_by(self, other: capture.Attend) -> Iterator[None]:
+        """Within, captured passes attend by another function."""
+        self._attend_by = other
+        try:
+            yield
+        finally:
+            self._attend_by = self._attend_sessions
 
     def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
         """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
@@ -125,6 +146,11 @@ class RaggedAttention:
         return capture.attend(query, key, value, layer), None
 
     def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        return self._attend_by(query, key, value, layer)
+
+    def _attend_sessions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
+    ) -> torch.Tensor:
         """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
         module, function, kwargs = self._sites[layer]
         outs: list[torch.Tensor] = []

@@ -25,6 +25,7 @@ def decode_rates(span: LoadedSpan, n_streams: int, budget_s: float) -> Iterator[
         else:
             for cache in caches:
                 span.forward(hidden, positions + at, None, cache, at)
+        span.finish()
         return n_streams
 
     yield from _rates(decode, budget_s)
@@ -35,6 +36,7 @@ def prefill_rates(span: LoadedSpan, budget_s: float) -> Iterator[float]:
 
     def prefill(_: int) -> int:
         span.forward(*span.example(64))
+        span.finish()
         return 64
 
     return _rates(prefill, budget_s)

@@ -207,8 +207,8 @@ def load(
     Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
     into the device's memory.
     """
-    if span is not None and quantize in ("int8", "int4") and device == "cpu":
-        return _load_quantised(folder, span, dtype, quantize)
+    if span is not None and quantize in ("int8", "int4"):
+        return _load_quantised(folder, span, dtype, quantize, device)
     config = read_config(folder)
     return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
 
@@ -248,11 +248,13 @@ def _read(
     return (model if bits else model.to(device)).eval().requires_grad_(False)
 
 
-def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str) -> PreTrainedModel:
+def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, device: str) -> PreTrainedModel:
     """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
     whole: PreTrainedModel | None = None
     for block in span.blocks():
-        part = load(folder, Span(block, block + 1), dtype)
+        part = load(folder, Span(block, block + 1), dtype, device=device)
         replace(part, partial(quantised, kind=kind), nn.Linear)
         if whole is None:
             whole = part

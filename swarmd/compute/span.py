@@ -20,12 +20,14 @@ import transformers
 
 from swarmd.compute import few_bits, skeleton
 from swarmd.compute.adapters import Adapters, Lora
+from swarmd.compute.capture import Pass
+from swarmd.compute.device import finish, prepare
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.linear import has_bfloat16
 from swarmd.compute.quantize import relative_error
-from swarmd.compute.quick import Quick
+from swarmd.compute.quick import OneCall, Quick
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Decision, Span
@@ -58,6 +60,7 @@ class LoadedSpan:
         self._caches_in: torch.dtype | None = None  # if they are rounded: from what
         self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
+        prepare(self.device)
         self.model = skeleton.load(folder, span, dtype, quantize, device)
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
@@ -176,8 +179,19 @@ class LoadedSpan:
         computes_in = torch.bfloat16 if self.is_rounded else self.dtype
         self._quick = Quick(ragged, plain, examples, farthest, SELF_TEST_TOLERANCE[computes_in], computes_in)
         self._quick.find(self.fused)
+        if self.device.type == "cuda":
+            self._quick.record(lambda line: self._recorded(ragged, line, examples(1, 0)[0]))
         self.fused = None  # what is not taken need not be kept
         self.kernels = self._quick.told(self.kernels)
+
+    def _recorded(self, ragged: RaggedAttention, line: Pass, example: Piece) -> OneCall:
+        from swarmd.compute.cuda.graphs import GraphedPass  # late: Triton comes with torch where CUDA does
+
+        return GraphedPass(ragged, line, example, self.on_block)
+
+    def finish(self) -> None:
+        """Wait until what was asked for is computed."""
+        finish(self.device)
 
     @property
     def is_rounded(self) -> bool:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.device import pick_device
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.errors import ConfigError
@@ -89,16 +88,3 @@ def test_a_missing_tensor_is_refused_at_load(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="tensors missing"):
         LoadedSpan(folder, Span(2, 4), torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_span_on_the_gpu_equals_the_cpu(tmp_path: Path) -> None:
-    folder = checkpoints.make("llama", tmp_path)
-    assert pick_device() == "cuda"
-    here, there = (LoadedSpan(folder, Span(1, 5), torch.float32, device) for device in ("cpu", "cuda"))
-    hidden, positions = torch.randn(1, N_TOKENS, 64), torch.arange(N_TOKENS).unsqueeze(0)
-    out = there.forward(hidden.cuda(), positions.cuda()).cpu()
-    torch.testing.assert_close(out, here.forward(hidden, positions), rtol=1e-3, atol=1e-3)
-    there.self_test()
-    assert here.numerics("m") != there.numerics("m")

@@ -1,0 +1,127 @@
+"""A pass over a few new tokens as a CUDA graph: a step launches hundreds of kernels that take microseconds each.
+
+Recorded is the straight line of a span (``capture``), with the attention of ``cuda.attention``, for some numbers of
+tokens; a pass takes the next larger one. What is missing are tokens that nobody reads, of a cache that is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from swarmd.compute.capture import Pass
+from swarmd.compute.cuda.attention import N_NUMBERS, Attention
+from swarmd.compute.kvcache import N_PLACES, SpanCache
+from swarmd.compute.places import keep, put_places, sizes
+from swarmd.compute.ragged import Piece, RaggedAttention
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of passes that are recorded
+WARMING = 2  # passes before one is recorded: libraries set themselves up in the first
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A graph, and the memory that it reads and writes."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor  # where the keys and values of each layer and token lie: [layers, n, N_NUMBERS]
+    n_past: torch.Tensor
+    out: torch.Tensor
+    repeat: Callable[[], None]
+    held: object  # what else it writes to
+
+
+class GraphedPass:
+    """See the module. ``like`` [1, 1, d] is what enters, ``scales`` and ``blocks`` are those of the layers' attention.
+
+    Raises RuntimeError and others where the line cannot be recorded, or its layers are of several shapes.
+    """
+
+    def __init__(
+        self, ragged: RaggedAttention, line: Pass, example: Piece, on_pass: Callable[[], None] = lambda: None
+    ) -> None:
+        self._ragged, self._line = ragged, line
+        self._on_pass = on_pass
+        self._like = example.hidden
+        owned = example.cache.owned
+        shapes = {layer.stored[0].shape[1::2] for layer in owned} | {layer.stored[1].shape[1::2] for layer in owned}
+        if len(shapes) > 1:
+            raise RuntimeError(f"its layers keep keys and values of several shapes: {sorted(shapes)}")
+        self._kept_heads, self._width = (int(n) for n in shapes.pop())
+        self._layers = {layer: index for index, layer in enumerate(ragged.sites)}
+        if len(self._layers) != len(owned):
+            raise RuntimeError("not every layer attends once")
+        nobodys = torch.zeros(2, self._kept_heads, self._width, dtype=self._like.dtype, device=self._like.device)
+        self._nobodys = nobodys
+        self._none = torch.tensor([nobodys[0].data_ptr(), nobodys[1].data_ptr(), self._width])
+        self._pool = torch.cuda.graph_pool_handle() if self._like.is_cuda else None
+        self._recorded = {n: self._record(n) for n in SIZES}
+
+    def takes(self, caches: Sequence[SpanCache]) -> bool:
+        """Do all sessions keep plain keys and values, and have some, on their own?"""
+        dtype = self._like.dtype
+        return all(
+            cache.is_plain
+            and not cache.is_shared
+            and all(layer.has_shape and layer.dtype == dtype for layer in cache.owned)
+            for cache in caches
+        )
+
+    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
+        n_each = sizes(pieces)
+        n = sum(n_each)
+        recorded = self._recorded[next(size for size in SIZES if size >= n)]
+        n_padded = recorded.hidden.shape[1]
+        kept, counts = np.empty((len(self._layers), n, N_PLACES - 1), np.int64), np.empty((n, 2), np.int64)
+        put_places(pieces, kept, counts)
+        table = self._none.repeat(len(self._layers), n_padded, 1)
+        table[:, :n] = torch.from_numpy(kept[:, :, N_NUMBERS:])
+        n_past = torch.zeros(n_padded, dtype=torch.int64)
+        n_past[:n] = torch.from_numpy(counts[:, 1])
+        recorded.table.copy_(table)
+        recorded.n_past.copy_(n_past)
+        recorded.hidden[:, :n] = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
+        recorded.positions[:, :n] = torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+        recorded.repeat()
+        outs = torch.split_with_sizes(recorded.out[0, :n].clone(), n_each)
+        keep(pieces)
+        self._on_pass()
+        return [out.view(piece.hidden.shape) for piece, out in zip(pieces, outs, strict=True)]
+
+    def _record(self, n: int) -> _Recorded:
+        device = self._like.device
+        hidden = torch.zeros(1, n, self._like.shape[2], dtype=self._like.dtype, device=device)
+        positions = torch.zeros(1, n, dtype=torch.int64, device=device)
+        table = self._none.repeat(len(self._layers), n, 1).to(device)
+        n_past = torch.zeros(n, dtype=torch.int64, device=device)
+        attention: list[Attention] = []
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+            if not attention:
+                attention.append(Attention(n, query.shape[1], self._kept_heads, self._width, query))
+            where = table[self._layers[layer]]
+            return attention[0].compute(query, key, value, where, n_past, self._ragged.scale_of(layer, self._width))
+
+        def once() -> torch.Tensor:
+            with self._ragged.attending_by(attend):
+                return self._line(hidden, positions)
+
+        if self._pool is None:  # a test's, where there is no card
+            recorded = _Recorded(hidden, positions, table, n_past, once(), lambda: None, attention)
+            recorded.repeat = lambda: setattr(recorded, "out", once())
+            return recorded
+        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARMING):
+                once()
+        torch.cuda.current_stream(device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = once()
+        return _Recorded(hidden, positions, table, n_past, out, graph.replay, attention)

@@ -1,0 +1,45 @@
+"""Where the keys and values of a pass's tokens lie, as numbers that compiled code and CUDA graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmd.compute.kvcache import N_PLACES
+from swarmd.compute.ragged import Piece
+
+Numbers = npt.NDArray[Any]
+
+
+def sizes(pieces: Sequence[Piece]) -> list[int]:
+    """How many tokens each piece has, in all of its rows."""
+    return [piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces]
+
+
+def put_places(pieces: Sequence[Piece], kept: Numbers, counts: Numbers) -> None:
+    """Make room for the pieces' tokens, one after another, and write where: kept [layers, n, 6], counts [n, 2].
+
+    ``kept`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are shared,
+    and how many of its own are before each token. ``keep`` follows when keys and values are there.
+    """
+    at = 0
+    for piece in pieces:
+        b, t, _ = piece.hidden.shape
+        places, layer = piece.cache.places(t), piece.cache.owned[0]
+        for row in range(b):
+            kept[:, at : at + t] = places[:, None, : N_PLACES - 1]
+            if row:  # its own keys and values lie behind those of the rows before it
+                kept[:, at : at + t, 3:5] += row * places[:, None, N_PLACES - 1 :]
+            counts[at : at + t, 0] = layer.n_shared
+            counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
+            at += t
+
+
+def keep(pieces: Sequence[Piece]) -> None:
+    """The pieces' keys and values were written where ``put_places`` said."""
+    for piece in pieces:
+        for layer in piece.cache.owned:
+            layer.added(piece.hidden.shape[1])

@@ -1,0 +1,156 @@
+"""What cards compute: Triton's kernels by its interpreter where there is none, and all of it on CUDA where there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+ON_CARD = torch.cuda.is_available()
+if not ON_CARD:
+    os.environ["TRITON_INTERPRET"] = "1"  # before kernels are defined
+
+from swarmd.compute import quick  # noqa: E402
+from swarmd.compute.cuda import attention, graphs, products  # noqa: E402
+from swarmd.compute.cuda.attention import Attention  # noqa: E402
+from swarmd.compute.linear import CudaInt4Linear, Int4Linear, Int8Linear, in_4_bits  # noqa: E402
+from swarmd.compute.quantize import relative_error  # noqa: E402
+from swarmd.compute.span import LoadedSpan  # noqa: E402
+from swarmd.values import Span  # noqa: E402
+from tests import checkpoints  # noqa: E402
+
+DEVICE = "cuda" if ON_CARD else "cpu"
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}  # and the error that is rounding
+if ON_CARD:  # which the interpreter does not know
+    DTYPES[torch.bfloat16] = 2e-2
+
+on_a_card = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="no CUDA device here")]
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of no keys, as the interpreter computes it
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kept_heads", "width"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
+def test_a_token_attends_to_what_lies_where_the_table_says(
+    heads: int, kept_heads: int, width: int, dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    n_past = [0, 1, 63, 64, 65, 1_100]
+    n = len(n_past)
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng).to(dtype).to(DEVICE)
+
+    keys, values = (states(n, kept_heads, 1_200, width) for _ in range(2))
+    query, key, value = (states(1, n, h, width).transpose(1, 2) for h in (heads, kept_heads, kept_heads))
+    where = [[keys[i].data_ptr(), values[i].data_ptr(), keys.stride(1)] for i in range(n)]
+    table, past = torch.tensor(where, device=DEVICE), torch.tensor(n_past, device=DEVICE)
+    out = Attention(n, heads, kept_heads, width, query).compute(query, key, value, table, past, width**-0.5)
+    for i, at in enumerate(n_past):
+        assert torch.equal(keys[i, :, at], key[0, :, i])
+        assert torch.equal(values[i, :, at], value[0, :, i])
+        seen = (part[i : i + 1, :, : at + 1].float() for part in (keys, values))
+        expected = functional.scaled_dot_product_attention(query[:, :, i : i + 1].float(), *seen, enable_gqa=True)
+        assert relative_error(out[0, i], expected[0, :, 0]) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_out", "n_in"), [(48, 576), (40, 128), (16, 1_536)])
+@pytest.mark.parametrize("n_rows", [1, 5, 17, 65])
+def test_weights_in_few_bits_meet_rows_as_the_numbers_they_stand_for(
+    n_rows: int, n_out: int, n_in: int, dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(n_rows)
+    linear = torch.nn.Linear(n_in, n_out, bias=False)
+    linear.weight.data = torch.randn(n_out, n_in, generator=rng)
+    rows = torch.randn(n_rows, n_in, generator=rng).to(dtype).to(DEVICE)
+    eight, four = Int8Linear(linear).to(DEVICE), CudaInt4Linear(linear).to(DEVICE)
+    levels, scales, zeros = in_4_bits(linear.weight.detach())
+    numbers = (levels.view(n_out, -1, 32) - 8) * scales.float()[..., None] + zeros.float()[..., None]
+    for got, weight in (
+        (products.int8(rows, eight.levels, eight.scales), eight.levels.float() * eight.scales.float()[:, None]),
+        (products.int4(rows, four.levels, four.scales), numbers.view(n_out, n_in).to(DEVICE)),
+    ):
+        assert relative_error(got, rows.float() @ weight.T) < DTYPES[dtype]
+
+
+def test_four_bits_on_cards_are_those_of_cpus() -> None:
+    linear = torch.nn.Linear(128, 64, bias=False)
+    ours, theirs = CudaInt4Linear(linear).to(DEVICE), Int4Linear(linear)
+    assert relative_error(ours.weight.cpu(), theirs.weight) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_a_recorded_pass_gives_what_the_pass_gives(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ON_CARD:  # the interpreter takes a millisecond for each program
+        monkeypatch.setattr(graphs, "SIZES", (4,))
+        monkeypatch.setattr(attention, "SPLITS", 2)
+        monkeypatch.setattr(quick, "CHECKED", (3,))
+    span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32, DEVICE)
+    span.self_test()
+    span.fused = None  # on CPUs one call is another one
+    span.quicken()
+    ways, ragged = span._quick, span._ragged
+    assert ways is not None
+    assert ragged is not None
+    assert ways._captured is not None
+    recorded = graphs.GraphedPass(ragged, ways._captured, ways._examples(1, 0)[0])
+    assert ways._error(recorded.run) < 1e-4
+    assert ways._error(recorded.run, 300) < 1e-4
+
+
+class TestOnCuda:
+    pytestmark = on_a_card
+
+    @pytest.mark.parametrize("family", sorted(checkpoints.FAMILIES))
+    def test_a_span_equals_the_cpu(self, family: str, tmp_path: Path) -> None:
+        folder = checkpoints.make(family, tmp_path)
+        here, there = (LoadedSpan(folder, Span(1, 5), torch.float32, device) for device in ("cpu", "cuda"))
+        there.self_test()
+        there.quicken()
+        rng = torch.Generator().manual_seed(0)
+        hidden, positions = torch.randn(1, 20, 64, generator=rng), torch.arange(20).unsqueeze(0)
+        expected = here.forward(hidden, positions)
+        assert relative_error(there.forward(hidden.cuda(), positions.cuda()).cpu(), expected) < 1e-4
+        assert here.numerics("m") != there.numerics("m")
+
+    @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_few_tokens_take_one_call(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+        span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, "cuda", kind)
+        span.self_test()
+        span.quicken()
+        assert "by one call" in span.kernels.action, span.kernels
+
+    @pytest.mark.parametrize("kind", ["int8", "int4"])
+    def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:
+        folder = checkpoints.make("llama", tmp_path)
+        spans = [LoadedSpan(folder, Span(1, 5), torch.float32, device, kind) for device in ("cpu", "cuda")]
+        losses = [span.quantization_error(folder) for span in spans]
+        assert losses[0] is not None
+        assert losses[1] == pytest.approx(losses[0], rel=0.2)
+
+    def test_caches_in_8_bits(self, tmp_path: Path) -> None:
+        span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), torch.float32, "cuda", kv_cache="int8")
+        span.self_test()
+        span.quicken()
+        loss = span.quantization_error(tmp_path)
+        assert loss is not None
+        assert 0 < loss < 0.05
+
+    def test_gradients_equal_the_cpus(self, tmp_path: Path) -> None:
+        folder = checkpoints.make("llama", tmp_path)
+        gradients = []
+        for device in ("cpu", "cuda"):
+            span = LoadedSpan(folder, Span(1, 5), torch.float32, device)
+            hidden = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+            out = span.forward_with_grad(hidden, torch.arange(8, device=device).unsqueeze(0))
+            out.square().sum().backward()
+            assert hidden.grad is not None
+            gradients.append(hidden.grad.cpu())
+        assert relative_error(gradients[1], gradients[0]) < 1e-3
