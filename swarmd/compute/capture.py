@@ -66,6 +66,10 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
             module: fx.GraphModule = make_fx(run)(hidden, positions)
     finally:
         _attend_now.pop()
+    if hidden.is_cuda:
+        from swarmd.compute.cuda.rewrite import rewrite  # late: Triton comes with torch where CUDA does
+
+        rewrite(module)
     simplify(module)
     return module
 

@@ -82,13 +82,13 @@ def matched(pattern: Any, value: Any, n_users: int = 0) -> dict[str, Any] | None
     return found
 
 
-def _call(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+def call(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A new call just before a node."""
     with node.graph.inserting_before(node):
         return node.graph.call_function(target, args)
 
 
-def _put(node: fx.Node, new: fx.Node) -> None:
+def put(node: fx.Node, new: fx.Node) -> None:
     """Let a new node take an old one's place."""
     new.meta = node.meta
     node.replace_all_uses_with(new)
@@ -120,10 +120,10 @@ def _norm(module: fx.GraphModule, node: fx.Node) -> None:
     width = value.shape[-1]
     least = torch.tensor(math.sqrt(width * eps), dtype=value.dtype, device=value.device)
     floor = _constant(module, node, f"floor_{width}_{eps}", least)
-    length = _call(node, torch.linalg.vector_norm, x, 2, -1, True)
-    unit = _call(node, _aten.div.Tensor, x, _call(node, torch.hypot, length, floor))
+    length = call(node, torch.linalg.vector_norm, x, 2, -1, True)
+    unit = call(node, _aten.div.Tensor, x, call(node, torch.hypot, length, floor))
     unit.meta = x.meta
-    _put(node, _call(node, _aten.mul.Tensor, unit, math.sqrt(width)))
+    put(node, call(node, _aten.mul.Tensor, unit, math.sqrt(width)))
 
 
 def _scaled_twice(module: fx.GraphModule, node: fx.Node) -> None:
@@ -132,8 +132,8 @@ def _scaled_twice(module: fx.GraphModule, node: fx.Node) -> None:
     if found is None or not isinstance(found["scale"], float) or getattr(found["weight"], "op", "") != "get_attr":
         return
     if found["weight"].meta["val"].dtype == found["y"].meta["val"].dtype:  # else it would be rounded more
-        weight = _call(node, _aten.mul.Tensor, found["weight"], found["scale"])
-        _put(node, _call(node, _aten.mul.Tensor, weight, found["y"]))
+        weight = call(node, _aten.mul.Tensor, found["weight"], found["scale"])
+        put(node, call(node, _aten.mul.Tensor, weight, found["y"]))
 
 
 def _rotary(module: fx.GraphModule, node: fx.Node) -> None:
@@ -147,11 +147,11 @@ def _rotary(module: fx.GraphModule, node: fx.Node) -> None:
         return
     signs = torch.ones(2 * half, dtype=value.dtype, device=value.device)
     signs[:half] = -1.0
-    sine = _call(node, _aten.mul.Tensor, found["sin"], _constant(module, node, f"signs_{half}", signs))
-    rolled = _call(node, torch.roll, x, half, -1)
-    turned = _call(node, _aten.mul.Tensor, rolled, sine)
-    straight = _call(node, _aten.mul.Tensor, x, found["cos"])
-    _put(node, _call(node, _aten.add.Tensor, straight, turned))
+    sine = call(node, _aten.mul.Tensor, found["sin"], _constant(module, node, f"signs_{half}", signs))
+    rolled = call(node, torch.roll, x, half, -1)
+    turned = call(node, _aten.mul.Tensor, rolled, sine)
+    straight = call(node, _aten.mul.Tensor, x, found["cos"])
+    put(node, call(node, _aten.add.Tensor, straight, turned))
 
 
 def _share(graph: fx.Graph) -> None:
@@ -179,4 +179,4 @@ def _slice(node: fx.Node) -> None:
     if found is not None and found["dim"] >= 0:
         end = None if found["end"] == _END else found["end"]
         index = (*(slice(None),) * found["dim"], slice(found["start"], end))
-        _put(node, _call(node, operator.getitem, found["x"], index))
+        put(node, call(node, operator.getitem, found["x"], index))

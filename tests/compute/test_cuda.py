@@ -45,9 +45,9 @@ def test_a_token_attends_to_what_lies_where_the_table_says(
 
     keys, values = (states(n, kept_heads, 1_200, width) for _ in range(2))
     query, key, value = (states(1, n, h, width).transpose(1, 2) for h in (heads, kept_heads, kept_heads))
-    where = [[keys[i].data_ptr(), values[i].data_ptr(), keys.stride(1)] for i in range(n)]
-    table, past = torch.tensor(where, device=DEVICE), torch.tensor(n_past, device=DEVICE)
-    out = Attention(n, heads, kept_heads, width, query).compute(query, key, value, table, past, width**-0.5)
+    where = [[keys[i].data_ptr(), values[i].data_ptr(), keys.stride(1), n_past[i]] for i in range(n)]
+    table = torch.tensor(where, device=DEVICE)
+    out = Attention(n, heads, kept_heads, width, query).compute(query, key, value, table, width**-0.5)
     for i, at in enumerate(n_past):
         assert torch.equal(keys[i, :, at], key[0, :, i])
         assert torch.equal(values[i, :, at], value[0, :, i])

@@ -15,7 +15,7 @@ import triton.language as tl
 SPLITS = 16  # parts of what a token sees
 BLOCK_BYTES = 8_192  # of keys at a time
 LEAST_ROWS = 16  # of a product on tensor cores
-N_NUMBERS = 3  # of a token in a layer's table: the addresses of keys and values, and how many numbers a head has
+N_NUMBERS = 4  # of a token in a layer's table: addresses of keys and values, numbers to the next head, keys before it
 
 
 class Attention:
@@ -33,19 +33,18 @@ class Attention:
         key: torch.Tensor,
         value: torch.Tensor,
         where: torch.Tensor,
-        n_past: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
         """Keep keys and values, then attend: query [1, h, n, d], key and value [1, g, n, d] to [1, n, h, d].
 
-        ``where`` [n, 3] int64: see N_NUMBERS. ``n_past`` [n] int64: how many keys are before each token's own.
+        ``where`` [n, 4] int64: see N_NUMBERS.
         """
         n, heads, kept_heads, width = self._shape
         wide = triton.next_power_of_2(width)
         group = heads // kept_heads
-        _keep[n, kept_heads](key, value, where, n_past, *_strides(key), *_strides(value), width, WIDE=wide)
+        _keep[n, kept_heads](key, value, where, *_strides(key), *_strides(value), width, WIDE=wide)
         _attend[n, kept_heads, SPLITS](
-            query, where, n_past, self._parts, self._logs, scale, *_strides(query), width, heads,
+            query, where, self._parts, self._logs, scale, *_strides(query), width, heads,
             GROUP=group, ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size())), PARTS=SPLITS,
             num_stages=2,
         )  # fmt: skip
@@ -63,22 +62,22 @@ def _strides(states: torch.Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _keep(
-    key, value, where, n_past,
+    key, value, where,
     key_head, key_token, value_head, value_token, width, WIDE: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, WIDE)
     is_there = columns < width
-    at = tl.load(where + 3 * token + 2) * head + tl.load(n_past + token) * width + columns
-    keys = tl.load(where + 3 * token).to(tl.pointer_type(key.dtype.element_ty))
-    values = tl.load(where + 3 * token + 1).to(tl.pointer_type(key.dtype.element_ty))
+    at = tl.load(where + 4 * token + 2) * head + tl.load(where + 4 * token + 3) * width + columns
+    keys = tl.load(where + 4 * token).to(tl.pointer_type(key.dtype.element_ty))
+    values = tl.load(where + 4 * token + 1).to(tl.pointer_type(key.dtype.element_ty))
     tl.store(keys + at, tl.load(key + head * key_head + token * key_token + columns, is_there), is_there)
     tl.store(values + at, tl.load(value + head * value_head + token * value_token + columns, is_there), is_there)
 
 
 @triton.jit
 def _attend(
-    query, where, n_past, parts, logs, scale,
+    query, where, parts, logs, scale,
     query_head, query_token, width, heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -90,13 +89,13 @@ def _attend(
     there = is_row[:, None] & is_column[None]
     asked = tl.load(query + head[:, None] * query_head + token * query_token + columns[None], there, 0.0)
 
-    n_keys = tl.load(n_past + token) + 1
+    n_keys = tl.load(where + 4 * token + 3) + 1
     n_each = tl.cdiv(tl.cdiv(n_keys, PARTS), KEYS) * KEYS
     begin = part * n_each
     end = tl.minimum(begin + n_each, n_keys)
-    at_head = tl.load(where + 3 * token + 2) * kept
-    keys = tl.load(where + 3 * token).to(tl.pointer_type(query.dtype.element_ty)) + at_head
-    values = tl.load(where + 3 * token + 1).to(tl.pointer_type(query.dtype.element_ty)) + at_head
+    at_head = tl.load(where + 4 * token + 2) * kept
+    keys = tl.load(where + 4 * token).to(tl.pointer_type(query.dtype.element_ty)) + at_head
+    values = tl.load(where + 4 * token + 1).to(tl.pointer_type(query.dtype.element_ty)) + at_head
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from swarmd.compute.capture import Pass
-from swarmd.compute.cuda.attention import N_NUMBERS, Attention
+from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.kvcache import N_PLACES, SpanCache
 from swarmd.compute.places import keep, put_places, sizes
 from swarmd.compute.ragged import Piece, RaggedAttention
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of passes that are recorded
+OWN_PLACES = 3  # numbers of a token's own keys and values, at the end of its places
 WARMING = 2  # passes before one is recorded: libraries set themselves up in the first
 
 
@@ -28,8 +29,7 @@ class _Recorded:
 
     hidden: torch.Tensor
     positions: torch.Tensor
-    table: torch.Tensor  # where the keys and values of each layer and token lie: [layers, n, N_NUMBERS]
-    n_past: torch.Tensor
+    table: torch.Tensor  # where the keys and values of each layer and token lie: [layers, n, 4]
     out: torch.Tensor
     repeat: Callable[[], None]
     held: object  # what else it writes to
@@ -57,7 +57,7 @@ class GraphedPass:
             raise RuntimeError("not every layer attends once")
         nobodys = torch.zeros(2, self._kept_heads, self._width, dtype=self._like.dtype, device=self._like.device)
         self._nobodys = nobodys
-        self._none = torch.tensor([nobodys[0].data_ptr(), nobodys[1].data_ptr(), self._width])
+        self._none = torch.tensor([nobodys[0].data_ptr(), nobodys[1].data_ptr(), self._width, 0])
         self._pool = torch.cuda.graph_pool_handle() if self._like.is_cuda else None
         self._recorded = {n: self._record(n) for n in SIZES}
 
@@ -80,11 +80,9 @@ class GraphedPass:
         kept, counts = np.empty((len(self._layers), n, N_PLACES - 1), np.int64), np.empty((n, 2), np.int64)
         put_places(pieces, kept, counts)
         table = self._none.repeat(len(self._layers), n_padded, 1)
-        table[:, :n] = torch.from_numpy(kept[:, :, N_NUMBERS:])
-        n_past = torch.zeros(n_padded, dtype=torch.int64)
-        n_past[:n] = torch.from_numpy(counts[:, 1])
+        table[:, :n, :OWN_PLACES] = torch.from_numpy(kept[:, :, -OWN_PLACES:])
+        table[:, :n, OWN_PLACES] = torch.from_numpy(counts[:, 1])
         recorded.table.copy_(table)
-        recorded.n_past.copy_(n_past)
         recorded.hidden[:, :n] = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
         recorded.positions[:, :n] = torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
         recorded.repeat()
@@ -98,21 +96,20 @@ class GraphedPass:
         hidden = torch.zeros(1, n, self._like.shape[2], dtype=self._like.dtype, device=device)
         positions = torch.zeros(1, n, dtype=torch.int64, device=device)
         table = self._none.repeat(len(self._layers), n, 1).to(device)
-        n_past = torch.zeros(n, dtype=torch.int64, device=device)
         attention: list[Attention] = []
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
             if not attention:
                 attention.append(Attention(n, query.shape[1], self._kept_heads, self._width, query))
-            where = table[self._layers[layer]]
-            return attention[0].compute(query, key, value, where, n_past, self._ragged.scale_of(layer, self._width))
+            where, scale = table[self._layers[layer]], self._ragged.scale_of(layer, self._width)
+            return attention[0].compute(query, key, value, where, scale)
 
         def once() -> torch.Tensor:
             with self._ragged.attending_by(attend):
                 return self._line(hidden, positions)
 
         if self._pool is None:  # a test's, where there is no card
-            recorded = _Recorded(hidden, positions, table, n_past, once(), lambda: None, attention)
+            recorded = _Recorded(hidden, positions, table, once(), lambda: None, attention)
             recorded.repeat = lambda: setattr(recorded, "out", once())
             return recorded
         aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -124,4 +121,4 @@ class GraphedPass:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = once()
-        return _Recorded(hidden, positions, table, n_past, out, graph.replay, attention)
+        return _Recorded(hidden, positions, table, out, graph.replay, attention)
