@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from swarmd.client.model import remote_model
+from swarmd.compute.loss import quantization_error
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.span import LoadedSpan
 from swarmd.values import Span
@@ -92,7 +93,7 @@ def main() -> None:
             expected = logits if expected is None else expected
             same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
             n_bytes = sum(p.numel() * p.element_size() for p in span.model.parameters())
-            error = f"{span.quantization_error(folder):.3f}" if kind != "none" else "-"
+            error = f"{quantization_error(span, folder):.3f}" if kind != "none" else "-"
             step_s, prefill_s = seconds(span, options.tokens)
             print(
                 f"| {dtype if kind == 'none' else kind} | {n_bytes / 1e6:.0f} | {1000 * step_s:.1f} | "

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
+from swarmd.compute.device import finish
 from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
@@ -198,7 +201,9 @@ class Engine:
         try:
             if shares:
                 self._compute(shares)
-                self.span.finish()
+                finish(self.span.device)
+        except torch.AcceleratorError:  # nothing is computed by this process any more: the daemon starts another
+            raise
         except PASS_ERRORS as error:  # one session's state must not end the others'
             logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them

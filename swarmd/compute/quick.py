@@ -1,8 +1,8 @@
 """The quick ways to compute a few new tokens of several sessions, and which of them this machine is to take.
 
 A pass can be written down as a straight line of tensor calls (``capture``), and blocks of the usual kind can be
-computed by one call (``fused``; on a card, ``cuda.graphs``). Each has to give what the pass itself gives, and the second to be faster than the
-first: both are found out when a span is loaded.
+computed by one call (``fused``; on a card, ``cuda.graphs``). Each has to give what the pass itself gives, and the
+second to be faster than the first: both are found out when a span is loaded.
 """
 
 from __future__ import annotations

@@ -148,9 +148,7 @@ class RaggedAttention:
     def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         return self._attend_by(query, key, value, layer)
 
-    def _attend_sessions(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
-    ) -> torch.Tensor:
+    def _attend_sessions(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
         module, function, kwargs = self._sites[layer]
         outs: list[torch.Tensor] = []

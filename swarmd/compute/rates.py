@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from swarmd.compute.device import finish
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 
@@ -25,7 +26,7 @@ def decode_rates(span: LoadedSpan, n_streams: int, budget_s: float) -> Iterator[
         else:
             for cache in caches:
                 span.forward(hidden, positions + at, None, cache, at)
-        span.finish()
+        finish(span.device)
         return n_streams
 
     yield from _rates(decode, budget_s)
@@ -36,7 +37,7 @@ def prefill_rates(span: LoadedSpan, budget_s: float) -> Iterator[float]:
 
     def prefill(_: int) -> int:
         span.forward(*span.example(64))
-        span.finish()
+        finish(span.device)
         return 64
 
     return _rates(prefill, budget_s)

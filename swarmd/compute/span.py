@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +20,15 @@ import transformers
 from swarmd.compute import few_bits, skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
-from swarmd.compute.device import finish, prepare
+from swarmd.compute.device import prepare
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.linear import has_bfloat16
-from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import OneCall, Quick
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
 from swarmd.errors import ConfigError
 from swarmd.values import Decision, Span
-
-logger = logging.getLogger(__name__)
 
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -149,6 +145,9 @@ class LoadedSpan:
 
     def _choose_kernels(self, cache_folder: Path) -> None:
         """Have weights laid out as what computes them reads them."""
+        if self.device.type != "cpu":
+            self.kernels = Decision("plain", "the library's own layers: only CPUs are offered others")
+            return
         own, why = [self._layers[index] for index in self.span.blocks()], ""
         try:
             self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block, self.kv_cache != "none")
@@ -188,10 +187,6 @@ class LoadedSpan:
         from swarmd.compute.cuda.graphs import GraphedPass  # late: Triton comes with torch where CUDA does
 
         return GraphedPass(ragged, line, example, self.on_block)
-
-    def finish(self) -> None:
-        """Wait until what was asked for is computed."""
-        finish(self.device)
 
     @property
     def is_rounded(self) -> bool:
@@ -318,29 +313,6 @@ class LoadedSpan:
             return
         self.shares_beginnings = self._ragged.is_plain and self.device.type == "cpu"
         self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
-
-    def quantization_error(self, folder: Path) -> float | None:
-        """The error of this span's output on a probe, relative to the same blocks unquantised, loaded one by one.
-
-        Half of its tokens are in the caches when the others come, so that caches in 8 bits have their part in it.
-
-        None when not even one of them fits into memory unquantised.
-        """
-        rng, (zeros, positions) = torch.Generator().manual_seed(2), self.example(16)
-        hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
-        cache, half = self.new_cache(), hidden.shape[1] // 2
-        first = self.forward(hidden[:, :half], positions[:, :half], None, cache, 0)
-        second = self.forward(hidden[:, half:], positions[:, half:], None, cache, half)
-        got, expected = torch.cat([first, second], 1), hidden
-        for block in self.span.blocks():
-            try:
-                one = LoadedSpan(folder, Span(block, block + 1), self.dtype, str(self.device), is_quick=False)
-            except ConfigError as error:
-                logger.info("the loss of quantising is not measured: %s", error)
-                return None
-            expected = one.forward(expected, positions)
-            self.on_block()
-        return relative_error(got, expected)
 
     def example_cache(self, hop: Span) -> SpanCache:
         """A cache of ``hop`` with one token in it, to compare shapes with."""

@@ -22,6 +22,7 @@ import torch
 
 from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
+from swarmd.compute.loss import quantization_error
 from swarmd.compute.rates import decode_rates, last, prefill_rates
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training
@@ -246,7 +247,7 @@ class Worker:
         Kept.n_bytes = request.leave_free_bytes
         try:
             span = self._load_span(request)
-            loss = span.quantization_error(Path(request.path)) if span.is_rounded else None
+            loss = quantization_error(span, Path(request.path)) if span.is_rounded else None
             self._speed = Measured(
                 decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
                 prefill_tokens_per_s=last(prefill_rates(span, QUICK_S)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ ON_CARD = torch.cuda.is_available()
 if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before kernels are defined
 
-from swarmd.compute import quick  # noqa: E402
+from swarmd.compute import capture, quick  # noqa: E402
 from swarmd.compute.cuda import attention, graphs, products  # noqa: E402
 from swarmd.compute.cuda.attention import Attention  # noqa: E402
+from swarmd.compute.cuda.rewrite import rewrite  # noqa: E402
 from swarmd.compute.linear import CudaInt4Linear, Int4Linear, Int8Linear, in_4_bits  # noqa: E402
+from swarmd.compute.loss import quantization_error  # noqa: E402
 from swarmd.compute.quantize import relative_error  # noqa: E402
+from swarmd.compute.simplify import simplify  # noqa: E402
 from swarmd.compute.span import LoadedSpan  # noqa: E402
 from swarmd.values import Span  # noqa: E402
 from tests import checkpoints  # noqa: E402
@@ -76,6 +80,30 @@ def test_weights_in_few_bits_meet_rows_as_the_numbers_they_stand_for(
         assert relative_error(got, rows.float() @ weight.T) < DTYPES[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_between_products_is_what_it_stands_for(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng).to(dtype).to(DEVICE)
+
+    own, tolerance = torch.ops.swarmd_cuda, DTYPES[dtype]
+    x, weight = numbers(1, 5, 9, 80), numbers(80)
+    expected = functional.rms_norm(x.float(), (80,), weight.float(), 1e-5)
+    assert relative_error(own.norm(x, weight, 1e-5), expected) < tolerance
+    turned, cos, sin = (
+        numbers(1, 5, 9 * 80).view(1, 5, 9, 80).transpose(1, 2),
+        numbers(1, 1, 5, 80),
+        numbers(1, 1, 5, 80),
+    )
+    first, second = turned.float().chunk(2, -1)
+    expected = turned.float() * cos.float() + torch.cat([-second, first], -1) * sin.float()
+    assert relative_error(own.rotate(turned, cos, sin), expected) < tolerance
+    gates = numbers(5, 2 * 1_536)  # of one product, as joined ones are
+    gate, up = gates[:, :1_536], gates[:, 1_536:]
+    assert relative_error(own.gate(gate, up), functional.silu(gate.float()) * up.float()) < tolerance
+
+
 def test_four_bits_on_cards_are_those_of_cpus() -> None:
     linear = torch.nn.Linear(128, 64, bias=False)
     ours, theirs = CudaInt4Linear(linear).to(DEVICE), Int4Linear(linear)
@@ -84,14 +112,22 @@ def test_four_bits_on_cards_are_those_of_cpus() -> None:
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+@pytest.mark.skipif(ON_CARD, reason="a span does this by itself: see below")
 def test_a_recorded_pass_gives_what_the_pass_gives(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not ON_CARD:  # the interpreter takes a millisecond for each program
-        monkeypatch.setattr(graphs, "SIZES", (4,))
-        monkeypatch.setattr(attention, "SPLITS", 2)
-        monkeypatch.setattr(quick, "CHECKED", (3,))
-    span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32, DEVICE)
+    monkeypatch.setattr(graphs, "SIZES", (4,))  # the interpreter takes a millisecond for each program
+    monkeypatch.setattr(attention, "SPLITS", 2)
+    monkeypatch.setattr(quick, "CHECKED", (3,))
+    lines: list[Counter[str]] = []
+
+    def as_on_a_card(module: torch.fx.GraphModule) -> None:
+        rewrite(module)
+        simplify(module)
+        lines.append(Counter(str(node.target) for node in module.graph.nodes))
+
+    monkeypatch.setattr(capture, "simplify", as_on_a_card)
+    span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32)
     span.self_test()
     span.fused = None  # on CPUs one call is another one
     span.quicken()
@@ -99,6 +135,10 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
     assert ways is not None
     assert ragged is not None
     assert ways._captured is not None
+    if family == "llama":  # of two blocks
+        launches = {"swarmd_cuda.norm.default": 4, "swarmd_cuda.rotate.default": 4, "swarmd_cuda.gate.default": 2}
+        assert lines[0] & Counter(launches) == launches
+        assert lines[0]["aten.mm.default"] == 8
     recorded = graphs.GraphedPass(ragged, ways._captured, ways._examples(1, 0)[0])
     assert ways._error(recorded.run) < 1e-4
     assert ways._error(recorded.run, 300) < 1e-4
@@ -131,7 +171,7 @@ class TestOnCuda:
     def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:
         folder = checkpoints.make("llama", tmp_path)
         spans = [LoadedSpan(folder, Span(1, 5), torch.float32, device, kind) for device in ("cpu", "cuda")]
-        losses = [span.quantization_error(folder) for span in spans]
+        losses = [quantization_error(span, folder) for span in spans]
         assert losses[0] is not None
         assert losses[1] == pytest.approx(losses[0], rel=0.2)
 
@@ -139,7 +179,7 @@ class TestOnCuda:
         span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), torch.float32, "cuda", kv_cache="int8")
         span.self_test()
         span.quicken()
-        loss = span.quantization_error(tmp_path)
+        loss = quantization_error(span, tmp_path)
         assert loss is not None
         assert 0 < loss < 0.05
 

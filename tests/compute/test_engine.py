@@ -337,6 +337,21 @@ def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
     assert nothing_breaks_behind_a_guard.pop().levelno == logging.ERROR
 
 
+def test_a_card_that_computes_nothing_any_more_ends_the_worker(
+    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, key = Bench(span), b"c" * 16
+    bench.open(key)
+    bench.put(key, torch.randn(1, 20, 64), 0)
+
+    def compute(_: int) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench.engine._sessions[key, 0], "compute", compute)
+    with pytest.raises(torch.AcceleratorError):
+        bench.run()
+
+
 def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:
     bench, key = Bench(span), b"n" * 16
     bench.open(key)

@@ -9,6 +9,7 @@ import torch
 
 from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.kvcache import RoundedLayer
+from swarmd.compute.loss import quantization_error
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
@@ -114,7 +115,7 @@ def test_they_are_handed_over_as_they_are(tmp_path: Path) -> None:
 
 def test_their_error_is_measured_and_their_format_is_part_of_what_must_be_equal(tmp_path: Path) -> None:
     span, whole = load(tmp_path), load(tmp_path, kv_cache="none")
-    error = span.quantization_error(tmp_path)
+    error = quantization_error(span, tmp_path)
     assert error is not None
     assert 0 < error < ERROR
     assert span.numerics("m") != whole.numerics("m")

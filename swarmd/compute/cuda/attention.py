@@ -43,10 +43,10 @@ class Attention:
         wide = triton.next_power_of_2(width)
         group = heads // kept_heads
         _keep[n, kept_heads](key, value, where, *_strides(key), *_strides(value), width, WIDE=wide)
+        at_once = max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size()))
         _attend[n, kept_heads, SPLITS](
-            query, where, self._parts, self._logs, scale, *_strides(query), width, heads,
-            GROUP=group, ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size())), PARTS=SPLITS,
-            num_stages=2,
+            query, where, self._parts, self._logs, scale, *_strides(query), width, heads, GROUP=group,
+            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=at_once, PARTS=SPLITS, num_stages=2,
         )  # fmt: skip
         out = torch.empty(1, n, heads, width, dtype=query.dtype, device=query.device)
         _merge[n, heads](self._parts, self._logs, out, width, heads, WIDE=wide, PARTS=SPLITS)
@@ -122,9 +122,7 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constexpr
-):
+def _merge(parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constexpr):
     """Parts weigh what their keys weigh."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns, each = tl.arange(0, WIDE), tl.arange(0, PARTS)

@@ -36,7 +36,7 @@ class _Recorded:
 
 
 class GraphedPass:
-    """See the module. ``like`` [1, 1, d] is what enters, ``scales`` and ``blocks`` are those of the layers' attention.
+    """See the module. ``example`` is a token of some session, to see how its layers keep keys and values.
 
     Raises RuntimeError and others where the line cannot be recorded, or its layers are of several shapes.
     """

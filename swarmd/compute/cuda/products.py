@@ -1,8 +1,7 @@
-"""Products of a few rows with weights in 8 or 4 bits, which are made numbers of on their way from memory.
+"""Products of rows with weights in 8 or 4 bits.
 
-Decoding reads every weight for a few rows, so its time is that of reading. torch's own kernels for CUDA do not reach
-that: its int8 one is a plain loop, and its int4 one is slower than bfloat16 from 16 rows on (docs/performance.md,
-"GPUs"). For many rows, numbers are made first, and cuBLAS multiplies.
+A few rows meet 8 bits as they lie in memory; else numbers are made first, and cuBLAS multiplies. torch's own int8
+kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/performance.md, "GPUs").
 
 Weights in 4 bits lie as [out, in / 2] bytes: the low half of byte j is column j, the high half column in / 2 + j.
 """
@@ -13,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-FEW_ROWS = 64  # for more, numbers are made first
+FEW_ROWS = 32  # that meet 8 bits themselves
 GROUP = 32  # of a row's weights in 4 bits that share a scale and a zero
 LEVEL_OF_ZERO = 8  # of 4 bits
 OUTS, INS, ROWS = 16, 256, 16  # of a weight that one program looks at, and of what meets it
@@ -36,17 +35,7 @@ def _int8_now(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) ->
 
 
 def _int4_now(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    m, n_in = rows.shape
-    n_out = len(levels)
-    if m > FEW_ROWS:
-        return torch.nn.functional.linear(rows, numbers_of_int4(levels, scales, rows.dtype))
-    out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
-    grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
-    _int4[grid](
-        rows.contiguous(), levels, scales, out, m, n_out, n_in // 2,
-        ROWS=ROWS, OUTS=OUTS, INS=INS // 2, EACH=GROUP, ZERO=LEVEL_OF_ZERO,
-    )  # fmt: skip
-    return out
+    return torch.nn.functional.linear(rows, numbers_of_int4(levels, scales, rows.dtype))
 
 
 _library.impl("int8", _int8_now, "CompositeExplicitAutograd")
@@ -81,7 +70,6 @@ def numbers_of_int4(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return weight
 
 
-
 @triton.jit
 def _int8(
     rows, levels, scales, out, m, n_out, n_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr
@@ -97,39 +85,6 @@ def _int8(
         w = tl.load(levels + column[:, None].to(tl.int64) * n_in + at[None], is_column[:, None] & is_in[None], 0)
         total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="tf32x3").to(tl.float32)
     total = total * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None]
-    there = is_row[:, None] & is_column[None]
-    tl.store(out + row[:, None].to(tl.int64) * n_out + column[None], total.to(out.dtype.element_ty), there)
-
-
-@triton.jit
-def _int4(
-    rows, levels, scales, out, m, n_out, half,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EACH: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = row < m, column < n_out
-    n_groups = 2 * half // EACH
-    groups_each: tl.constexpr = INS // EACH
-    total = tl.zeros([ROWS, OUTS], tl.float32)
-    for begin in range(0, half, INS):
-        at = begin + tl.arange(0, INS)
-        is_in = at < half
-        pairs = tl.load(levels + column[:, None].to(tl.int64) * half + at[None], is_column[:, None] & is_in[None], 0)
-        group = begin // EACH + tl.arange(0, groups_each)
-        is_group = is_column[:, None] & (group < half // EACH)[None]
-        at_scales = (column[:, None] * n_groups + group[None]) * 2
-        for side in tl.static_range(2):
-            level = (pairs & 15) if side == 0 else (pairs >> 4)
-            x = tl.load(
-                rows + row[:, None].to(tl.int64) * 2 * half + side * half + at[None],
-                is_row[:, None] & is_in[None], 0.0,
-            )  # fmt: skip
-            scale = tl.load(scales + at_scales + side * (half // EACH) * 2, is_group, 0.0).to(tl.float32)
-            zero = tl.load(scales + at_scales + side * (half // EACH) * 2 + 1, is_group, 0.0).to(tl.float32)
-            w = tl.reshape(level.to(tl.float32) - ZERO, [OUTS, groups_each, EACH])
-            w = tl.reshape(w * scale[:, :, None] + zero[:, :, None], [OUTS, INS])
-            total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="tf32x3").to(tl.float32)
     there = is_row[:, None] & is_column[None]
     tl.store(out + row[:, None].to(tl.int64) * n_out + column[None], total.to(out.dtype.element_ty), there)
 

@@ -100,7 +100,9 @@ def _join_these(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) ->
         joined = module.graph.get_attr(name)
     out = call(first, _aten.mm.default, first.args[0], call(first, _aten.t.default, joined))
     ends = list(accumulate(map(len, parameters)))
-    parts = [call(first, _aten.slice.Tensor, out, 1, end - len(p), end) for p, end in zip(parameters, ends, strict=True)]
+    parts = [
+        call(first, _aten.slice.Tensor, out, 1, end - len(p), end) for p, end in zip(parameters, ends, strict=True)
+    ]
     for (node, _), part in zip(group, parts, strict=True):
         put(node, part)
 
