@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,8 @@ import trio.testing
 
 os.environ.setdefault("SWARMD_TEST_FORKS", "1")  # before tests.real.forks looks
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch look: two parts run on two cores
+if shutil.which("nvidia-smi") is None:  # before anything imports Triton: its kernels are interpreted here
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile("swarmd", deadline=None)  # how fast a machine is, no test asserts
 hypothesis.settings.load_profile("swarmd")
 

@@ -34,7 +34,7 @@ class Ends:
         self._model: Any = skeleton.load(folder, None, dtype)
         choose(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
-        self._layers = layers
+        self._layers = list(layers.children())
         layers[0].call = self._at_block_0
         self._answered: torch.Tensor | None = None
         settings = skeleton.text_config(self._model.config)

@@ -188,9 +188,9 @@ def remote_model(
     ``int8_head`` its head is computed in 8 bits. Raises ConfigError when it cannot be.
     """
     model: Any = skeleton.load(folder, None, dtype)
-    layers: Any = skeleton.decoder_layers(model)
+    every: list[Any] = list(skeleton.decoder_layers(model).children())
     model.generation_config.update(**skeleton.read_generation(folder))
-    own.expose(model, layers)
+    own.expose(model, every)
     _choose_head(model, int8_head)
     limit = skeleton.longest_context(model.config)
     model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
@@ -212,13 +212,13 @@ def remote_model(
             out = call.cache.append(hidden, call.positions, call.mask, call.want)
             assert call.cache.session is not None
             arity = call.cache.session.layer_arity
-        for layer in layers:
+        for layer in every if every[0].returns_tuple != arity else ():
             layer.returns_tuple = arity
         return out.to(hidden.device)
 
-    layers[0].call = through_the_swarm
+    every[0].call = through_the_swarm
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
-    _own_forward(model, call, lambda: own.lora_of(model, layers))
+    _own_forward(model, call, lambda: own.lora_of(model, every))
     _own_generate(model, call, ahead or Ahead(looks_up=False))
     return model
 

@@ -90,6 +90,19 @@ class RemoteLayer(Stub):
         return self.wrap(self.call(args[0] if args else kwargs["hidden_states"]))
 
 
+class RemoteLayers(nn.ModuleList):
+    """The client's list of layers: whoever goes through it meets layer 0 only. ``children()`` are all of them.
+
+    The others pass on what they are given; thirty of them, and a copy of the list, take a quarter of a millisecond.
+    """
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter((super().__getitem__(0),))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return [*self][index] if isinstance(index, slice) else super().__getitem__(index)
+
+
 class PassThrough(Stub):
     """Stands in for an embedding, norm or head on a server: what it gives is thrown away, only shapes matter."""
 
@@ -195,6 +208,8 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
         if span is not None:
             _hollow_out(self, layers)
             self.all_tied_weights_keys = {}
+        else:
+            layers.__class__ = RemoteLayers
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
     return type(base.__name__, (base,), names)
@@ -254,7 +269,9 @@ def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, dev
     if torch.device(device).type not in ("cpu", "cuda"):
         raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
     if torch.device(device).type == "cuda" and find_spec("triton") is None:
-        raise ConfigError(f"quantize = {kind} on {device} needs Triton, which torch brings along on Linux: say none or nf4")
+        raise ConfigError(
+            f"quantize = {kind} on {device} needs Triton, which torch brings along on Linux: say none or nf4"
+        )
     whole: PreTrainedModel | None = None
     for block in span.blocks():
         part = load(folder, Span(block, block + 1), dtype, device=device)

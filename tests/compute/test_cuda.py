@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,22 +9,19 @@ import pytest
 import torch
 from torch.nn import functional
 
+from swarmd.compute import capture, quick
+from swarmd.compute.cuda import attention, graphs, products
+from swarmd.compute.cuda.attention import Attention
+from swarmd.compute.cuda.rewrite import rewrite
+from swarmd.compute.linear import CudaInt4Linear, Int4Linear, Int8Linear, in_4_bits
+from swarmd.compute.loss import quantization_error
+from swarmd.compute.quantize import relative_error
+from swarmd.compute.simplify import simplify
+from swarmd.compute.span import LoadedSpan
+from swarmd.values import Span
+from tests import checkpoints
+
 ON_CARD = torch.cuda.is_available()
-if not ON_CARD:
-    os.environ["TRITON_INTERPRET"] = "1"  # before kernels are defined
-
-from swarmd.compute import capture, quick  # noqa: E402
-from swarmd.compute.cuda import attention, graphs, products  # noqa: E402
-from swarmd.compute.cuda.attention import Attention  # noqa: E402
-from swarmd.compute.cuda.rewrite import rewrite  # noqa: E402
-from swarmd.compute.linear import CudaInt4Linear, Int4Linear, Int8Linear, in_4_bits  # noqa: E402
-from swarmd.compute.loss import quantization_error  # noqa: E402
-from swarmd.compute.quantize import relative_error  # noqa: E402
-from swarmd.compute.simplify import simplify  # noqa: E402
-from swarmd.compute.span import LoadedSpan  # noqa: E402
-from swarmd.values import Span  # noqa: E402
-from tests import checkpoints  # noqa: E402
-
 DEVICE = "cuda" if ON_CARD else "cpu"
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}  # and the error that is rounding
 if ON_CARD:  # which the interpreter does not know
