@@ -36,6 +36,7 @@ def format_of(quantize: str, kv_cache: str) -> str:
 FORMATS = tuple(format_of(quantize, kv_cache) for kv_cache in KV_CACHE for quantize in QUANTIZE)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
+HEADS = ("own", "int8")  # of clients: what computes logits
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
 LEAST_SHARE = 0.05  # of the time that a server computes: below, sessions take it for dead
@@ -76,7 +77,8 @@ class GatewayConfig:
     """The table ``[gateway]``: ``on`` has the daemon start one. ``listen`` is HOST:PORT.
 
     ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
-    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn.
+    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. ``head`` "int8" computes
+    the models' heads in 8 bits.
     """
 
     on: bool = False
@@ -85,6 +87,7 @@ class GatewayConfig:
     origins: str = ""
     running: int = 16
     waiting: int = 64
+    head: str = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,7 @@ class Config:
             raise ConfigError(f"metrics is HOST:PORT of this machine, such as 127.0.0.1:9417, not {self.metrics!r}")
         if self.gateway.running < 1 or self.gateway.waiting < 0:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
+        _check_choice("gateway.head", self.gateway.head, HEADS)
         _check_policy(self.policy)
         if self.tuning_share > 1:
             raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")

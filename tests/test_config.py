@@ -31,6 +31,7 @@ def written(folder: Path, text: str) -> Path:
         ("direct_port = 70000", "at most 65535"),
         ("threads = -1", "threads cannot be negative"),
         ('dtype = "float8"', "dtype is one of"),
+        ('[gateway]\nhead = "int4"', "gateway.head is one of own, int8"),
         ('device = "cuda:x"', "device is a name of torch's"),
         ('blocks = "4:2"', "START:END with START < END"),
         ('model = "a,b"\nblocks = "0:3"', r"cannot be those of 2 models"),

@@ -25,13 +25,12 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
-from swarmd.config import FORMATS
+from swarmd.config import FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
 from swarmd.values import ModelId
 
-HEADS = ("own", "int8")  # what computes logits here
 T = TypeVar("T")
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from swarmd.compute import skeleton
+from swarmd.compute.few_bits import Int8Head
 from swarmd.compute.kernels import choose
+from swarmd.errors import ConfigError
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
 
@@ -28,11 +31,18 @@ class _Embedded(Exception):
 
 
 class Ends:
-    """Embedding before the blocks, norm and head after them. For one thread at a time."""
+    """Embedding before the blocks, norm and head after them. For one thread at a time.
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    With a folder for what is compiled as ``int8_head`` the head is computed in 8 bits. Raises ConfigError when it
+    cannot be.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, int8_head: Path | None = None) -> None:
         self._model: Any = skeleton.load(folder, None, dtype)
-        choose(self._model)
+        if int8_head is None:
+            choose(self._model)
+        else:
+            put_int8_head(self._model, int8_head)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())
         layers[0].call = self._at_block_0
@@ -87,6 +97,14 @@ class Ends:
         if self._answered is None:
             raise _Embedded(hidden)
         return self._answered
+
+
+def put_int8_head(model: Any, compiled_in: Path) -> None:
+    """Have a model's head computed in 8 bits. Raises ConfigError where that cannot be."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
+    model.set_output_embeddings(Int8Head(head, compiled_in))
 
 
 def all_look_back(settings: Any) -> bool:

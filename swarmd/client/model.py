@@ -23,12 +23,11 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmd.client import decoding, own
 from swarmd.client.decoding import Ahead
-from swarmd.client.ends import all_look_back
+from swarmd.client.ends import all_look_back, put_int8_head
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
 from swarmd.compute import skeleton
-from swarmd.compute.few_bits import Int8Head
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
@@ -225,13 +224,10 @@ def remote_model(
 
 def _choose_head(model: Any, int8_head: Path | None) -> None:
     """Have the head computed by what is fastest here, or in 8 bits. Raises ConfigError."""
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and int8_head is None:
+    if int8_head is not None:
+        put_int8_head(model, int8_head)
+    elif type(head := model.get_output_embeddings()) is nn.Linear:
         quicken(head)
-    elif type(head) is nn.Linear and int8_head is not None:
-        model.set_output_embeddings(Int8Head(head, int8_head))
-    elif int8_head is not None:
-        raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
 
 
 def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:

@@ -38,12 +38,13 @@ class Listed:
 
 
 class Models:
-    """Finds and loads; engines run in the nursery that is given."""
+    """Finds and loads; engines run in the nursery that is given. ``head``: see GatewayConfig."""
 
-    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery) -> None:
+    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery, head: str = "own") -> None:
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery
+        self._int8_head = swarm.weights_folder if head == "int8" else None
         self._engines: dict[tuple[ModelId, str], Engine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
 
@@ -103,7 +104,7 @@ class Models:
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return Ends(folder, getattr(torch, dtype)), tokenizer
+            return Ends(folder, getattr(torch, dtype), self._int8_head), tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")

@@ -97,7 +97,7 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
-        models = Models(swarm, turns, nursery)
+        models = Models(swarm, turns, nursery, settings.head)
         nursery.start_soon(models.prepare)
         gateway = Gateway(models, guard, turns, origins, Page(swarm, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
