@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from swarmd.compute.cuda.ready import trouble
 from swarmd.compute.simplify import simplify
 
 Pass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,7 +67,7 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
             module: fx.GraphModule = make_fx(run)(hidden, positions)
     finally:
         _attend_now.pop()
-    if hidden.is_cuda:
+    if hidden.is_cuda and not trouble(hidden.device):
         from swarmd.compute.cuda.rewrite import rewrite  # late: Triton comes with torch where CUDA does
 
         rewrite(module)

@@ -26,6 +26,8 @@ def prepare(device: torch.device) -> None:
     """Set a device up for decoding: without cuDNN's attention, which plans for each number of keys, 3 ms a block."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # Triton and graphs take the current one
 
 
 def device_description(device: str) -> tuple[str, int | None]:
@@ -52,6 +54,9 @@ class Kept:
 
 def free_memory_bytes(device: str) -> int:
     """What this process may still allocate on a device."""
-    is_card = device.startswith("cuda")
-    free = int(torch.cuda.mem_get_info(device)[0]) if is_card else int(psutil.virtual_memory().available)
+    if device.startswith("cuda"):
+        kept_for_itself = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = int(torch.cuda.mem_get_info(device)[0]) + kept_for_itself
+    else:
+        free = int(psutil.virtual_memory().available)
     return max(0, free - Kept.n_bytes)

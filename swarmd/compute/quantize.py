@@ -18,6 +18,8 @@ def library_config(kind: str) -> Any:
     """The library's own description of a kind; None for unquantised. Raises ConfigError without bitsandbytes."""
     if kind == "none":
         return None
+    if kind != "nf4":
+        raise ConfigError(f"quantize = {kind} is not the library's")
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
         raise ConfigError(f"quantize = {kind} needs bitsandbytes and accelerate: pip install 'swarmd[quantize]'")
     from transformers import BitsAndBytesConfig

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
 CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
+RECORDED = (1, 2, 3, 16, 32, 64)  # and of those by graphs: there is one for each of some numbers
 TIMED = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64)}  # tokens of passes by one call that are timed
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 MUCH = 0.5  # of the time of the pass itself: a straight line takes two thirds of it or more
@@ -100,14 +101,21 @@ class Quick:
             if right is not None:
                 self._take(right, WORTH)
 
-    def record(self, make: Callable[[Pass], OneCall]) -> None:
-        """Have one call made of the straight line, where there is one and that can be."""
-        if self._captured is None:
+    def record(self, make: Callable[[Pass], OneCall], trouble: str = "") -> None:
+        """Have one call made of the straight line, where there is one and nothing is known that is in the way."""
+        example = self._examples(1, 0)[0]
+        is_kept_so = example.cache.is_plain and not example.cache.is_rounded
+        if not trouble and not (is_kept_so and self._ragged.is_plain):
+            trouble = "its layers attend, or keep keys and values, in a way of their own"
+        if trouble or self._captured is None:
+            self.why = f"no one call: {trouble or 'passes are not captured'}"
             return
         try:
             made = make(self._captured)
-            if self._is_right(made):
+            if self._is_right(made, RECORDED):
                 self._take(made, WORTH)
+        except torch.AcceleratorError:
+            raise  # nothing will be computed by this process any more
         except Exception as failure:  # noqa: BLE001 - what records and compiles fails in many ways, which mean the same
             logger.info("passes are not recorded: %s", failure)
             self.why = f"no one call: {str(failure)[:200]}"
@@ -125,15 +133,15 @@ class Quick:
         else:
             logger.info("passes are not captured: a captured pass differs by %.2g", error)
 
-    def _is_right(self, fused: OneCall) -> bool:
-        """Does one call give what the pass gives?"""
+    def _is_right(self, fused: OneCall, checked: Sequence[int] = ()) -> bool:
+        """Does one call give what the pass gives, for these numbers of tokens at first, and for few far away?"""
         if not fused.takes([piece.cache for piece in self._examples(1, 0)]):
             self.why = "one call: its layers keep more than plain keys and values"
             return False
         if not self._ragged.is_plain:
             self.why = "one call: its layers attend in a way of their own"
             return False
-        error = max(self._error(fused.run), self._error(fused.run, self._far))
+        error = max(self._error(fused.run, 0, checked), self._error(fused.run, self._far))
         self.why = f"one call: it differs by {error:.2g}"
         return error <= self._fused_tolerance
 
@@ -158,10 +166,10 @@ class Quick:
         return self._ragged.run(pieces, self._plain)
 
     @torch.inference_mode()
-    def _error(self, way: Way, at: int = 0) -> float:
+    def _error(self, way: Way, at: int = 0, checked: Sequence[int] = ()) -> float:
         """The largest error of the outputs of some passes, and of those after them, which see what was kept."""
         errors = []
-        for n_tokens in CHECKED:
+        for n_tokens in checked or CHECKED:
             ours, theirs = self._examples(n_tokens, at), self._examples(n_tokens, at)
             for _ in range(2):
                 got, expected = way(ours), self._by_pass(theirs)

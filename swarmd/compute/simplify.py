@@ -42,9 +42,9 @@ ROTARY = (
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Rewrite a graph as ``make_fx`` gives it, unless it has operators that change what they are given."""
+    """Rewrite a graph as ``make_fx`` gives it, if it ``is_pure``."""
     graph = module.graph
-    if any(_changes_something(node) for node in graph.nodes):
+    if not is_pure(graph):
         return
     for rewrite in (_view_of_view, _norm, _scaled_twice, _rotary):
         for node in list(graph.nodes):
@@ -56,8 +56,10 @@ def simplify(module: fx.GraphModule) -> None:
     graph.eliminate_dead_code()
 
 
-def _changes_something(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
+def is_pure(graph: fx.Graph) -> bool:
+    """Does no call write to what it is given?"""
+    called = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return not any(target._schema.is_mutable for target in called)
 
 
 def matched(pattern: Any, value: Any, n_users: int = 0) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from swarmd.compute.cuda.ready import trouble
 from swarmd.compute.device import Kept, free_memory_bytes
 from swarmd.compute.linear import quantised, replace
 from swarmd.compute.quantize import library_config
@@ -268,10 +268,8 @@ def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, dev
     """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
     if torch.device(device).type not in ("cpu", "cuda"):
         raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
-    if torch.device(device).type == "cuda" and find_spec("triton") is None:
-        raise ConfigError(
-            f"quantize = {kind} on {device} needs Triton, which torch brings along on Linux: say none or nf4"
-        )
+    if torch.device(device).type == "cuda" and (why := trouble(torch.device(device))):
+        raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
     whole: PreTrainedModel | None = None
     for block in span.blocks():
         part = load(folder, Span(block, block + 1), dtype, device=device)

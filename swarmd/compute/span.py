@@ -20,6 +20,7 @@ import transformers
 from swarmd.compute import few_bits, skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
+from swarmd.compute.cuda.ready import keep_compiled_in, trouble
 from swarmd.compute.device import prepare
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
@@ -57,6 +58,8 @@ class LoadedSpan:
         self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
         prepare(self.device)
+        if self.device.type == "cuda":
+            keep_compiled_in(cache_folder)
         self.model = skeleton.load(folder, span, dtype, quantize, device)
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
@@ -179,7 +182,7 @@ class LoadedSpan:
         self._quick = Quick(ragged, plain, examples, farthest, SELF_TEST_TOLERANCE[computes_in], computes_in)
         self._quick.find(self.fused)
         if self.device.type == "cuda":
-            self._quick.record(lambda line: self._recorded(ragged, line, examples(1, 0)[0]))
+            self._quick.record(lambda line: self._recorded(ragged, line, examples(1, 0)[0]), trouble(self.device))
         self.fused = None  # what is not taken need not be kept
         self.kernels = self._quick.told(self.kernels)
 

@@ -121,6 +121,8 @@ class Training:
             chosen, started = self._current, self._clock()
             try:
                 frames = next(chosen.steps, None)
+            except torch.AcceleratorError:
+                raise  # a card that is lost: see Engine
             except (Refused, *WORK_ERRORS) as error:
                 frames = None
                 if not isinstance(error, Refused):

@@ -255,7 +255,7 @@ class Worker:
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
-        self._engine = Engine(span, budget, calls_aside=True)
+        self._engine = Engine(span, budget, calls_aside=span.device.type == "cpu")
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.tuning_share)

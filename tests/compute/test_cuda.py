@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch.nn import functional
 
+pytest.importorskip("triton")  # Linux has it
+
 from swarmd.compute import capture, quick
-from swarmd.compute.cuda import attention, graphs, products
+from swarmd.compute.cuda import attention, graphs, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.cuda.rewrite import rewrite
 from swarmd.compute.linear import CudaInt4Linear, Int4Linear, Int8Linear, in_4_bits
 from swarmd.compute.loss import quantization_error
 from swarmd.compute.quantize import relative_error
+from swarmd.compute.ragged import Piece
 from swarmd.compute.simplify import simplify
 from swarmd.compute.span import LoadedSpan
 from swarmd.values import Span
@@ -100,10 +103,30 @@ def test_what_is_between_products_is_what_it_stands_for(dtype: torch.dtype) -> N
     assert relative_error(own.gate(gate, up), functional.silu(gate.float()) * up.float()) < tolerance
 
 
+def test_where_no_kernel_runs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def gate(*parts: torch.Tensor) -> torch.Tensor:
+        raise OSError("Failed to find C compiler")
+
+    monkeypatch.setattr(pointwise, "gate", gate)
+    ready.trouble.cache_clear()
+    assert ready.trouble(torch.device(DEVICE)) == "Triton: Failed to find C compiler"
+    ready.trouble.cache_clear()
+    monkeypatch.undo()
+    assert ready.trouble(torch.device(DEVICE)) == ""
+
+
 def test_four_bits_on_cards_are_those_of_cpus() -> None:
     linear = torch.nn.Linear(128, 64, bias=False)
     ours, theirs = CudaInt4Linear(linear).to(DEVICE), Int4Linear(linear)
     assert relative_error(ours.weight.cpu(), theirs.weight) < 5e-3
+
+
+def rows_of_two(span: LoadedSpan) -> Piece:
+    """A session of two rows with three tokens each and two new ones."""
+    hidden = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(5))
+    positions, cache = torch.arange(5).expand(2, -1), span.new_cache()
+    span.forward(hidden[:, :3], positions[:, :3], None, cache, 0)
+    return Piece(hidden[:, 3:], positions[:, 3:], cache, 3)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
@@ -136,6 +159,10 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
         assert lines[0] & Counter(launches) == launches
         assert lines[0]["aten.mm.default"] == 8
     recorded = graphs.GraphedPass(ragged, ways._captured, ways._examples(1, 0)[0])
+    with torch.inference_mode():
+        alike = [rows_of_two(span) for _ in range(2)]
+        got, expected = recorded.run([alike[0]])[0], ways._by_pass([alike[1]])[0]
+    assert relative_error(got, expected) < 1e-4
     assert ways._error(recorded.run) < 1e-4
     assert ways._error(recorded.run, 300) < 1e-4
 

@@ -15,7 +15,7 @@ import triton.language as tl
 SPLITS = 16  # parts of what a token sees
 BLOCK_BYTES = 8_192  # of keys at a time
 LEAST_ROWS = 16  # of a product on tensor cores
-N_NUMBERS = 4  # of a token in a layer's table: addresses of keys and values, numbers to the next head, keys before it
+PRECISION = "ieee" if torch.version.hip else "tf32x3"  # of products of float32 numbers
 
 
 class Attention:
@@ -37,16 +37,19 @@ class Attention:
     ) -> torch.Tensor:
         """Keep keys and values, then attend: query [1, h, n, d], key and value [1, g, n, d] to [1, n, h, d].
 
-        ``where`` [n, 4] int64: see N_NUMBERS.
+        ``where`` [n, 4] int64: a token's addresses of keys and values, numbers to the next head, keys before its own.
         """
         n, heads, kept_heads, width = self._shape
+        if query.shape[1] != heads:
+            raise RuntimeError(f"a layer of {query.shape[1]} heads, and one of {heads}")
         wide = triton.next_power_of_2(width)
         group = heads // kept_heads
         _keep[n, kept_heads](key, value, where, *_strides(key), *_strides(value), width, WIDE=wide)
         at_once = max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size()))
         _attend[n, kept_heads, SPLITS](
             query, where, self._parts, self._logs, scale, *_strides(query), width, heads, GROUP=group,
-            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=at_once, PARTS=SPLITS, num_stages=2,
+            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=at_once, PARTS=SPLITS,
+            EXACT=PRECISION, num_stages=2,
         )  # fmt: skip
         out = torch.empty(1, n, heads, width, dtype=query.dtype, device=query.device)
         _merge[n, heads](self._parts, self._logs, out, width, heads, WIDE=wide, PARTS=SPLITS)
@@ -80,6 +83,7 @@ def _attend(
     query, where, parts, logs, scale,
     query_head, query_token, width, heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys, for one token and the heads that share them."""
     token, kept, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -105,13 +109,13 @@ def _attend(
         is_key = at < end
         those = is_key[:, None] & is_column[None]
         k = tl.load(keys + at[:, None] * width + columns[None], those, 0.0)
-        scores = tl.dot(asked, tl.trans(k), input_precision="tf32x3").to(tl.float32) * scale
+        scores = tl.dot(asked, tl.trans(k), input_precision=EXACT).to(tl.float32) * scale
         scores = tl.where(is_key[None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         fading = tl.exp(most - higher)
         v = tl.load(values + at[:, None] * width + columns[None], those, 0.0)
-        mixed = mixed * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        mixed = mixed * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
         total = total * fading + tl.sum(weights, 1)
         most = higher
     at_parts = (token * heads + head) * PARTS + part

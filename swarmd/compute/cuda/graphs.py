@@ -6,7 +6,8 @@ tokens; a pass takes the next larger one. What is missing are tokens that nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,13 +113,26 @@ class GraphedPass:
             recorded = _Recorded(hidden, positions, table, once(), lambda: None, attention)
             recorded.repeat = lambda: setattr(recorded, "out", once())
             return recorded
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(device))
+        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(WARMING):
                 once()
-        torch.cuda.current_stream(device).wait_stream(aside)
+            with _no_waiting():
+                once()
+        here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self._pool):
             out = once()
         return _Recorded(hidden, positions, table, out, graph.replay, attention)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Within, what waits for the card is refused: a recording that fails in its midst leaves the allocator in it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

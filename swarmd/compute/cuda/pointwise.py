@@ -47,6 +47,11 @@ def _gate_now(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+    """silu(gates) * ups, both [..., d]."""
+    return torch.ops.swarmd_cuda.gate(gates, ups)  # type: ignore[no-any-return]
+
+
 _library.impl("norm", _norm_now, "CompositeExplicitAutograd")
 _library.impl("rotate", _rotate_now, "CompositeExplicitAutograd")
 _library.impl("gate", _gate_now, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
 """Products of rows with weights in 8 or 4 bits.
 
 A few rows meet 8 bits as they lie in memory; else numbers are made first, and cuBLAS multiplies. torch's own int8
-kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/performance.md, "GPUs").
+kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/performance.md, "Cards").
 
 Weights in 4 bits lie as [out, in / 2] bytes: the low half of byte j is column j, the high half column in / 2 + j.
 """
@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from swarmd.compute.cuda.attention import PRECISION
+from swarmd.compute.linear import GROUP, LEVEL_OF_ZERO
+
 FEW_ROWS = 32  # that meet 8 bits themselves
-GROUP = 32  # of a row's weights in 4 bits that share a scale and a zero
-LEVEL_OF_ZERO = 8  # of 4 bits
 OUTS, INS, ROWS = 16, 256, 16  # of a weight that one program looks at, and of what meets it
 WIDE = 1_024  # of a row that one program makes numbers of
 
@@ -27,10 +28,11 @@ def _int8_now(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) ->
     m, n_in = rows.shape
     n_out = len(levels)
     if m > FEW_ROWS:
-        return torch.nn.functional.linear(rows, numbers_of_int8(levels, scales, rows.dtype))
+        return torch.nn.functional.linear(rows, _numbers(levels, rows.dtype)) * scales
     out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
     grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
-    _int8[grid](rows.contiguous(), levels, scales, out, m, n_out, n_in, ROWS=ROWS, OUTS=OUTS, INS=INS)
+    sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": INS, "EXACT": PRECISION}
+    _int8[grid](rows.contiguous(), levels, scales, out, m, n_out, n_in, **sizes)
     return out
 
 
@@ -52,12 +54,12 @@ def int4(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torc
     return torch.ops.swarmd_cuda.int4(rows, levels, scales)  # type: ignore[no-any-return]
 
 
-def numbers_of_int8(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [out, in] as plain numbers."""
+def _numbers(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Levels [out, in] in another type, which torch itself takes three times as long for."""
     n_out, n_in = levels.shape
-    weight = torch.empty(n_out, n_in, dtype=dtype, device=levels.device)
-    _numbers_of_int8[n_out, triton.cdiv(n_in, WIDE)](levels, scales, weight, n_in, INS=WIDE)
-    return weight
+    numbers = torch.empty(n_out, n_in, dtype=dtype, device=levels.device)
+    _convert[n_out, triton.cdiv(n_in, WIDE)](levels, numbers, n_in, INS=WIDE)
+    return numbers
 
 
 def numbers_of_int4(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +74,8 @@ def numbers_of_int4(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
 
 @triton.jit
 def _int8(
-    rows, levels, scales, out, m, n_out, n_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr
+    rows, levels, scales, out, m, n_out, n_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -83,18 +86,17 @@ def _int8(
         is_in = at < n_in
         x = tl.load(rows + row[:, None].to(tl.int64) * n_in + at[None], is_row[:, None] & is_in[None], 0.0)
         w = tl.load(levels + column[:, None].to(tl.int64) * n_in + at[None], is_column[:, None] & is_in[None], 0)
-        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="tf32x3").to(tl.float32)
+        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=EXACT).to(tl.float32)
     total = total * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None]
     there = is_row[:, None] & is_column[None]
     tl.store(out + row[:, None].to(tl.int64) * n_out + column[None], total.to(out.dtype.element_ty), there)
 
 
 @triton.jit
-def _numbers_of_int8(levels, scales, weight, n_in, INS: tl.constexpr):
+def _convert(levels, numbers, n_in, INS: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * INS + tl.arange(0, INS)
     level = tl.load(levels + row * n_in + at, at < n_in, 0).to(tl.float32)
-    scale = tl.load(scales + row).to(tl.float32)
-    tl.store(weight + row * n_in + at, (level * scale).to(weight.dtype.element_ty), at < n_in)
+    tl.store(numbers + row * n_in + at, level.to(numbers.dtype.element_ty), at < n_in)
 
 
 @triton.jit

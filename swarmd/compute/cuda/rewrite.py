@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from swarmd.compute.cuda import pointwise
-from swarmd.compute.simplify import NORM, ROTARY, call, matched, put
+from swarmd.compute.simplify import NORM, ROTARY, call, is_pure, matched, put
 
 _aten = torch.ops.aten
 _own = torch.ops.swarmd_cuda
@@ -26,15 +26,17 @@ assert pointwise  # it registers the operators
 def rewrite(module: fx.GraphModule) -> None:
     """Rewrite a graph as ``make_fx`` gives it; ``simplify`` follows."""
     graph = module.graph
+    if not is_pure(graph):
+        return
     for change in (_norm, _rotate, _gate):
         for node in list(graph.nodes):
-            change(module, node)
+            change(node)
         graph.eliminate_dead_code()
     _join(module)
     graph.eliminate_dead_code()
 
 
-def _norm(module: fx.GraphModule, node: fx.Node) -> None:
+def _norm(node: fx.Node) -> None:
     """A norm with its weight, computed in float32 and rounded before it meets the weight."""
     found = matched(NORM, node)
     if found is None:
@@ -57,7 +59,7 @@ def _norm(module: fx.GraphModule, node: fx.Node) -> None:
     put(scaled, call(scaled, _own.norm.default, x, weight, float(found["eps"])))
 
 
-def _rotate(module: fx.GraphModule, node: fx.Node) -> None:
+def _rotate(node: fx.Node) -> None:
     found = matched(ROTARY, node)
     if found is None:
         return
@@ -68,7 +70,7 @@ def _rotate(module: fx.GraphModule, node: fx.Node) -> None:
         put(node, call(node, _own.rotate.default, x, cos, found["sin"]))
 
 
-def _gate(module: fx.GraphModule, node: fx.Node) -> None:
+def _gate(node: fx.Node) -> None:
     found = matched(GATE, node)
     if found is not None and found["gate"].meta["val"].shape == found["up"].meta["val"].shape:
         put(node, call(node, _own.gate.default, found["gate"], found["up"]))
