@@ -6,6 +6,7 @@ tokens; a pass takes the next larger one. What is missing are tokens that nobody
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,8 +132,10 @@ class GraphedPass:
 def _no_waiting() -> Iterator[None]:
     """Within, what waits for the card is refused: a recording that fails in its midst leaves the allocator in it."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
