@@ -161,7 +161,7 @@ def compiling(cache_folder: Path) -> Iterator[None]:
 
         # by what it is made of: numba itself looks at one file only, and would go on with what it has
         texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
-            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO]
+            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS]
         )
         folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
         for other in folder.parent.glob("numba-*"):

@@ -15,14 +15,12 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from swarmd.compute.compiled.layout import LEVELS, SCALE_BYTES, TINIEST
 from swarmd.compute.shared import Kept
 from swarmd.compute.skeleton import text_config
 from swarmd.values import Span
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
-LEVELS = 127  # of 8 bits, on either side of zero
-SCALE_BYTES = 4  # of a line's scale, a float32 that lies behind its levels
-TINIEST = 1e-30  # a scale's largest number where there is nothing but zeros
 SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
 N_PLACES = 7  # numbers that say where one layer of a cache lies: see ``SpanCache.places``
 UNBOUNDED = 1 << 62  # tokens: more than any session has

@@ -6,12 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import FLOAT32, HEAD, HEADS, INT8, KEPT, KEPT_HEADS
+from swarmd.compute.compiled.layout import (
+    FLOAT32,
+    HEAD,
+    HEADS,
+    INT8,
+    KEPT,
+    KEPT_HEADS,
+    LEVELS,
+    SCALE_BYTES,
+    TINIEST,
+)
 from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer, widen
 
 LOWEST = np.float32(-1e30)  # below any logit
-LEVELS = np.float32(127)  # of 8 bits, on either side of zero
-TINIEST = np.float32(1e-30)  # a scale's largest number where there is nothing but zeros
 
 
 @exact
@@ -25,7 +33,7 @@ def _number_bytes(stored: Any) -> Any:
 @exact
 def _line_bytes(stored: Any, head: Any) -> Any:
     """Of a token's head that is kept: ``kvcache.RoundedLayer`` has a scale behind the levels."""
-    return head * _number_bytes(stored) + (4 if stored == INT8 else 0)
+    return head * _number_bytes(stored) + (SCALE_BYTES if stored == INT8 else 0)
 
 
 @fast
@@ -48,7 +56,7 @@ def _write(stored: Any, numbers: Any, address: Any) -> Any:
     for i in range(head):
         largest = max(largest, abs(numbers[i]))
         nothing += numbers[i] * np.float32(0)  # or no number, where one is none: that must not get lost
-    scale = max(largest, TINIEST) / LEVELS
+    scale = max(largest, np.float32(TINIEST)) / np.float32(LEVELS)
     levels, behind = carray(pointer(address), (head,), np.int8), carray(pointer(address + head), (1,), np.float32)
     for i in range(head):
         levels[i] = np.int8(np.int32(np.rint(numbers[i] / scale)))

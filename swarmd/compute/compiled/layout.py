@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarmd.compute.linear import GROUP as GROUP
 from swarmd.compute.linear import LEVEL_OF_ZERO as LEVEL_OF_ZERO
+from swarmd.compute.linear import LEVELS as LEVELS
 from swarmd.compute.linear import PACKED_ROWS
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
@@ -11,6 +12,9 @@ from swarmd.compute.linear import PACKED_ROWS
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
 WIDTH = (PACKED_ROWS or 32) // 4  # numbers of 32 bits in a register
 ROWS = 4 * WIDTH  # what is packed in another way gives other results, which is seen at load
+
+SCALE_BYTES = 4  # of keys and values in 8 bits: a float32 lies behind the levels of a token's head
+TINIEST = 1e-30  # the largest number of what is rounded, where there is nothing but zeros
 
 # The activation of an MLP's gate.
 SILU, GELU_TANH = range(2)

@@ -14,14 +14,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, WIDTH
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, TINIEST, WIDTH
 from swarmd.compute.compiled.machine import Made, fast, instruction
 from swarmd.compute.compiled.products import plus, total_of, widened
 
 tools: Any = cgutils  # untyped
 MOST = 32_767  # of 16 bits
 CHUNK = 4_096  # of a row's levels of 8 bits: so many products with such levels fit in 32 bits, added up in 8 places
-TINY = np.float32(1e-30)  # a unit for nothing but zeros
 LANE = 8  # numbers of 16 bits: within so many a CPU of wider registers puts two beside each other
 PARTS = 4  # of a row, added up beside each other: by so many are products of one token, fewer of several
 byte, half, word, number = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -36,7 +35,7 @@ def round_to_levels(x: Any, levels: Any, units: Any) -> Any:
         for i in range(k):
             largest = max(largest, abs(x[t, i]))
             nothing += x[t, i] * np.float32(0)  # or no number, where one is none: that must not get lost
-        unit = max(largest, TINY) / np.float32(MOST)
+        unit = max(largest, np.float32(TINIEST)) / np.float32(MOST)
         per_unit = np.float32(1) / unit
         for i in range(k):
             levels[t, i] = np.int16(np.int32(np.rint(x[t, i] * per_unit)))
