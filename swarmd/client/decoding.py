@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from swarmd.client.draft import Draft, DraftModel
 from swarmd.client.speculation import Costs, Lookup, Source, Speculation
+from swarmd.client.straight import Straight
 
 PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
@@ -28,6 +29,9 @@ NEVER = (
     *("watermarking_config",),
 )
 """Settings that ask for more than this loop does."""
+
+
+Loop = Callable[..., torch.Tensor]
 
 
 class Ahead:
@@ -69,7 +73,7 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
     )
 
 
-def loop(speculation: Speculation, cache_name: str, streamer: Any) -> Callable[..., torch.Tensor]:
+def loop(speculation: Speculation, cache_name: str, streamer: Any, straight: Straight | None) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
     def decode(
@@ -83,17 +87,18 @@ def loop(speculation: Speculation, cache_name: str, streamer: Any) -> Callable[.
         if given.get("attention_mask") is not None:  # of a prompt in which transformers found padding
             how = {"generation_config": generation_config, "streamer": streamer, **given}
             return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **how)  # type: ignore[no-any-return]
-        cache, keeps_logits = given[cache_name], "logits_to_keep" in inspect.signature(model.forward).parameters
-        ids, tokens = input_ids, input_ids[0].tolist()
+        cache, ids, tokens = given[cache_name], input_ids, input_ids[0].tolist()
         sent, tried = input_ids, list[int]()
         speculation.begin(tokens)
         while True:
             begun = time.perf_counter()
-            kept = {"logits_to_keep": 1 + len(tried)} if keeps_logits else {}
-            out = model(input_ids=sent.to(model.device), use_cache=True, **{cache_name: cache}, **kept)
+            if ids is input_ids or straight is None:
+                out = _by_forward(model, sent, 1 + len(tried), {cache_name: cache})
+            else:
+                out = straight.compute(sent, *cache.at_its_end(sent.shape[1]))
             if ids is not input_ids:
                 speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
-            logits = out.logits[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
+            logits = out[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
             for n_right in range(1 + len(tried)):
                 scores = logits_processor(ids, logits[:, n_right])
@@ -117,6 +122,13 @@ def loop(speculation: Speculation, cache_name: str, streamer: Any) -> Callable[.
         return ids
 
     return decode
+
+
+def _by_forward(model: Any, sent: torch.Tensor, n: int, cache: dict[str, Any]) -> torch.Tensor:
+    """What the family's forward gives for the tokens that are sent, or for the last n of them."""
+    kept = {"logits_to_keep": n} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **cache, **kept).logits
+    return logits
 
 
 def _choose(scores: torch.Tensor, samples: bool) -> torch.Tensor:

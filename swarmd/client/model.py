@@ -27,6 +27,7 @@ from swarmd.client.ends import all_look_back, put_int8_head
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
+from swarmd.client.straight import Straight, write_down
 from swarmd.compute import skeleton
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
@@ -146,6 +147,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.n_tokens += t
         return out
 
+    def at_its_end(self, n: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm."""
+        positions = torch.arange(self.n_tokens, self.n_tokens + n).unsqueeze(0)
+        return positions, lambda hidden: self.append(hidden, positions, None, n)
+
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
@@ -218,7 +224,7 @@ def remote_model(
     every[0].call = through_the_swarm
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
     _own_forward(model, call, lambda: own.lora_of(model, every))
-    _own_generate(model, call, ahead or Ahead(looks_up=False))
+    _own_generate(model, call, ahead or Ahead(looks_up=False), write_down(model, every, _cache_name(model)))
     return model
 
 
@@ -298,7 +304,7 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
+def _own_generate(model: Any, call: _Call, ahead: Ahead, straight: Straight | None) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
@@ -313,7 +319,8 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead) -> None:
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
         speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
         if is_own:
-            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"))
+            line = straight if straight is not None and straight.holds else None
+            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"), line)
         try:
             generated = generate(*args, **{**kwargs, cache_name: cache})
             if cache.session is not None:

@@ -10,7 +10,7 @@ before; the caller compares results before it relies on a captured pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: i
     return torch.ops.swarmd.attend(query, key, value, layer)  # type: ignore[no-any-return]
 
 
+ATTEND = torch.ops.swarmd.attend.default
+
+
 def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: Attend) -> fx.GraphModule:
     """Write down what ``run`` does with tensors of these shapes; ``attention`` computes what ``attend`` stands for.
 
@@ -75,17 +78,17 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
     return module
 
 
-def capture(two: fx.GraphModule, three: fx.GraphModule, attention: Attend) -> Pass:
+def capture(two: fx.GraphModule, three: fx.GraphModule, calls: Mapping[Any, Callable[..., Any]]) -> Pass:
     """Of a pass over 2 tokens and one over 3, hidden [1, n, d] each, make one for any n.
 
-    ``attend`` becomes a call of ``attention``. Raises RuntimeError when they differ by more than numbers that are
-    multiples of n.
+    Operators in ``calls`` become calls of what these say. Raises RuntimeError when they differ by more than numbers
+    that are multiples of n.
     """
     _let_n_enter(two, three)
     constants = _fold(two)
     for node in two.graph.nodes:
         if node.op == "call_function":
-            node.target = attention if node.target is torch.ops.swarmd.attend.default else _plain(node)
+            node.target = calls.get(node.target) or _plain(node)
     straight = type(fx.GraphModule(torch.nn.Module(), two.graph)).forward
 
     def run(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,9 @@ class RaggedAttention:
 
     def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
         """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
-        return capture.capture(self._trace(two, forward), self._trace(three, forward), self._attend_at)
+        return capture.capture(
+            self._trace(two, forward), self._trace(three, forward), {capture.ATTEND: self._attend_at}
+        )
 
     def _trace(self, pieces: list[Piece], forward: Pass) -> fx.GraphModule:
         hidden, positions = self._lay_out(pieces)

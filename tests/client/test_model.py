@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from swarmd.client.ends import Ends
+from swarmd.client.model import remote_model
+from swarmd.client.straight import Straight, write_down
 from swarmd.compute import skeleton
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.skeleton import RemoteLayer, Stub
@@ -35,3 +38,64 @@ def test_a_head_that_is_not_plain_stays_in_its_bits(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path, n_layers=2, vocab_size=321)
     with pytest.raises(ConfigError, match="of an even size: say head = own"):
         Ends(folder, torch.float32, tmp_path)
+
+
+class Chain:
+    """A chain whose blocks halve what they are given."""
+
+    layer_arity = 0
+
+    def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
+        return hidden / 2
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def client(folder: Path) -> Any:
+    return remote_model(folder, lambda *about: Chain(), lanes=None)  # type: ignore[arg-type, return-value]
+
+
+class TestSteps:
+    """After a prompt, steps are a straight line, where that gives what the family's forward gives."""
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "gemma3_text"])
+    def test_they_give_what_the_familys_forward_gives(
+        self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, ids = client(checkpoints.make(family, tmp_path, n_layers=2)), torch.arange(3, 40).unsqueeze(0)
+        taken: list[int] = []
+        compute = Straight.compute
+
+        def noted(self: Straight, ids: torch.Tensor, *about: Any) -> torch.Tensor:
+            taken.append(ids.shape[1])
+            return compute(self, ids, *about)
+
+        monkeypatch.setattr(Straight, "compute", noted)
+        text = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        has_line = family in ("llama", "qwen3_moe")  # gpt2 looks at values, gemma3's windows move on
+        assert taken == ([1] * 7 if has_line else [])
+        monkeypatch.setattr(Straight, "holds", False)
+        assert torch.equal(text, model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False))
+        assert len(taken) == (7 if has_line else 0)
+
+    @pytest.mark.parametrize("what", ["weight", "head", "hook", "training", "moved"])
+    def test_a_model_that_was_changed_goes_its_own_way(self, what: str, tmp_path: Path) -> None:
+        model = client(checkpoints.make("llama", tmp_path, n_layers=2))
+        stubs = list(skeleton.decoder_layers(model).children())
+        line = write_down(model, stubs, "past_key_values")
+        assert line is not None
+        assert line.holds
+        with torch.no_grad():
+            if what == "weight":
+                model.model.norm.weight.mul_(2)
+            elif what == "head":
+                model.set_output_embeddings(torch.nn.Linear(64, 320, bias=False))
+            elif what == "hook":
+                model.model.norm.register_forward_hook(lambda *about: None)
+            elif what == "training":
+                model.train()
+            else:
+                model.model.norm.weight.data = model.model.norm.weight.data.clone()
+        assert not line.holds

@@ -1,0 +1,126 @@
+"""The client's own part of a step as a straight line: embedding, the swarm, norm and head, without what is around them.
+
+A family's forward takes longer to decide what to do with one token than it takes to do it: masks, rotary positions and
+layers that are elsewhere do not matter here. Written down with torch's tracer, as servers' passes are (``capture``),
+and taken only where it gives the very numbers that the forward gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from swarmd.compute import capture
+from swarmd.compute.skeleton import Stub
+
+logger = logging.getLogger(__name__)
+
+REMOTE, HEAD = range(2)  # what is called from within a line
+CHECKED = (1, 2, 5)  # tokens of passes that have to give the same
+N_PAST = 7  # tokens of the session that they belong to
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+_library: Any = torch.library.Library("swarmd_client", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("call(Tensor x, int which) -> Tensor")
+_calls = threading.local()  # ``now``: what REMOTE and HEAD are in this thread
+
+
+def _call(x: torch.Tensor, which: int) -> torch.Tensor:
+    out: torch.Tensor = _calls.now[which](x)
+    return out
+
+
+_library.impl("call", _call, "CompositeExplicitAutograd")
+
+
+@contextmanager
+def _calling(remote: Call, head: Call) -> Iterator[None]:
+    _calls.now = remote, head
+    try:
+        yield
+    finally:
+        del _calls.now
+
+
+@contextmanager
+def _instead_of(owner: Any, name: str, which: int) -> Iterator[None]:
+    """Within, a method of one object is a call that a line shows."""
+    before = vars(owner).get(name)
+    setattr(owner, name, lambda x: torch.ops.swarmd_client.call(x, which))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
+
+
+class Straight:
+    """See the module. ``write_down`` makes one."""
+
+    def __init__(self, model: Any, line: capture.Pass, constants: Sequence[torch.Tensor]) -> None:
+        self._model, self._line, self._head = model, line, model.get_output_embeddings()
+        self._constants = constants
+        self._known = self._look()
+
+    def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
+        """ids and positions [1, n] to logits [1, n, vocabulary]; ``remote`` is what the swarm does."""
+        with _calling(remote, self._head):
+            return self._line(ids, positions)
+
+    @property
+    def holds(self) -> bool:
+        """Is the model what it was when this was written down?"""
+        return not self._model.training and self._look() == self._known
+
+    def _look(self) -> list[Any]:
+        """The modules, what hangs on them, and where constants lie and how often they were changed."""
+        own = [module for module in self._model.modules() if not isinstance(module, Stub)]
+        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in own)
+        weights = [(weight.data_ptr(), weight._version) for weight in self._constants]
+        return [*map(id, own), hooks, vars(self._model).get("forward"), *weights]
+
+
+def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight | None:
+    """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs."""
+    family, head = type(model).forward.__get__(model), model.get_output_embeddings()
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+
+    def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cache = model.new_cache()
+        cache.n_tokens = N_PAST
+        about = {cache_name: cache, **({"position_ids": positions} if takes_positions else {})}
+        logits: torch.Tensor = family(input_ids=ids, use_cache=True, **about).logits
+        return logits
+
+    try:
+        own_head = type(head).forward.__get__(head)
+        holes = _instead_of(layers[0], "call", REMOTE), _instead_of(head, "forward", HEAD)
+        with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
+            two, three = (_traced(run, n) for n in (2, 3))
+            constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
+            line = capture.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
+            is_right = all(torch.equal(run(*_example(n)), line(*_example(n))) for n in CHECKED)
+    except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
+        logger.info("steps go through the family's own forward: %s", failure)
+        return None
+    return Straight(model, line, constants) if is_right else None
+
+
+def _traced(run: capture.Pass, n: int) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
+
+    module: fx.GraphModule = make_fx(run)(*_example(n))
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _example(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(3, 3 + n).unsqueeze(0), torch.arange(N_PAST, N_PAST + n).unsqueeze(0)
