@@ -72,7 +72,12 @@ test:
 	@$(MAKE) --no-print-directory -j2 setup clients
 	@$(MAKE) --no-print-directory -j2 -Otarget check $(PARTS)
 
-quick: setup
+# kernels for cards, by Triton's interpreter: 190 MB that whoever only tries swarmd does not need
+$(VENV)/.triton: constraints.txt | setup
+	@$(INSTALL) triton $(PROGRESS)
+	@touch $@
+
+quick: setup $(VENV)/.triton
 	$(PYTEST) -m "not prove and not slow"
 slow-training: setup
 	$(SLOW) $(TRAINING)
