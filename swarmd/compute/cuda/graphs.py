@@ -16,7 +16,7 @@ import torch
 
 from swarmd.compute.capture import Pass
 from swarmd.compute.cuda.attention import Attention
-from swarmd.compute.kvcache import N_PLACES, SpanCache
+from swarmd.compute.kvcache import N_PLACES, SlabLayer, SpanCache
 from swarmd.compute.places import keep, put_places, sizes
 from swarmd.compute.ragged import Piece, RaggedAttention
 
@@ -65,12 +65,10 @@ class GraphedPass:
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values, and have some, on their own?"""
-        dtype = self._like.dtype
         return all(
-            cache.is_plain
-            and not cache.is_shared
-            and all(layer.has_shape and layer.dtype == dtype for layer in cache.owned)
+            type(layer) is SlabLayer and layer.beginning is None and layer.has_shape and layer.dtype == self._like.dtype
             for cache in caches
+            for layer in cache.owned
         )
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
