@@ -157,21 +157,22 @@ def test_a_server_killed_in_the_middle_changes_no_answer(stage: Stage, expected:
     once = threading.Lock()
 
     def strike(n: int) -> None:
-        """When most have begun: the first may have ended before the last one comes."""
+        """When most have begun."""
         if n == 4 and next(begun) > 0.7 * N_STREAMS and once.acquire(blocking=False):
             n_running.append(stage.gateway.metric("swarmd_num_requests_running"))
             stage.volunteers[1].signal(signal.SIGKILL, "both")
 
     def one(number: int) -> tuple[str, str]:
         question = QUESTIONS[number % len(QUESTIONS)]
-        text, longest = stage.stream(question, strike)
+        text, longest = stage.stream(question, strike, extra_body={"ignore_eos": True})  # else short ones end before
         pauses.append(longest)
         return question, text
 
     try:
         with ThreadPoolExecutor(N_STREAMS) as pool:
-            for question, text in pool.map(one, range(N_STREAMS)):
-                assert text == expected[question]
+            texts = set(pool.map(one, range(N_STREAMS)))
+        assert len(texts) == len(QUESTIONS), "the same question, the same text"
+        assert all(text.startswith(expected[question]) for question, text in texts)
         assert [n > 0.6 * N_STREAMS for n in n_running] == [True], "most of them were under way"
         print(f"longest pause {max(pauses):.2f} s")
     finally:
