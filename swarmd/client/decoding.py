@@ -6,6 +6,7 @@ tried. Beams, batches, scores to return, candidates of others and models that PE
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -126,9 +127,15 @@ def loop(speculation: Speculation, cache_name: str, streamer: Any, straight: Str
 
 def _by_forward(model: Any, sent: torch.Tensor, n: int, cache: dict[str, Any]) -> torch.Tensor:
     """What the family's forward gives for the tokens that are sent, or for the last n of them."""
-    kept = {"logits_to_keep": n} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    kept = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
     logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **cache, **kept).logits
     return logits
+
+
+@functools.cache
+def _keeps_logits(family: type) -> bool:
+    """Can its forward be told how many logits are wanted?"""
+    return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
 
 
 def _choose(scores: torch.Tensor, samples: bool) -> torch.Tensor:

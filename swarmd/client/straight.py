@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 
 from swarmd.compute import capture
 from swarmd.compute.skeleton import Stub
@@ -104,7 +103,9 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight |
         own_head = type(head).forward.__get__(head)
         holes = _instead_of(layers[0], "call", REMOTE), _instead_of(head, "forward", HEAD)
         with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
-            two, three = (_traced(run, n) for n in (2, 3))
+            two, three = (capture.written_down(run, *_example(n)) for n in (2, 3))
+            for module in (two, three):
+                module.graph.eliminate_dead_code()
             constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
             line = capture.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
             is_right = all(torch.equal(run(*_example(n)), line(*_example(n))) for n in CHECKED)
@@ -112,14 +113,6 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight |
         logger.info("steps go through the family's own forward: %s", failure)
         return None
     return Straight(model, line, constants) if is_right else None
-
-
-def _traced(run: capture.Pass, n: int) -> fx.GraphModule:
-    from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
-
-    module: fx.GraphModule = make_fx(run)(*_example(n))
-    module.graph.eliminate_dead_code()
-    return module
 
 
 def _example(n: int) -> tuple[torch.Tensor, torch.Tensor]:

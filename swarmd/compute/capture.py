@@ -62,12 +62,9 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
-
     _attend_now.append(attention)
     try:
-        with torch.no_grad():
-            module: fx.GraphModule = make_fx(run)(hidden, positions)
+        module = written_down(run, hidden, positions)
     finally:
         _attend_now.pop()
     if hidden.is_cuda and not trouble(hidden.device):
@@ -75,6 +72,15 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
 
         rewrite(module)
     simplify(module)
+    return module
+
+
+def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.GraphModule:
+    """What ``run`` does, operator by operator. Raises RuntimeError or another exception of the tracer."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
+
+    with torch.no_grad():
+        module: fx.GraphModule = make_fx(run)(first, positions)
     return module
 
 

@@ -22,14 +22,6 @@ def pick_device(wanted: str = "") -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def prepare(device: torch.device) -> None:
-    """Set a device up for decoding: without cuDNN's attention, which plans for each number of keys, 3 ms a block."""
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        if device.index is not None:
-            torch.cuda.set_device(device)  # Triton and graphs take the current one
-
-
 def device_description(device: str) -> tuple[str, int | None]:
     """Name a device for people, and its memory in bytes where it has its own."""
     if device.startswith("cuda"):

@@ -28,12 +28,13 @@ from torch.nn import functional
 from swarmd.compute import compiled
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
-from swarmd.compute.kvcache import N_PLACES, SpanCache
+from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
-from swarmd.compute.places import Numbers, keep, put_places, sizes
-from swarmd.compute.ragged import Piece
+from swarmd.compute.places import Numbers, keep, make_room
+from swarmd.compute.ragged import Piece, in_one_row, of_each
 
 ALIGNED = 64  # bytes: where a weight may begin
+TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
 
 # What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
 MATRICES = {
@@ -78,6 +79,11 @@ class FusedPass:
     held: Sequence[Any]
     on_pass: Callable[[], None]
 
+    @property
+    def timed(self) -> Sequence[int]:
+        """Tokens of passes that are worth timing, as many as it may be taken for."""
+        return TIMED
+
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""
         kept = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
@@ -87,17 +93,13 @@ class FusedPass:
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        n_each = sizes(pieces)
-        n = sum(n_each)
-        x = torch.cat([piece.hidden.reshape(-1, piece.hidden.shape[2]) for piece in pieces]).float()
-        positions = torch.cat([piece.positions.reshape(-1) for piece in pieces]).numpy()
-        kept, counts = np.empty((len(self.table), n, N_PLACES - 1), np.int64), np.empty((n, 2), np.int64)
-        put_places(pieces, kept, counts)
-        self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), positions, kept, counts)
-        outs = torch.split_with_sizes(x.to(self.dtype), n_each)
+        hidden, positions = in_one_row(pieces)
+        x, (kept, counts) = hidden[0].float(), make_room(pieces)
+        about = self.shape, self.floats, self.table, self.frequencies
+        self.run_blocks(*about, x.numpy(), positions[0].numpy(), kept, counts)
         keep(pieces)
         self.on_pass()
-        return [out.view(piece.hidden.shape) for piece, out in zip(pieces, outs, strict=True)]
+        return of_each(x.to(self.dtype), pieces)
 
 
 def fuse(

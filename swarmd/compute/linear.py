@@ -304,34 +304,6 @@ class Int4Linear(FewBitsLinear):
         return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
 
 
-class CudaInt4Linear(FewBitsLinear):
-    """The same numbers in 4 bits on a card, as ``cuda.products`` reads them."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        levels, scales, zeros = in_4_bits(linear.weight.detach())
-        low, high = levels.to(torch.uint8).chunk(2, 1)
-        self.levels = nn.Parameter(low | high << 4, requires_grad=False)
-        self.scales = nn.Parameter(torch.stack([scales, zeros], -1), requires_grad=False)
-
-    @staticmethod
-    def fits(linear: nn.Linear) -> bool:
-        """Do both halves of a row consist of groups?"""
-        return linear.in_features % (2 * GROUP) == 0
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as plain numbers, bfloat16, made anew."""
-        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
-
-        return products.numbers_of_int4(self.levels, self.scales, torch.bfloat16)
-
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
-        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
-
-        return products.int4(rows, self.levels, self.scales)
-
-
 def in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """weight [out, in] as levels of 0 to 15, scales and zeros [out, in / 32]: (level - 8) * scale + zero."""
     groups = weight.float().view(len(weight), -1, GROUP)
@@ -344,7 +316,11 @@ def in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:
     """The layer in the bits of ``kind``; int8 where 4 bits do not fit its shape."""
-    of_4_bits = CudaInt4Linear if linear.weight.is_cuda else Int4Linear
+    of_4_bits: type[Any] = Int4Linear
+    if linear.weight.is_cuda:
+        from swarmd.compute.cuda.products import CudaInt4Linear  # late: Triton comes with torch where CUDA does
+
+        of_4_bits = CudaInt4Linear
     return of_4_bits(linear) if kind == "int4" and of_4_bits.fits(linear) else Int8Linear(linear)
 
 

@@ -14,18 +14,15 @@ from swarmd.compute.ragged import Piece
 Numbers = npt.NDArray[Any]
 
 
-def sizes(pieces: Sequence[Piece]) -> list[int]:
-    """How many tokens each piece has, in all of its rows."""
-    return [piece.hidden.shape[0] * piece.hidden.shape[1] for piece in pieces]
-
-
-def put_places(pieces: Sequence[Piece], kept: Numbers, counts: Numbers) -> None:
-    """Make room for the pieces' tokens, one after another, and write where: kept [layers, n, 6], counts [n, 2].
+def make_room(pieces: Sequence[Piece]) -> tuple[Numbers, Numbers]:
+    """Make room for the pieces' tokens, one after another, and say where: kept [layers, n, 6], counts [n, 2].
 
     ``kept`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are shared,
     and how many of its own are before each token. ``keep`` follows when keys and values are there.
     """
-    at = 0
+    n = sum(piece.n_tokens for piece in pieces)
+    kept = np.empty((len(pieces[0].cache.owned), n, N_PLACES - 1), np.int64)
+    counts, at = np.empty((n, 2), np.int64), 0
     for piece in pieces:
         b, t, _ = piece.hidden.shape
         places, layer = piece.cache.places(t), piece.cache.owned[0]
@@ -36,10 +33,11 @@ def put_places(pieces: Sequence[Piece], kept: Numbers, counts: Numbers) -> None:
             counts[at : at + t, 0] = layer.n_shared
             counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
             at += t
+    return kept, counts
 
 
 def keep(pieces: Sequence[Piece]) -> None:
-    """The pieces' keys and values were written where ``put_places`` said."""
+    """The pieces' keys and values were written where ``make_room`` said."""
     for piece in pieces:
         for layer in piece.cache.owned:
             layer.added(piece.hidden.shape[1])

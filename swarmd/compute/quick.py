@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
 CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
-RECORDED = (1, 2, 3, 16, 32, 64)  # and of those by graphs: there is one for each of some numbers
-TIMED = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64)}  # tokens of passes by one call that are timed
+BETWEEN = 3  # tokens of a pass for which nothing was recorded: it takes what was for more
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 MUCH = 0.5  # of the time of the pass itself: a straight line takes two thirds of it or more
 WORTH = 0.9  # of the time of other ways: servers on equal machines should choose alike
@@ -38,6 +37,10 @@ Way = Callable[[list[Piece]], list[torch.Tensor]]
 
 class OneCall(Protocol):
     """Computes a few new tokens of several sessions at once."""
+
+    @property
+    def timed(self) -> Sequence[int]:
+        """Tokens of passes that are worth timing, as many as it may be taken for."""
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Can it read how all of these are kept?"""
@@ -103,16 +106,14 @@ class Quick:
 
     def record(self, make: Callable[[Pass], OneCall], trouble: str = "") -> None:
         """Have one call made of the straight line, where there is one and nothing is known that is in the way."""
-        example = self._examples(1, 0)[0]
-        is_kept_so = example.cache.is_plain and not example.cache.is_rounded
-        if not trouble and not (is_kept_so and self._ragged.is_plain):
-            trouble = "its layers attend, or keep keys and values, in a way of their own"
+        cache = self._examples(1, 0)[0].cache
+        trouble = trouble or self._in_the_way(cache.is_plain and not cache.is_rounded)
         if trouble or self._captured is None:
             self.why = f"no one call: {trouble or 'passes are not captured'}"
             return
         try:
             made = make(self._captured)
-            if self._is_right(made, RECORDED):
+            if self._is_right(made, (*made.timed, BETWEEN)):
                 self._take(made, WORTH)
         except torch.AcceleratorError:
             raise  # nothing will be computed by this process any more
@@ -133,13 +134,16 @@ class Quick:
         else:
             logger.info("passes are not captured: a captured pass differs by %.2g", error)
 
+    def _in_the_way(self, is_kept_so: bool) -> str:
+        """Why these layers are not for one call; empty where they can be."""
+        if not is_kept_so:
+            return "its layers keep more than plain keys and values"
+        return "" if self._ragged.is_plain else "its layers attend in a way of their own"
+
     def _is_right(self, fused: OneCall, checked: Sequence[int] = ()) -> bool:
         """Does one call give what the pass gives, for these numbers of tokens at first, and for few far away?"""
-        if not fused.takes([piece.cache for piece in self._examples(1, 0)]):
-            self.why = "one call: its layers keep more than plain keys and values"
-            return False
-        if not self._ragged.is_plain:
-            self.why = "one call: its layers attend in a way of their own"
+        if trouble := self._in_the_way(fused.takes([piece.cache for piece in self._examples(1, 0)])):
+            self.why = f"one call: {trouble}"
             return False
         error = max(self._error(fused.run, 0, checked), self._error(fused.run, self._far))
         self.why = f"one call: it differs by {error:.2g}"
@@ -148,7 +152,7 @@ class Quick:
     def _take(self, fused: OneCall, at_most: float) -> bool:
         """Take one call for as many tokens as it takes ``at_most`` the time of other ways; is a line done without?"""
         told, self._fused, self.n_fused = list[str](), None, 0
-        for n_tokens in TIMED[self._examples(1, 0)[0].hidden.device.type]:
+        for n_tokens in fused.timed:
             is_captured = self._captured is not None and n_tokens <= MAX_CAPTURED
             ratio = self._ratio(fused.run, self._by_line if is_captured else self._by_pass, n_tokens)
             told.append(f"{ratio:.2f} for {n_tokens}")

@@ -9,7 +9,7 @@ self-test and are served one session at a time. docs/performance.md compares thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,23 @@ class Piece:
     n_past: int
     lora: Lora | None = None
 
+    @property
+    def n_tokens(self) -> int:
+        """In all rows."""
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+
+def in_one_row(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of all pieces, one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
+    hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
+    return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+
+
+def of_each(row: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """What was computed for such a row, [n, d], as each piece's part [b, t, d]."""
+    parts = torch.split_with_sizes(row, [piece.n_tokens for piece in pieces])
+    return [part.view(piece.hidden.shape) for piece, part in zip(pieces, parts, strict=True)]
+
 
 class RaggedAttention:
     """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
@@ -67,8 +84,8 @@ class RaggedAttention:
             out = forward(hidden, positions)
         finally:
             self._config._attn_implementation = self._original
-            cuts, self._cuts, self._masks = self._cuts, [], {}
-        return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
+            self._cuts, self._masks = [], {}
+        return of_each(out[0], pieces)
 
     def run_captured(self, pieces: list[Piece], captured: Pass) -> list[torch.Tensor]:
         """The same by a captured pass."""
@@ -76,8 +93,8 @@ class RaggedAttention:
         try:
             out = captured(hidden, positions)
         finally:
-            cuts, self._cuts, self._masks = self._cuts, [], {}
-        return [out[0, cut].view(piece.hidden.shape) for piece, cut in cuts]
+            self._cuts, self._masks = [], {}
+        return of_each(out[0], pieces)
 
     @property
     def is_plain(self) -> bool:
@@ -124,11 +141,9 @@ class RaggedAttention:
         """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers whose are where."""
         at = 0
         for piece in pieces:
-            b, t, _ = piece.hidden.shape
-            self._cuts.append((piece, slice(at, at + b * t)))
-            at += b * t
-        hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
-        return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+            self._cuts.append((piece, slice(at, at + piece.n_tokens)))
+            at += piece.n_tokens
+        return in_one_row(pieces)
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any

@@ -266,9 +266,10 @@ def _read(
 
 def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, device: str) -> PreTrainedModel:
     """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
-    if torch.device(device).type not in ("cpu", "cuda"):
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
         raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
-    if torch.device(device).type == "cuda" and (why := trouble(torch.device(device))):
+    if where.type == "cuda" and (why := trouble(where)):
         raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
     whole: PreTrainedModel | None = None
     for block in span.blocks():

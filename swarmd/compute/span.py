@@ -20,8 +20,7 @@ import transformers
 from swarmd.compute import few_bits, skeleton
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
-from swarmd.compute.cuda.ready import keep_compiled_in, trouble
-from swarmd.compute.device import prepare
+from swarmd.compute.cuda.ready import prepare, trouble
 from swarmd.compute.fused import FusedPass, NotFused, fuse
 from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
@@ -57,9 +56,8 @@ class LoadedSpan:
         self._caches_in: torch.dtype | None = None  # if they are rounded: from what
         self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
-        prepare(self.device)
         if self.device.type == "cuda":
-            keep_compiled_in(cache_folder)
+            prepare(self.device, cache_folder)
         self.model = skeleton.load(folder, span, dtype, quantize, device)
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
@@ -125,7 +123,7 @@ class LoadedSpan:
         """Run the new tokens of several sessions as one pass; returns [b, t, d] for each piece."""
         ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
-        sessions = [(p.hidden.shape[0] * p.hidden.shape[1], p.lora) for p in pieces]
+        sessions = [(piece.n_tokens, piece.lora) for piece in pieces]
         if self._quick is not None and hop == self.span and all(p.lora is None for p in pieces):
             outs = self._quick.run(pieces, sum(n for n, _ in sessions))
             if outs is not None:

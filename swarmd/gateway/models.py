@@ -40,7 +40,7 @@ class Listed:
 class Models:
     """Finds and loads; engines run in the nursery that is given. ``head``: see GatewayConfig."""
 
-    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery, head: str = "own") -> None:
+    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery, head: str) -> None:
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery

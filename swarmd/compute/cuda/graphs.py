@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from swarmd.compute.capture import Pass
 from swarmd.compute.cuda.attention import Attention
-from swarmd.compute.kvcache import N_PLACES, SlabLayer, SpanCache
-from swarmd.compute.places import keep, put_places, sizes
-from swarmd.compute.ragged import Piece, RaggedAttention
+from swarmd.compute.kvcache import SlabLayer, SpanCache
+from swarmd.compute.places import keep, make_room
+from swarmd.compute.ragged import Piece, RaggedAttention, in_one_row, of_each
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of passes that are recorded
 OWN_PLACES = 3  # numbers of a token's own keys and values, at the end of its places
@@ -63,6 +62,11 @@ class GraphedPass:
         self._pool = torch.cuda.graph_pool_handle() if self._like.is_cuda else None
         self._recorded = {n: self._record(n) for n in SIZES}
 
+    @property
+    def timed(self) -> Sequence[int]:
+        """Tokens of passes that are worth timing, as many as it may be taken for."""
+        return SIZES
+
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values, and have some, on their own?"""
         return all(
@@ -73,23 +77,20 @@ class GraphedPass:
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        n_each = sizes(pieces)
-        n = sum(n_each)
-        recorded = self._recorded[next(size for size in SIZES if size >= n)]
-        n_padded = recorded.hidden.shape[1]
-        kept, counts = np.empty((len(self._layers), n, N_PLACES - 1), np.int64), np.empty((n, 2), np.int64)
-        put_places(pieces, kept, counts)
-        table = self._none.repeat(len(self._layers), n_padded, 1)
+        hidden, positions = in_one_row(pieces)
+        n = hidden.shape[1]
+        size = next(size for size in SIZES if size >= n)
+        recorded, (kept, counts) = self._recorded[size], make_room(pieces)
+        table = self._none.repeat(len(self._layers), size, 1)
         table[:, :n, :OWN_PLACES] = torch.from_numpy(kept[:, :, -OWN_PLACES:])
         table[:, :n, OWN_PLACES] = torch.from_numpy(counts[:, 1])
         recorded.table.copy_(table)
-        recorded.hidden[:, :n] = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
-        recorded.positions[:, :n] = torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+        recorded.hidden[:, :n], recorded.positions[:, :n] = hidden, positions
         recorded.repeat()
-        outs = torch.split_with_sizes(recorded.out[0, :n].clone(), n_each)
+        out = recorded.out[0, :n].clone()
         keep(pieces)
         self._on_pass()
-        return [out.view(piece.hidden.shape) for piece, out in zip(pieces, outs, strict=True)]
+        return of_each(out, pieces)
 
     def _record(self, n: int) -> _Recorded:
         device = self._like.device

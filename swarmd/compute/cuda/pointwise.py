@@ -16,6 +16,7 @@ _library = torch.library.Library("swarmd_cuda", "FRAGMENT")
 _library.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
 _library.define("gate(Tensor gate, Tensor up) -> Tensor")
+OPERATORS = torch.ops.swarmd_cuda
 
 
 def _norm_now(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,7 +50,7 @@ def _gate_now(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
     """silu(gates) * ups, both [..., d]."""
-    return torch.ops.swarmd_cuda.gate(gates, ups)  # type: ignore[no-any-return]
+    return OPERATORS.gate(gates, ups)  # type: ignore[no-any-return]
 
 
 _library.impl("norm", _norm_now, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Do Triton's kernels run here? It compiles each when it is first called, and wants a C compiler for itself."""
+"""A card, made ready, and whether Triton's kernels run on it: Triton wants a C compiler for itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 
 
-def keep_compiled_in(folder: Path) -> None:
-    """Have Triton keep what it compiles there, unless somebody said where: a service may not write to its home."""
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+def prepare(card: torch.device, compiled_in: Path) -> None:
+    """Set a card up for decoding; Triton keeps what it compiles in that folder, unless somebody said where."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # which plans for each number of keys, 3 ms a block
+    if card.index is not None:
+        torch.cuda.set_device(card)  # Triton and graphs take the current one
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compiled_in / "triton"))  # a service may not write to its home
 
 
 @cache
@@ -24,8 +27,8 @@ def trouble(device: torch.device) -> str:
         out = pointwise.gate(ones, ones)
         if not torch.allclose(out, torch.nn.functional.silu(ones), atol=1e-3):
             return "Triton's kernels compute something else here"
-    except Exception as error:
-        if isinstance(error, torch.AcceleratorError):
-            raise
+    except torch.AcceleratorError:
+        raise  # nothing will be computed by this process any more
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
         return f"Triton: {str(error)[:200] or type(error).__name__}"
     return ""

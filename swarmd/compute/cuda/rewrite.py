@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from swarmd.compute.cuda import pointwise
+from swarmd.compute.cuda.pointwise import OPERATORS
 from swarmd.compute.simplify import NORM, ROTARY, call, is_pure, matched, put
 
 _aten = torch.ops.aten
-_own = torch.ops.swarmd_cuda
 GATE = (_aten.mul.Tensor, (_aten.silu.default, "gate"), "up")
 PRODUCT = (_aten.mm.default, "rows", (_aten.t.default, "weight"))
-
-assert pointwise  # it registers the operators
 
 
 def rewrite(module: fx.GraphModule) -> None:
@@ -56,7 +53,7 @@ def _norm(node: fx.Node) -> None:
     value = weight.meta["val"] if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
     if value is None or value.dtype != dtype or value.shape != x.meta["val"].shape[-1:]:
         return
-    put(scaled, call(scaled, _own.norm.default, x, weight, float(found["eps"])))
+    put(scaled, call(scaled, OPERATORS.norm.default, x, weight, float(found["eps"])))
 
 
 def _rotate(node: fx.Node) -> None:
@@ -67,13 +64,13 @@ def _rotate(node: fx.Node) -> None:
     value, turns = x.meta["val"], cos.meta["val"]
     is_last = found["dim"] in (-1, value.ndim - 1) and value.shape[-1] == 2 * half
     if is_last and value.ndim == 4 and turns.shape == (1, 1, *value.shape[2:]) and value.dtype == turns.dtype:
-        put(node, call(node, _own.rotate.default, x, cos, found["sin"]))
+        put(node, call(node, OPERATORS.rotate.default, x, cos, found["sin"]))
 
 
 def _gate(node: fx.Node) -> None:
     found = matched(GATE, node)
     if found is not None and found["gate"].meta["val"].shape == found["up"].meta["val"].shape:
-        put(node, call(node, _own.gate.default, found["gate"], found["up"]))
+        put(node, call(node, OPERATORS.gate.default, found["gate"], found["up"]))
 
 
 def _join(module: fx.GraphModule) -> None:
