@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from transformers import AutoTokenizer
 
-from swarmd.client.ends import Ends
+from swarmd.compute.ends import Ends
 from swarmd.compute.engine import Engine
 from swarmd.compute.span import LoadedSpan
 from swarmd.plan.equality import BOUNDS, errors, projected

@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from swarmd.client.ends import Ends
 from swarmd.compute import skeleton
+from swarmd.compute.ends import Ends
 from swarmd.compute.few_bits import Int8Head, LevelsLinear
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.rates import decode_rates, last, prefill_rates

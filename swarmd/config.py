@@ -36,7 +36,7 @@ def format_of(quantize: str, kv_cache: str) -> str:
 FORMATS = tuple(format_of(quantize, kv_cache) for kv_cache in KV_CACHE for quantize in QUANTIZE)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
-HEADS = ("own", "int8")  # of clients: what computes logits
+HEADS = ("own", "int8", "swarm")  # of clients: what computes logits
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
 LEAST_SHARE = 0.05  # of the time that a server computes: below, sessions take it for dead
@@ -50,7 +50,8 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
 
-    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU.
+    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. With ``head`` a server of a
+    model's last blocks computes norm and head, too, for clients that ask.
     """
 
     model: str = ""
@@ -59,6 +60,7 @@ class Serve:
     dtype: str = "float32"
     quantize: str = "none"
     kv_cache: str = "none"
+    head: bool = False
     threads: int = 0
     cache_tokens: int = 131_072
     device: str = ""
@@ -158,6 +160,7 @@ class Config:
     dtype: str = "float32"
     quantize: str = "none"
     kv_cache: str = "none"
+    head: bool = False
     threads: int = 0
     device: str = ""
     cache_tokens: int = 131_072

@@ -133,6 +133,7 @@ class LocalSession:
         mask: torch.Tensor | None,
         record_past: bool,
         want: int | None = None,
+        vocabulary: int = 0,
     ) -> torch.Tensor | None:
         assert hidden is not None
         assert positions is not None

@@ -274,6 +274,7 @@ class Auditor:
             quantize=like.quantize,
             without=self._session.terms.without | without,
             verify=0.0,
+            head=False,
         )
         Chain(self._swarm, terms).route(span)
         return terms

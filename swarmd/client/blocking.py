@@ -25,11 +25,13 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
+from swarmd.client.swarm_head import head_called
 from swarmd.config import FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
-from swarmd.values import ModelId
+from swarmd.values import Decision, ModelId, PeerId
+from swarmd.wire.top import Top
 
 T = TypeVar("T")
 
@@ -73,6 +75,24 @@ class BlockingSession:
         if isinstance(answer, BaseException):
             raise answer
         return answer  # type: ignore[no-any-return]
+
+    @property
+    def top(self) -> Top | None:
+        """See ChainSession."""
+        return self.chain_session.top
+
+    @property
+    def codec(self) -> Decision[str]:
+        return self.chain_session.codec
+
+    @property
+    def last_peer(self) -> PeerId:
+        """Who serves the last blocks."""
+        return self.chain_session.hops.links[-1].hop.peer
+
+    def refute_head(self, reason: str) -> None:
+        """See ChainSession."""
+        self._thread.call(self.chain_session.refute_head, reason)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -251,10 +271,10 @@ class Swarm:
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
         here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
-        ``head``: own, or int8, which reads half of the bytes for each token here and is off by half a percent.
-        ``only`` these peers (ids, or how they end) read the text. Others check servers now and then, at least a share
-        ``verify`` of what they compute; with 1.0 every token, and generating ends with WrongAnswer at the first lie.
-        Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
+        ``head``: own; int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers,
+        where they have one and the 256 largest logits are enough. ``only`` these peers (ids, or how they end) read the
+        text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
+        first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS))
         (model, n_blocks), folder = self._ready(name, wait_s)
@@ -264,7 +284,7 @@ class Swarm:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
             what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return Terms(*what, only=readers, verify=verify)
+            return Terms(*what, only=readers, verify=verify, head=head == "swarm")
 
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:
@@ -273,8 +293,8 @@ class Swarm:
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
-        int8_head = self._swarm.weights_folder if head == "int8" else None
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, int8_head)
+        how = head_called(head, self._swarm.weights_folder, verify)
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
 
     def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:
         """A model's hash, blocks and own part here, once all blocks are served. Raises SwarmError."""

@@ -172,30 +172,31 @@ class Chain:
                 raise error
 
     def route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
-        now, is_last_resort, standing = trio.current_time(), False, self.swarm.rpc.standing
-        view = self.swarm.view()
+        now, standing, trust = trio.current_time(), self.swarm.rpc.standing, self.swarm.trust()
+        view, client = self.swarm.view(), self.swarm.rpc.network.peer_id
         spans = view.serving(self.terms.model)
-        trust, least = self.swarm.trust(), Trust.PROVEN
+        own = (previous, self.terms.batch * self.terms.max_tokens, self.swarm.wall_clock())
 
-        def eligible(span: SpanRecord) -> bool:
+        def eligible(least: Trust, with_head: bool, is_last_resort: bool, span: SpanRecord) -> bool:
             covers = not whole or Span(span.start, span.end).covers(wanted)
             peer = PeerId(span.peer)
             allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             is_able = suits(span, self.terms, self._numerics) and understands(view, span, self.terms)
-            return covers and allowed and is_able and trust.get((span.peer, span.slot), least) >= least
+            has_head = span.head or not with_head or span.end < self.terms.n_blocks
+            return covers and allowed and is_able and has_head and trust.get((span.peer, span.slot), least) >= least
 
-        client = self.swarm.rpc.network.peer_id
-        n_tokens = self.terms.batch * self.terms.max_tokens
-        own = (previous, n_tokens, self.swarm.wall_clock())
-        find = partial(best_route, spans, wanted, client, self.swarm.trips, eligible, *own)
-        with suppress(NoRoute):
-            return find()
-        least = Trust.UNKNOWN  # not probed yet
-        with suppress(NoRoute):
-            return find()
-        is_last_resort, least = True, Trust.DOUBTED
+        def find(least: Trust, with_head: bool = False, is_last_resort: bool = False) -> Route:
+            suited = partial(eligible, least, with_head, is_last_resort)
+            return best_route(spans, wanted, client, self.swarm.trips, suited, *own)
+
+        if self.terms.head:
+            with suppress(NoRoute):
+                return find(Trust.PROVEN, with_head=True)
+        for least in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
+            with suppress(NoRoute):
+                return find(least)
         try:
-            return find()
+            return find(Trust.DOUBTED, is_last_resort=True)
         except NoRoute as error:
             n_older = sum(not understands(view, span, self.terms) for span in spans)
             if not n_older:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin
 from swarmd.client.draft import Draft, DraftModel
 from swarmd.client.speculation import Costs, Lookup, Source, Speculation
 from swarmd.client.straight import Straight
+from swarmd.client.swarm_head import SwarmHead, is_enough
 
 PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
@@ -74,7 +75,9 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
     )
 
 
-def loop(speculation: Speculation, cache_name: str, streamer: Any, straight: Straight | None) -> Loop:
+def loop(
+    speculation: Speculation, cache_name: str, streamer: Any, line: Straight | None, head: SwarmHead | None
+) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
     def decode(
@@ -86,24 +89,22 @@ def loop(speculation: Speculation, cache_name: str, streamer: Any, straight: Str
         **given: Any,
     ) -> torch.Tensor:
         if given.get("attention_mask") is not None:  # of a prompt in which transformers found padding
-            how = {"generation_config": generation_config, "streamer": streamer, **given}
-            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **how)  # type: ignore[no-any-return]
+            given |= {"generation_config": generation_config, "streamer": streamer}
+            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **given)  # type: ignore[no-any-return]
         cache, ids, tokens = given[cache_name], input_ids, input_ids[0].tolist()
-        sent, tried = input_ids, list[int]()
+        sent, tried, samples = input_ids, list[int](), bool(generation_config.do_sample)
+        of_swarm = head if is_enough(logits_processor, samples) else None
         speculation.begin(tokens)
         while True:
             begun = time.perf_counter()
-            if ids is input_ids or straight is None:
-                out = _by_forward(model, sent, 1 + len(tried), {cache_name: cache})
-            else:
-                out = straight.compute(sent, *cache.at_its_end(sent.shape[1]))
+            by_line = None if ids is input_ids else line
+            out = _passed(model, sent, 1 + len(tried), {cache_name: cache}, by_line, of_swarm)
             if ids is not input_ids:
                 speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
             logits = out[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
             for n_right in range(1 + len(tried)):
-                scores = logits_processor(ids, logits[:, n_right])
-                token = _choose(scores, bool(generation_config.do_sample))
+                token = _choose(logits_processor(ids, logits[:, n_right]), samples)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
                 if streamer is not None:
@@ -125,8 +126,15 @@ def loop(speculation: Speculation, cache_name: str, streamer: Any, straight: Str
     return decode
 
 
-def _by_forward(model: Any, sent: torch.Tensor, n: int, cache: dict[str, Any]) -> torch.Tensor:
-    """What the family's forward gives for the tokens that are sent, or for the last n of them."""
+def _passed(
+    model: Any, sent: torch.Tensor, n: int, cache: dict[str, Any], line: Straight | None, head: SwarmHead | None
+) -> torch.Tensor:
+    """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
+    (remote,) = cache.values()
+    if head is not None:
+        return head.logits(sent, remote, n)
+    if line is not None:
+        return line.compute(sent, *remote.at_its_end(sent.shape[1]))
     kept = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
     logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **cache, **kept).logits
     return logits

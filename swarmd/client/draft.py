@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from swarmd.client.ends import all_look_back
 from swarmd.client.speculation import N_MEASURED
+from swarmd.compute.ends import all_look_back
 from swarmd.compute.kernels import choose
 from swarmd.compute.skeleton import load_whole, longest_context, text_config
 from swarmd.errors import ConfigError

@@ -68,7 +68,8 @@ class Terms:
     """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know.
 
     A session is of blocks ``start`` to ``n_blocks``, through servers of ``only`` (none: any) and not of ``without``.
-    At least the share ``verify`` of what they compute is checked; with 1 every token, by a second chain.
+    At least the share ``verify`` of what they compute is checked; with 1 every token, by a second chain. With ``head``
+    those who give logits come first, where there are any.
     """
 
     model: ModelId
@@ -86,6 +87,7 @@ class Terms:
     only: frozenset[PeerId] = frozenset()
     without: frozenset[PeerId] = frozenset()
     verify: float = 0.0
+    head: bool = False
 
     @property
     def blocks(self) -> Span:
@@ -225,6 +227,7 @@ class Statistics:
     frames_sent: int = 0
     frames_received: int = 0
     forwarded: int = 0
+    n_logits: int = 0  # tokens whose largest logits the last hop gave
     repairs: list[Repair] = field(default_factory=list)
     blamed: list[tuple[PeerId, str]] = field(default_factory=list)
     doubts: list[Doubt] = field(default_factory=list)

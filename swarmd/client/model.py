@@ -23,15 +23,18 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmd.client import decoding, own
 from swarmd.client.decoding import Ahead
-from swarmd.client.ends import all_look_back, put_int8_head
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
-from swarmd.client.straight import Straight, write_down
+from swarmd.client.straight import write_down
+from swarmd.client.swarm_head import Checks, Head, SwarmHead
 from swarmd.compute import skeleton
+from swarmd.compute.ends import all_look_back, put_int8_head
 from swarmd.compute.kernels import quicken
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
+from swarmd.values import Decision, PeerId
+from swarmd.wire.top import Top
 
 
 class Session(Protocol):
@@ -48,7 +51,19 @@ class Session(Protocol):
         mask: torch.Tensor | None,
         record_past: bool,
         want: int | None = None,
+        vocabulary: int = 0,
     ) -> torch.Tensor | None: ...
+
+    @property
+    def top(self) -> Top | None: ...
+
+    @property
+    def last_peer(self) -> PeerId: ...
+
+    @property
+    def codec(self) -> Decision[str]: ...
+
+    def refute_head(self, reason: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -125,9 +140,17 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.max_tokens += own.n_prefix
 
     def append(
-        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, want: int | None = None
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        want: int | None = None,
+        vocabulary: int = 0,
     ) -> torch.Tensor:
-        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens."""
+        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens.
+
+        With a ``vocabulary`` the session may have the ``top`` logits of these afterwards.
+        """
         b, t, _ = hidden.shape
         if self.session is None and self.n_expected:
             self.max_tokens += max(0, t - self.n_expected)  # tuned prompts come on top
@@ -142,15 +165,20 @@ class RemoteCache(Cache):  # type: ignore[misc]
         edits, self._edits = tuple(self._edits), []
         positions = positions.to(torch.int32).expand(b, t)
         sent_mask = chunk if self._has_padding else None
-        out = self.session.step(edits, hidden, positions, sent_mask, self._records_past, want)
+        out = self.session.step(edits, hidden, positions, sent_mask, self._records_past, want, vocabulary)
         assert out is not None
         self.n_tokens += t
         return out
 
-    def at_its_end(self, n: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm."""
+    def at_its_end(
+        self, n: int, want: int | None = None, vocabulary: int = 0
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm.
+
+        ``want`` (None: all) and ``vocabulary`` as in ``append``.
+        """
         positions = torch.arange(self.n_tokens, self.n_tokens + n).unsqueeze(0)
-        return positions, lambda hidden: self.append(hidden, positions, None, n)
+        return positions, lambda hidden: self.append(hidden, positions, None, want or n, vocabulary)
 
     def close(self) -> None:
         if self.session is not None:
@@ -182,21 +210,21 @@ def remote_model(
     lanes: Lanes,
     dtype: torch.dtype = torch.float32,
     ahead: Ahead | None = None,
-    int8_head: Path | None = None,
+    head: Head = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
     ``last_speculation``, which tokens were tried ahead in it (by ``ahead``; None: none are); and ``micro_batch_rows``,
-    how many rows of a batch travel together in fine-tuning (0 chooses). With a folder for what is compiled as
-    ``int8_head`` its head is computed in 8 bits. Raises ConfigError when it cannot be.
+    how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a head in 8 bits that
+    cannot be.
     """
     model: Any = skeleton.load(folder, None, dtype)
     every: list[Any] = list(skeleton.decoder_layers(model).children())
     model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, every)
-    _choose_head(model, int8_head)
+    _choose_head(model, head)
     limit = skeleton.longest_context(model.config)
     model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
     call = _Call()
@@ -224,16 +252,16 @@ def remote_model(
     every[0].call = through_the_swarm
     model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
     _own_forward(model, call, lambda: own.lora_of(model, every))
-    _own_generate(model, call, ahead or Ahead(looks_up=False), write_down(model, every, _cache_name(model)))
+    _own_generate(model, every, call, ahead or Ahead(looks_up=False), head)
     return model
 
 
-def _choose_head(model: Any, int8_head: Path | None) -> None:
+def _choose_head(model: Any, head: Head) -> None:
     """Have the head computed by what is fastest here, or in 8 bits. Raises ConfigError."""
-    if int8_head is not None:
-        put_int8_head(model, int8_head)
-    elif type(head := model.get_output_embeddings()) is nn.Linear:
-        quicken(head)
+    if isinstance(head, Path):
+        put_int8_head(model, head)
+    elif head is None and type(own_head := model.get_output_embeddings()) is nn.Linear:
+        quicken(own_head)  # for a few checks a copy is not worth its memory
 
 
 def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
@@ -304,9 +332,11 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, call: _Call, ahead: Ahead, straight: Straight | None) -> None:
+def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head: Head) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
+    straight = write_down(model, layers, cache_name)
+    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, Checks) else None
     can_crop = all_look_back(skeleton.text_config(model.config))
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +350,8 @@ def _own_generate(model: Any, call: _Call, ahead: Ahead, straight: Straight | No
         speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
         if is_own:
             line = straight if straight is not None and straight.holds else None
-            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"), line)
+            by_swarm = of_swarm if line is not None and of_swarm is not None and of_swarm.holds else None
+            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"), line, by_swarm)
         try:
             generated = generate(*args, **{**kwargs, cache_name: cache})
             if cache.session is not None:

@@ -18,8 +18,10 @@ from swarmd.protocol.messages import Op
 from swarmd.protocol.tensors import CODECS, max_tokens_per_frame
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import Decision, PeerId
+from swarmd.wire import top
 from swarmd.wire.history import Sent
 from swarmd.wire.tensors import unpack_untrusted
+from swarmd.wire.top import Top
 
 MAX_OP_BYTES = 8 * 2**20  # half a frame: other sessions' frames come between
 
@@ -90,3 +92,13 @@ def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = 
         raise WrongCount(f"expected {least} to {t} tokens, got {out.shape[1]}")
     missing = t - out.shape[1]
     return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
+
+
+def read_top(op: Op, vocabulary: int) -> Top | None:
+    """The largest logits that came with an answer, of all its tokens; None where none were asked for, or given.
+
+    Raises RemoteProtocolError for what cannot be logits.
+    """
+    if not vocabulary or not op.logits or op.tensor is None:
+        return None
+    return top.unpack_untrusted(op.logits, op.tensor.b * op.tensor.t, vocabulary)

@@ -12,8 +12,8 @@ import trio
 
 from swarmd.client.audit import Auditor
 from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
-from swarmd.client.links import Link, Statistics, Swarm, Terms
-from swarmd.client.ops import WrongCount, cut, read_answer
+from swarmd.client.links import Doubt, Link, Statistics, Swarm, Terms
+from swarmd.client.ops import WrongCount, cut, read_answer, read_top
 from swarmd.client.repair import Repairs
 from swarmd.client.timing import MOST_TOKENS
 from swarmd.client.verify import Second
@@ -28,12 +28,13 @@ from swarmd.errors import (
     SwarmUnavailable,
 )
 from swarmd.plan.standing import Fault
-from swarmd.protocol.fields import HopTimes
+from swarmd.protocol.fields import MOST_LOGITS, HopTimes
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, ReceiptIs, Refusal, Suspect
 from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op
+from swarmd.wire.top import Top
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
 LOOK_INTERVAL_S = 0.25  # a twelfth of what makes a silent hop suspect
@@ -59,6 +60,8 @@ class ChainSession:
         self.auditor: Auditor | None = None
         self.second: Second | None = None
         self.width = 0
+        self.top: Top | None = None  # of the tokens that the last step wanted
+        self._vocabulary = 0  # what the present step asks logits of
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
@@ -115,18 +118,21 @@ class ChainSession:
         mask: torch.Tensor | None,
         record_past: bool,
         want: int | None = None,
+        vocabulary: int = 0,
     ) -> torch.Tensor | None:
         """Send tokens through the chain; returns the last block's output [b, t, d].
 
         A long prompt becomes several ops, which fill the chain like a pipeline. With ``want`` only the last so many
-        tokens of each row are true, the others zero. Raises SwarmError, after which the session is over: its servers
-        may have changed or not.
+        tokens of each row are true, the others zero. With a ``vocabulary`` the last hop is asked for their largest
+        logits, too, which are ``top`` then, if it gives any. Raises SwarmError, after which the session is over: its
+        servers may have changed or not.
         """
         while self._quiet_repair is not None:
             await self._quiet_repair.wait()
         if self._is_broken:
             raise ConfigError("this session ended with an error: start a new one")
         self._is_busy = self._is_broken = True  # until the answers are here
+        self.top, self._vocabulary = None, vocabulary
         self._fatal, self._n_wrong = None, 0
         self._entered.clear()
         self._faulty.clear()
@@ -162,7 +168,8 @@ class ChainSession:
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
-            marks, answered = Op(want=want, times=()), self._position.answered
+            marks = Op(want=want, times=(), top=MOST_LOGITS if self._vocabulary and want else 0)
+            answered = self._position.answered
             at = (self.key, self.terms.start, self.hops.epoch)
             frame = encode_op(*at, answered, sent, marks, None, self.codec.action)
             await self._send_to(0, sent.seq, frame)
@@ -174,6 +181,11 @@ class ChainSession:
         while seq not in self._answers:
             await self._wait()
         return self._answers.pop(seq)
+
+    async def refute_head(self, reason: str) -> None:
+        """The last hop gave wrong logits: it is done without."""
+        link = self.hops.links[-1]
+        self.hops.convict(link, Doubt(max(0, self.hops.accounts.n_tokens - 1), str(link.hop), reason))
 
     async def close(self) -> None:
         self._is_closed = True
@@ -247,6 +259,8 @@ class ChainSession:
             entered = sent.hidden
             try:
                 self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
+                self.top = read_top(op, self._vocabulary)
+                self.statistics.n_logits += 0 if self.top is None else len(self.top.ids)
                 if self._swarm.audits:
                     self.hops.accounts.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:

@@ -49,10 +49,10 @@ def _calling(remote: Call, head: Call) -> Iterator[None]:
 
 
 @contextmanager
-def _instead_of(owner: Any, name: str, which: int) -> Iterator[None]:
-    """Within, a method of one object is a call that a line shows."""
+def _instead_of(owner: Any, name: str, function: Call) -> Iterator[None]:
+    """Within, a method of one object is this function."""
     before = vars(owner).get(name)
-    setattr(owner, name, lambda x: torch.ops.swarmd_client.call(x, which))
+    setattr(owner, name, function)
     try:
         yield
     finally:
@@ -62,11 +62,14 @@ def _instead_of(owner: Any, name: str, which: int) -> Iterator[None]:
 
 
 class Straight:
-    """See the module. ``write_down`` makes one."""
+    """See the module. ``write_down`` makes one.
 
-    def __init__(self, model: Any, line: capture.Pass, constants: Sequence[torch.Tensor]) -> None:
+    ``enter`` is the line up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
+    """
+
+    def __init__(self, model: Any, line: capture.Pass, enter: capture.Pass, constants: Sequence[torch.Tensor]) -> None:
         self._model, self._line, self._head = model, line, model.get_output_embeddings()
-        self._constants = constants
+        self.enter, self._constants = enter, constants
         self._known = self._look()
 
     def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
@@ -99,20 +102,44 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight |
         logits: torch.Tensor = family(input_ids=ids, use_cache=True, **about).logits
         return logits
 
+    def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        entered: list[torch.Tensor] = []
+
+        def pass_on(hidden: torch.Tensor) -> torch.Tensor:
+            entered.append(hidden)
+            return hidden
+
+        with _instead_of(layers[0], "call", pass_on):
+            run(ids, positions)
+        return entered[0]
+
     try:
         own_head = type(head).forward.__get__(head)
-        holes = _instead_of(layers[0], "call", REMOTE), _instead_of(head, "forward", HEAD)
+        holes = [
+            _instead_of(at, name, _hole(n)) for at, name, n in ((layers[0], "call", REMOTE), (head, "forward", HEAD))
+        ]
         with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
-            two, three = (capture.written_down(run, *_example(n)) for n in (2, 3))
-            for module in (two, three):
-                module.graph.eliminate_dead_code()
-            constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
-            line = capture.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
-            is_right = all(torch.equal(run(*_example(n)), line(*_example(n))) for n in CHECKED)
+            (line, constants), (entering, more) = _line(run), _line(enter)
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
-    return Straight(model, line, constants) if is_right else None
+    return Straight(model, line, entering, [*constants, *more])
+
+
+def _hole(which: int) -> Call:
+    return lambda x: torch.ops.swarmd_client.call(x, which)
+
+
+def _line(run: capture.Pass) -> tuple[capture.Pass, list[torch.Tensor]]:
+    """A function as a line, and the constants in it. Raises RuntimeError where the line gives other numbers."""
+    two, three = (capture.written_down(run, *_example(n)) for n in (2, 3))
+    for module in (two, three):
+        module.graph.eliminate_dead_code()
+    constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
+    line = capture.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
+    if not all(torch.equal(run(*_example(n)), line(*_example(n))) for n in CHECKED):
+        raise RuntimeError("the line gives other numbers")
+    return line, constants
 
 
 def _example(n: int) -> tuple[torch.Tensor, torch.Tensor]:

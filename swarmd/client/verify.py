@@ -109,7 +109,9 @@ class Second:
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
         if self._session is None:
             without = self._first.terms.without | used
-            self._session = await self._open(replace(self._first.terms, route=(), without=without, verify=0.0))
+            self._session = await self._open(
+                replace(self._first.terms, route=(), without=without, verify=0.0, head=False)
+            )
         return self._session
 
     def _bound(self) -> Bound:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmd.compute.device import finish
+from swarmd.compute.head import Head
 from swarmd.compute.session import HopSession
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.tuned import NOTHING, Tuned
@@ -68,8 +69,10 @@ class Engine:
         budget: Budget,
         clock: Callable[[], float] = time.perf_counter,
         calls_aside: bool = False,
+        head: Head | None = None,
     ) -> None:
         self.span = span
+        self._head = head
         self._calls_aside = calls_aside
         self._passing: set[Key] = set()
         self._passing_since, self._aside_s = 0.0, 0.0
@@ -215,15 +218,34 @@ class Engine:
         for share in shares:
             self._sessions[share.key].spent(took_s)
         self._answered = [key for key in self._queues if self._sessions[key].is_complete]
+        logits = self._logits(self._answered)
         for key in self._answered:
             try:
-                answer = self._sessions[key].answer(self._clock())
+                answer = self._sessions[key].answer(self._clock(), logits.get(key, b""))
             except PASS_ERRORS as error:
                 logger.exception("an op has no answer")
                 yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
                 continue
             self.handled += 1
             yield answer
+
+    def _logits(self, answered: list[Key]) -> dict[Key, bytes]:
+        """The largest logits of all whose clients ask for them, where a head is here; without them clients have own."""
+        asked = {key: of for key in answered if self._head and (of := self._sessions[key].asked_of_head()) is not None}
+        if not asked or self._head is None:
+            return {}
+        begun = self._clock()
+        rows, most = [rows for rows, _ in asked.values()], max(n for _, n in asked.values())
+        try:
+            found = self._head.largest(rows, self.span.layer_arity, most)
+        except torch.AcceleratorError:
+            raise
+        except PASS_ERRORS:
+            logger.exception("a head failed")
+            return {}
+        for key in asked:
+            self._sessions[key].spent(self._clock() - begun)
+        return dict(zip(asked, found, strict=True))
 
     def settle(self) -> Iterator[bytes]:
         """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""

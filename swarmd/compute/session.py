@@ -42,6 +42,7 @@ from swarmd.values import Span
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op, replay_frames
 from swarmd.wire.tensors import pack, unpack_untrusted
+from swarmd.wire.top import MOST_TOKENS
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
@@ -193,8 +194,18 @@ class HopSession:
             self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, at, self.hop, lora))
             n_left -= n_new
 
-    def answer(self, now: float = 0.0) -> bytes:
-        """The frame that the complete op leads to: the next hop's op, or Done."""
+    def asked_of_head(self) -> tuple[torch.Tensor, int] | None:
+        """Of a complete op: what left of the tokens [t, d] whose largest logits its client asks for, and how many."""
+        begun = self._begun
+        assert begun is not None
+        op, (b, n) = begun.op, (self.n_rows, begun.op.want or 0)
+        if not op.top or self.hop.end != self._span.n_layers or not begun.outs or not 0 < b * n <= MOST_TOKENS:
+            return None
+        hidden = self._sent(begun).last(n).hidden
+        return None if hidden is None or hidden.shape[1] != n else (hidden.flatten(0, 1), op.top)
+
+    def answer(self, now: float = 0.0, logits: bytes = b"") -> bytes:
+        """The frame that the complete op leads to: the next hop's op, or Done. ``logits`` go with it."""
         begun = self._begun
         assert begun is not None
         op = begun.op
@@ -207,6 +218,8 @@ class HopSession:
             computed, here = int(1e6 * begun.computed_s), int(1e6 * (now - begun.came_at))
             times = (*op.times, (self.hop.start, max(0, here - computed), computed))
             op = msgspec.structs.replace(op, times=times)
+        if op.logits or logits:
+            op = msgspec.structs.replace(op, logits=logits)
         return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base, self._codec)
 
     def keep(self) -> None:

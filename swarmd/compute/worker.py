@@ -22,6 +22,7 @@ import torch
 
 from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
+from swarmd.compute.head import Head
 from swarmd.compute.loss import quantization_error
 from swarmd.compute.rates import decode_rates, last, prefill_rates
 from swarmd.compute.span import LoadedSpan
@@ -247,6 +248,7 @@ class Worker:
         Kept.n_bytes = request.leave_free_bytes
         try:
             span = self._load_span(request)
+            head = _load_head(request, span) if request.head else None
             loss = quantization_error(span, Path(request.path)) if span.is_rounded else None
             self._speed = Measured(
                 decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
@@ -255,7 +257,7 @@ class Worker:
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
-        self._engine = Engine(span, budget, calls_aside=span.device.type == "cpu")
+        self._engine = Engine(span, budget, calls_aside=span.device.type == "cpu", head=head)
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.tuning_share)
@@ -270,6 +272,7 @@ class Worker:
             cache_bytes_per_token=span.cache_bytes_per_token(),
             batching=span.batching[:500],
             kernels=f"{span.kernels.action}: {span.kernels.reason}"[:500],
+            has_head=head is not None,
             speed=self._speed,
         )
 
@@ -319,6 +322,13 @@ class Worker:
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
             self._send([])
+
+
+def _load_head(request: LoadSpan, span: LoadedSpan) -> Head | None:
+    """Norm and head, where the span ends the model. Raises ConfigError."""
+    if span.span.end < span.n_layers:
+        return None
+    return Head(Path(request.path), span.dtype, span.device)
 
 
 def _is_op(frame: Frame) -> bool:

@@ -32,6 +32,12 @@ class Wanted:
     looks_up: bool = True
     key: str = ""
 
+    @property
+    def n_needed(self) -> int | None:
+        """How many of the largest logits decide a token, or are told of; None where any can."""
+        needed = self.sampling.n_needed
+        return None if needed is None or self.grammar is not None else max(needed, self.sampling.n_top)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

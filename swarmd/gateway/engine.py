@@ -17,6 +17,7 @@ from swarmd.client.prompts import Prompts
 from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
 from swarmd.client.swarm import AsyncSwarm
+from swarmd.client.swarm_head import Checks
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
 from swarmd.gateway.answer import Piece, Wanted
@@ -39,11 +40,19 @@ Give = Callable[[Piece], Awaitable[None]]
 
 
 class Engine:
-    """One model for any number of requests."""
+    """One model for any number of requests. With ``checks`` servers are asked for logits, which these look at."""
 
     def __init__(
-        self, swarm: AsyncSwarm, terms: Terms, head: Head, tokenizer: Tokenizer, prompts: Prompts, turns: Turns
+        self,
+        swarm: AsyncSwarm,
+        terms: Terms,
+        head: Head,
+        tokenizer: Tokenizer,
+        prompts: Prompts,
+        turns: Turns,
+        checks: Checks | None = None,
     ) -> None:
+        self._checks = checks
         self.head = head
         self.ends = head.ends
         self.tokenizer = tokenizer
@@ -115,7 +124,9 @@ class Engine:
             while work.embedded is not None:
                 hidden = await row.step(work.ids, work.embedded)
                 told.prefilled_s = told.prefilled_s or trio.current_time() - begun
-                work = await self.head(row, hidden, row.session.layer_arity)
+                work = await self.head(row, hidden, row.session.layer_arity, row.given(self._checks))
+                if work.wrong:
+                    await row.session.refute_head(work.wrong)
                 row.tell(told)
                 await give(row.answer.piece())
             is_whole = True
@@ -135,7 +146,7 @@ class Engine:
         chosen, n_shared = found
         self._kept.remove(chosen)
         assert isinstance(chosen.session, ChainSession)
-        row = Row(chosen.session, chosen.max_tokens, wanted, self.tokenizer, self._costs, chosen.tokens)
+        row = self._row(chosen.session, chosen.max_tokens, wanted, chosen.tokens)
         row.crop = len(chosen.tokens) - n_shared
         return row
 
@@ -148,7 +159,11 @@ class Engine:
                 raise
             await self._give_back(self._kept)
             session = await self._swarm.open_session(self._terms_of(room))
-        return Row(session, room, wanted, self.tokenizer, self._costs)
+        return self._row(session, room, wanted)
+
+    def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
+        vocabulary = self.ends.vocabulary if self._checks is not None else 0
+        return Row(session, room, wanted, self.tokenizer, self._costs, tokens, vocabulary)
 
     def _terms_of(self, max_tokens: int) -> Terms:
         kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)

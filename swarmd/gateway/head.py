@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 import trio
 
-from swarmd.client.ends import Ends
+from swarmd.client.swarm_head import Checks
+from swarmd.compute.ends import Ends
+from swarmd.wire.top import Top
 
 MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
 
@@ -27,13 +29,27 @@ class Sends(Protocol):
         """Take logits [k, vocabulary], None at first; returns the tokens to send, none when it has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Logits that came from a server, beside hidden states in a codec, and whether they are computed here again."""
+
+    top: Top
+    codec: str
+    is_checked: bool
+
+
 @dataclass(slots=True)
 class Work:
-    """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d]."""
+    """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d].
+
+    ``wrong`` says what is wrong with the logits that were ``given``, if anything is.
+    """
 
     row: Sends
     hidden: torch.Tensor | None = None
     arity: int = 0
+    given: Given | None = None
+    wrong: str = ""
     ids: list[int] = field(default_factory=list)
     embedded: torch.Tensor | None = None
     error: Exception | None = None
@@ -48,12 +64,14 @@ class Head:
         self._waiting: list[Work] = []
         self._wake = trio.Event()
 
-    async def __call__(self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0) -> Work:
+    async def __call__(
+        self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0, given: Given | None = None
+    ) -> Work:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 
         Raises what ``decide`` raised.
         """
-        work = Work(row, hidden, arity)
+        work = Work(row, hidden, arity, given)
         self._waiting.append(work)
         self._wake.set()
         await work.done.wait()
@@ -95,7 +113,14 @@ class Head:
                 work.error = work.error or error
 
     def _decide_all(self, batch: list[Work]) -> None:
-        answered = [work for work in batch if work.hidden is not None]
+        answered = []
+        for work in batch:
+            if work.hidden is None:
+                _decide(work, None)
+            elif work.given is not None and not work.given.is_checked:
+                _decide(work, work.given.top.filled(self.ends.vocabulary))
+            else:
+                answered.append(work)
         for arity in {work.arity for work in answered}:
             rows = [work for work in answered if work.arity == arity]
             together = torch.cat([work.hidden for work in rows if work.hidden is not None])
@@ -103,11 +128,11 @@ class Head:
             start = 0
             for work in rows:
                 assert work.hidden is not None
-                _decide(work, logits[start : start + len(work.hidden)])
+                own = logits[start : start + len(work.hidden)]
+                if work.given is not None:
+                    work.wrong = Checks.is_wrong(work.given.top, own, work.hidden.dtype, work.given.codec)
+                _decide(work, own)
                 start += len(work.hidden)
-        for work in batch:
-            if work.hidden is None:
-                _decide(work, None)
 
 
 def _decide(work: Work, logits: torch.Tensor | None) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import trio
 from tokenizers import Tokenizer
 
-from swarmd.client.ends import Ends
 from swarmd.client.links import Terms
 from swarmd.client.prompts import Prompts
 from swarmd.client.swarm import AsyncSwarm
+from swarmd.client.swarm_head import Checks, head_called
 from swarmd.client.tokenizer_trial import try_out
+from swarmd.compute.ends import Ends
 from swarmd.config import DTYPES
 from swarmd.errors import ConfigError, NoRoute, SwarmError
 from swarmd.gateway import refusals
@@ -44,7 +46,7 @@ class Models:
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery
-        self._int8_head = swarm.weights_folder if head == "int8" else None
+        self._head = head_called(head, swarm.weights_folder)
         self._engines: dict[tuple[ModelId, str], Engine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
 
@@ -104,12 +106,14 @@ class Models:
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return Ends(folder, getattr(torch, dtype), self._int8_head), tokenizer
+            int8_head = self._head if isinstance(self._head, Path) else None
+            return Ends(folder, getattr(torch, dtype), int8_head, is_quick=self._head is None), tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
         ends, tokenizer = await trio.to_thread.run_sync(load)
-        terms = Terms(model, n_blocks, 1, 1, dtype)
-        engine = Engine(self._swarm, terms, Head(ends), tokenizer, Prompts(folder), self._turns)
+        checks = self._head if isinstance(self._head, Checks) else None
+        terms = Terms(model, n_blocks, 1, 1, dtype, head=checks is not None)
+        engine = Engine(self._swarm, terms, Head(ends), tokenizer, Prompts(folder), self._turns, checks)
         await self._nursery.start(engine.run)
         return engine

@@ -10,7 +10,10 @@ from tokenizers import Tokenizer
 
 from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
+from swarmd.client.swarm_head import Checks
 from swarmd.gateway.answer import Answer, Wanted
+from swarmd.gateway.head import Given
+from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.messages import Edit
 
 
@@ -23,6 +26,7 @@ class Told:
     n_generated: int = 0
     n_sent_ahead: int = 0
     n_taken_ahead: int = 0
+    n_logits: int = 0
     queued_s: float = 0.0
     prefilled_s: float = 0.0
     total_s: float = 0.0
@@ -32,7 +36,10 @@ class Told:
 
 
 class Row:
-    """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted."""
+    """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted.
+
+    With a ``vocabulary`` the last hop is asked for logits, where those that come decide all that is wanted.
+    """
 
     def __init__(
         self,
@@ -42,14 +49,17 @@ class Row:
         tokenizer: Tokenizer,
         costs: Costs,
         tokens: tuple[int, ...] = (),
+        vocabulary: int = 0,
     ) -> None:
         self.session = session
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
         self.answer = Answer(wanted, tokenizer, costs)
+        needed = wanted.n_needed
+        self._vocabulary = vocabulary if needed is not None and needed <= MOST_LOGITS else 0
         self._prompt = wanted.prompt
-        self._n_repairs = len(session.statistics.repairs)
+        self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
 
     @property
     def start(self) -> int:
@@ -70,12 +80,19 @@ class Row:
         edits = (Edit(crop=self.crop),) if self.crop else ()
         positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
         begun = trio.current_time()
-        out = await self.session.step(edits, embedded, positions, None, False, want)
+        out = await self.session.step(edits, embedded, positions, None, False, want, self._vocabulary)
         assert out is not None
         if len(ids) == want and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
             self.answer.speculation.costs.measured(want, trio.current_time() - begun)
         self.tokens[start:], self.crop = ids, 0
         return out[0, -want:]
+
+    def given(self, checks: Checks | None) -> Given | None:
+        """The logits that came with the last step, and whether they are looked at."""
+        top, hops = self.session.top, self.session.hops
+        if top is None or checks is None:
+            return None
+        return Given(top, self.session.codec.action, checks.is_due(hops.links[-1].hop.peer))
 
     def tell(self, told: Told) -> None:
         """Note what has happened so far."""
@@ -87,3 +104,4 @@ class Row:
         told.n_generated = self.answer.n_tokens
         tried = self.answer.speculation
         told.n_sent_ahead, told.n_taken_ahead = tried.n_sent, tried.n_taken
+        told.n_logits = self.session.statistics.n_logits - self._n_logits

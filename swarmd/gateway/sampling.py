@@ -37,6 +37,14 @@ class Sampling:
     tells: bool = False
     n_top: int = 0
 
+    @property
+    def n_needed(self) -> int | None:
+        """How many of the largest logits decide a token; None where any can."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        if any(penalties) or self.bias:
+            return None
+        return 1 if self.temperature <= 0 else self.top_k or None
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import trio
@@ -20,7 +21,7 @@ from swarmd.node.order import Order
 from swarmd.node.presence import Presence
 from swarmd.node.store import Store
 from swarmd.node.worker_link import Starter
-from swarmd.plan.memory import blocks_bytes, blocks_that_fit
+from swarmd.plan.memory import blocks_that_fit, group_bytes
 from swarmd.plan.placement import Holder, choose_span
 from swarmd.plan.routing import STAYS_S, stays_s
 from swarmd.protocol.identity import Identity
@@ -74,11 +75,11 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
         while len(around.directory.view().peers) < 2:
             await trio.sleep(0.2)
     manifest = await around.store.supply.manifest(model)
-    n_blocks, blocks = manifest.n_blocks, blocks_bytes(manifest, wanted.dtype, wanted.quantize)
+    n_blocks, (blocks, head_bytes) = manifest.n_blocks, group_bytes(manifest, wanted.dtype, wanted.quantize)
     coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
     own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
     free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
-    free_bytes = max(0, free_bytes - around.presence.kept_bytes)
+    free_bytes = max(0, free_bytes - around.presence.kept_bytes - wanted.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, blocks)
     n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
     spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
@@ -93,3 +94,12 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     n_bytes = sum(blocks[decision.action.start : decision.action.end])
     around.choices[slot] = Choice(model, decision.action, n_bytes)
     return decision
+
+
+async def fetch_blocks(around: Around, wanted: Serve, model: ModelId, span: Span, slot: int | None = None) -> Path:
+    """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
+    n_blocks = (await around.store.supply.manifest(model)).n_blocks
+    groups = frozenset(span.blocks()) | ({n_blocks} if wanted.head and span.end == n_blocks else set())
+    if slot is not None:
+        around.store.hold(slot, model, groups)
+    return (await around.store.supply.ensure(model, groups)).folder

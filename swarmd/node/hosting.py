@@ -22,7 +22,7 @@ from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.balancer import Balancer
-from swarmd.node.choosing import Around, choose_blocks
+from swarmd.node.choosing import Around, choose_blocks, fetch_blocks
 from swarmd.node.hops import Deliver
 from swarmd.node.lanes import Lanes
 from swarmd.node.leaving import Hold, leave
@@ -211,15 +211,13 @@ class Hosting:
             nursery.cancel_scope.cancel()
 
     async def _choose_and_serve(self) -> None:
-        store = self._around.store
         try:
             model = self._next[0] if self._next else await self._choose_model()
             placement = self._next[1] if self._next else await self._choose_span(model)
             self._next, self._coming = None, (model, placement.action)
-            store.hold(self.slot, model, placement.action)
             self._set(State.FETCHING, placement.reason)
             self._around.directory.announce_soon()
-            folder = await store.supply.ensure(model, placement.action.blocks())
+            folder = await fetch_blocks(self._around, self.wanted, model, placement.action, self.slot)
         except SwarmError as error:  # a disk that is full, blocks that nobody gives or has: it may get better
             logger.warning("cannot serve yet: %s", error)
             self._set(State.FAILED, str(error))
@@ -229,11 +227,11 @@ class Hosting:
                 await self._changed_mind.wait()
         else:
             logger.info("serving %s", placement.reason)
-            await self._serve(model, placement, folder.folder)
+            await self._serve(model, placement, folder)
         finally:
             self._coming = None
             self._around.choices.pop(self.slot, None)
-            store.release(self.slot)
+            self._around.store.release(self.slot)
 
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
@@ -274,6 +272,7 @@ class Hosting:
             dtype=wanted.dtype,
             quantize=wanted.quantize,
             kv_cache=wanted.kv_cache,
+            head=wanted.head,
             threads=wanted.threads,
             device=wanted.device,
             history_bytes=config.history_mib << 20,
@@ -310,7 +309,7 @@ class Hosting:
         model, span = target.action.model, target.action.span
         try:
             placement = Decision(span, target.reason) if span else await self._choose_span(model)
-            await self._around.store.supply.ensure(model, placement.action.blocks())
+            await fetch_blocks(self._around, self.wanted, model, placement.action)
         except SwarmError as error:
             logger.warning("not moving: %s", error)
             return False
@@ -389,6 +388,7 @@ class Hosting:
             "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
+            "head": bool(loaded and loaded.has_head),
             "n_decoding": server.n_decoding(),
             "moves_left": self.balancer.moves_left if may_move else 0,
             "any_model": may_move and not wanted.model,

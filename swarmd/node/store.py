@@ -55,9 +55,9 @@ class Store:
         self._pulling: set[ModelId] = set()
         self._tasks = Tasks()
 
-    def hold(self, slot: int, model: ModelId, span: Span) -> None:
-        """The worker ``slot`` serves these blocks, or will: they stay on the disk."""
-        self._held[slot] = model, frozenset(span.blocks())
+    def hold(self, slot: int, model: ModelId, groups: frozenset[int]) -> None:
+        """The worker ``slot`` serves these groups, or will: they stay on the disk."""
+        self._held[slot] = model, groups
 
     def release(self, slot: int) -> None:
         """The worker serves nothing any more."""

@@ -21,12 +21,12 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> 
     return n_items * ITEM_BYTES[dtype]
 
 
-def blocks_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> list[int]:
-    """Bytes of each block once loaded."""
+def group_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> tuple[list[int], int]:
+    """Bytes of each block once loaded, and of what is around them, which is never quantised."""
     n_bytes: Counter[int | None] = Counter()
     for entry, group in zip(manifest.entries, groups(manifest), strict=True):
-        n_bytes[group] += tensor_bytes(entry.shape, dtype, quantize)
-    return [n_bytes[block] for block in range(manifest.n_blocks)]
+        n_bytes[group] += tensor_bytes(entry.shape, dtype, "none" if group == manifest.n_blocks else quantize)
+    return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 
 def blocks_that_fit(free_bytes: int, blocks: list[int]) -> int:

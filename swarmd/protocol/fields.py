@@ -21,6 +21,9 @@ Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgsp
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
 
 MOST_HOPS_TIMED = 64  # of an op; those behind them tell nothing
+MOST_LOGITS = 256  # of a token: sampling looks at 50 where nobody says otherwise
+MOST_LOGITS_BYTES = 40_000  # of one op, two thirds of a header: those of 19 tokens
+Logits = Annotated[bytes, msgspec.Meta(max_length=MOST_LOGITS_BYTES)]
 HopTimes = Annotated[tuple[tuple[Block, Count, Count], ...], msgspec.Meta(max_length=MOST_HOPS_TIMED)]
 
 

@@ -14,6 +14,7 @@ import msgspec
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol import frames, rounds, tuning
 from swarmd.protocol.fields import (
+    MOST_LOGITS,
     Addresses,
     Blob,
     Block,
@@ -21,6 +22,7 @@ from swarmd.protocol.fields import (
     Count,
     Digest,
     HopTimes,
+    Logits,
     Message,
     Name,
     Needs,
@@ -182,7 +184,9 @@ class Op(Message, tag="op", frozen=True):
     ``silent_through`` rebuild state and end at block ``replay_end``; ``base`` (part, parts) marks history that
     was merged, whose ``seq`` is the op it reaches. Of the last block's output the client uses the last ``want`` tokens
     of each row (None: all). ``times`` (None: nobody asks) is what each hop took: its first block, microseconds of
-    waiting, of computing. Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
+    waiting, of computing. With ``top`` the last hop is asked for so many of the largest logits of each wanted token,
+    too: ``logits`` (wire.top), or nothing where it computes no head.
+    Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
     """
 
     session: SessionKey = b"\0" * 16
@@ -198,6 +202,8 @@ class Op(Message, tag="op", frozen=True):
     base: tuple[Count, Count] | None = None
     want: Count | None = None
     times: HopTimes | None = None
+    top: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGITS)] = 0
+    logits: Logits = b""
     needs: Needs = ()
 
 

@@ -98,6 +98,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     ``training_bytes`` it keeps for fine-tuning (0: it takes no such work), and ``training_share`` of its time that may
     take while sessions decode. ``n_decoding`` sessions decode there now.
     ``moves_left``: how often it may still take other blocks today; with ``any_model`` those may be another model's.
+    ``head``: it ends the model, and gives the largest logits to those who ask (``Op.top``).
     ``slot`` tells apart the workers of one peer that serve the same model.
     ``leaves_at``: when its owner's hours end, in seconds since 1970 (0: no end is known).
     """
@@ -109,6 +110,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     dtype: Name = "float32"
     numerics: Name = ""
     quantize: Name = "none"
+    head: bool = False
     quantization_error: Rate | None = None
     decode_tokens_per_s: Rate | None = None
     prefill_tokens_per_s: Rate | None = None

@@ -20,7 +20,7 @@ Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class LoadSpan(Message, tag="load", frozen=True):
-    """Daemon to worker: load blocks [start, end) of the checkpoint folder ``path``."""
+    """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too."""
 
     path: FilePath = ""
     model: Name = ""
@@ -36,6 +36,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     tuning_share: float = 0.0
     leave_free_bytes: Count = 0
     spill_folder: FilePath = ""
+    head: bool = False
 
 
 class Rest(Message, tag="rest", frozen=True):
@@ -83,6 +84,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     cache_bytes_per_token: Count = 0
     batching: Text = ""
     kernels: Text = ""
+    has_head: bool = False
     speed: Measured = Measured()
 
 

@@ -61,5 +61,7 @@ def encode_op(
         base=base,
         want=marks.want,
         times=marks.times,
+        top=marks.top,
+        logits=marks.logits,
     )
     return messages.framed(header, payload)

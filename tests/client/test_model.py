@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmd.client.ends import Ends
 from swarmd.client.model import remote_model
 from swarmd.client.straight import Straight, write_down
 from swarmd.compute import skeleton
+from swarmd.compute.ends import Ends
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.skeleton import RemoteLayer, Stub
 from swarmd.errors import ConfigError

@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from swarmd.client.swarm_head import Checks
 from swarmd.compute.engine import Engine
+from swarmd.compute.head import Head
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.span import LoadedSpan
 from swarmd.protocol import messages, worker
+from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CachePart, CloseSession, Edit, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
+from swarmd.wire import top
 from swarmd.wire.history import Budget, Sent
 from swarmd.wire.ops import encode_op
 from swarmd.wire.tensors import unpack_untrusted
@@ -44,11 +49,13 @@ def alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 class Bench:
     """An engine and the sessions that a test drives by hand."""
 
-    def __init__(self, span: LoadedSpan, calls_aside: bool = False) -> None:
+    def __init__(self, span: LoadedSpan, calls_aside: bool = False, head: Head | None = None) -> None:
         """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
         self.now = 0.0
-        self.engine = Engine(span, Budget(), (lambda: self.now) if calls_aside else time.perf_counter, calls_aside)
+        clock = (lambda: self.now) if calls_aside else time.perf_counter
+        self.engine = Engine(span, Budget(), clock, calls_aside, head)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
+        self.logits: dict[bytes, list[bytes]] = {}
         self.others: list[messages.AnyMessage] = []
         self.raw: list[bytes] = []
         self.n_passes = 0
@@ -60,12 +67,12 @@ class Bench:
         self.feed(messages.framed(opening))
         self.seq[key], self.outputs[key] = 0, []
 
-    def put(self, key: bytes, hidden: torch.Tensor, n_past: int, *edits: Edit) -> None:
+    def put(self, key: bytes, hidden: torch.Tensor, n_past: int, *edits: Edit, marks: Op | None = None) -> None:
         self.seq[key] += 1
         b, t, _ = hidden.shape
         positions = torch.arange(n_past, n_past + t, dtype=torch.int32).expand(b, t)
         sent = Sent(self.seq[key], edits, hidden, positions, None)
-        self.feed(encode_op(key, 0, 1, self.seq[key] - 1, sent, Op(), None, "raw"))
+        self.feed(encode_op(key, 0, 1, self.seq[key] - 1, sent, marks or Op(), None, "raw"))
 
     def feed(self, raw: bytes) -> None:
         for frame in FrameDecoder().feed_untrusted(raw):
@@ -91,6 +98,7 @@ class Bench:
         message = worker.decode(frame.header)
         if isinstance(message, Op) and message.tensor is not None:
             self.outputs[message.session].append(unpack_untrusted(message.tensor, frame.payload)[0])
+            self.logits.setdefault(message.session, []).append(message.logits)
         else:
             self.others.append(message)
 
@@ -465,3 +473,50 @@ class TestSharedBeginnings:
             bench.put(key, text, 0)
             bench.run()
         assert bench.engine.n_reused == 0
+
+
+class TestHead:
+    """Behind the last block, for whoever asks, of all sessions of a pass at once."""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Bench:
+        folder = checkpoints.make("llama", tmp_path, n_layers=3)
+        return Bench(LoadedSpan(folder, BLOCKS, torch.float32), head=Head(folder, torch.float32, torch.device("cpu")))
+
+    def test_those_who_ask_get_the_largest_logits_of_what_they_want(self, bench: Bench) -> None:
+        asking = {b"a" * 16: 1, b"b" * 16: 4, b"c" * 16: 0, b"d" * 16: None}
+        for key, want in asking.items():
+            bench.open(key)
+            bench.put(key, torch.randn(1, 9, 64), 0, marks=Op(want=want, top=MOST_LOGITS))
+        bench.run()
+        head = bench.engine._head
+        assert head is not None
+        for key, want in asking.items():
+            if not want:
+                assert not any(bench.logits.get(key, ()))  # nothing is wanted, or more than one answer holds
+                continue
+            (out,), (raw,) = bench.outputs[key], bench.logits[key]
+            assert out.shape == (1, want, 64)
+            given = top.unpack_untrusted(raw, want, 320)
+            own = head._ends.logits(out[0], bench.engine.span.layer_arity)
+            assert not Checks.is_wrong(given, own, torch.float32, "raw")
+
+    def test_who_does_not_ask_gets_none_and_nothing_passes_through(self, bench: Bench) -> None:
+        bench.open(b"a" * 16)
+        bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, logits=b"of the client"))
+        bench.run()
+        assert bench.logits[b"a" * 16] == [b""]
+
+    def test_a_head_that_fails_costs_its_logits_only(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
+    ) -> None:
+        def fail(*about: object) -> list[bytes]:
+            raise RuntimeError("no memory")
+
+        assert bench.engine._head is not None
+        monkeypatch.setattr(bench.engine._head, "largest", fail)
+        bench.open(b"a" * 16)
+        bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=MOST_LOGITS))
+        bench.run()
+        assert bench.logits[b"a" * 16] == [b""]
+        assert nothing_breaks_behind_a_guard.pop().message == "a head failed"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from swarmd.gateway.answer import Wanted
 from swarmd.gateway.sampling import Sampler, Sampling
 
 LOGITS = torch.tensor([1.0, 2.0, 3.0, 2.5, -1.0])
@@ -65,3 +68,23 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
     assert choice.token == 0
     assert choice.logprob == pytest.approx(float(logprobs[0]))
     assert [token for token, _ in choice.top] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "n"),
+    [
+        ({"temperature": 0}, 1),
+        ({"temperature": 0, "top_k": 40}, 1),
+        ({"top_k": 40, "top_p": 0.9}, 40),
+        ({}, None),
+        ({"top_p": 0.9}, None),
+        ({"temperature": 0, "bias": {3: 1.0}}, None),
+        ({"temperature": 0, "presence_penalty": 0.5}, None),
+        ({"temperature": 0, "frequency_penalty": -0.5}, None),
+        ({"top_k": 40, "repetition_penalty": 1.1}, None),
+    ],
+)
+def test_it_is_known_how_many_of_the_largest_logits_decide(how: dict[str, Any], n: int | None) -> None:
+    assert Sampling(**how).n_needed == n
+    assert Wanted((1,), 8, Sampling(**how, n_top=60)).n_needed == (n and 60)
+    assert Wanted((1,), 8, Sampling(**how), grammar=object()).n_needed is None  # type: ignore[arg-type]

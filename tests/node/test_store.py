@@ -19,7 +19,7 @@ from swarmd.plan.traffic import MBIT
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.messages import ManifestIs, Ping, WantManifest
-from swarmd.values import ModelId, PeerId, Span
+from swarmd.values import ModelId, PeerId
 from swarmd.weights.library import Library
 
 DEMO = bundled_model()[0]
@@ -38,8 +38,8 @@ async def test_what_is_here_is_told_and_what_a_worker_holds_is_not_deleted(tmp_p
     here = kept.here(DEMO)
     assert (here.here, here.blocks_here) == (True, ((0, 6),))
     assert not kept.here(NOWHERE).here
-    kept.hold(0, NOWHERE, Span(0, 3))
-    kept.hold(1, NOWHERE, Span(2, 5))
+    kept.hold(0, NOWHERE, frozenset({0, 1, 2}))
+    kept.hold(1, NOWHERE, frozenset({2, 3, 4}))
     assert kept._in_use() == {NOWHERE: frozenset(range(5))}, "two workers of one model hold what either holds"
     with pytest.raises(ConfigError, match="swarmd drain first"):
         kept.remove(NOWHERE)

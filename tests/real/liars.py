@@ -17,6 +17,7 @@ import torch
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.worker import Worker
 from swarmd.protocol import worker
+from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import HandOver
 from swarmd.protocol.worker import LoadSpan
@@ -37,6 +38,7 @@ LIES = {
     "answers of an earlier session": "what it gave at the same place before",
     "a wrong cache migration": "caches that it hands over are changed",
 }
+HEAD_LIE = "wrong logits"  # of its head; its blocks are right
 TUNING_LIES = ("wrong outputs in fine-tuning", "wrong gradients in fine-tuning")
 CONTEXT, GARBAGE_SHARE, NOISE = 16, 0.05, 0.01
 
@@ -105,6 +107,13 @@ class LyingWorker(Worker):
         span.self_test()
         span.begin(self._lie)
         return span
+
+    def _load(self, request: LoadSpan) -> Message:
+        loaded = super()._load(request)
+        if self._lie == HEAD_LIE and self._engine is not None and (head := self._engine._head) is not None:
+            honest = head.largest
+            head.largest = lambda rows, *how: honest([-row for row in rows], *how)  # type: ignore[method-assign]
+        return loaded
 
     def _take(self, frame: Frame) -> list[bytes]:
         message = worker.decode(frame.header)

@@ -1,4 +1,4 @@
-"""The client's two ends of a model, apart: tokens become hidden states, and hidden states become logits.
+"""The two ends of a model, apart: tokens become hidden states, and hidden states become logits.
 
 Both are the family's own forward, without a line for any family. On the way in, block 0 takes what it is given and
 breaks off; on the way out it puts in what the swarm has answered. So rows of many sessions share one pass.
@@ -34,15 +34,22 @@ class Ends:
     """Embedding before the blocks, norm and head after them. For one thread at a time.
 
     With a folder for what is compiled as ``int8_head`` the head is computed in 8 bits. Raises ConfigError when it
-    cannot be.
+    cannot be. ``is_quick``: by what is fastest here, which may take another copy of its weight.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, int8_head: Path | None = None) -> None:
-        self._model: Any = skeleton.load(folder, None, dtype)
-        if int8_head is None:
-            choose(self._model)
-        else:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        int8_head: Path | None = None,
+        device: str = "cpu",
+        is_quick: bool = True,
+    ) -> None:
+        self._model: Any = skeleton.load(folder, None, dtype, device=device)
+        if int8_head is not None:
             put_int8_head(self._model, int8_head)
+        elif is_quick and device == "cpu":
+            choose(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())
         layers[0].call = self._at_block_0
@@ -80,7 +87,7 @@ class Ends:
             layer.returns_tuple = arity
         self._answered = hidden.unsqueeze(1)
         try:
-            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
+            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
             out = self._model(inputs_embeds=self._answered, position_ids=zeros, use_cache=False)
         finally:
             self._answered = None

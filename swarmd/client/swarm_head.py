@@ -1,0 +1,143 @@
+"""The last hop's logits in place of a head here: when those that come are enough, and whether they are right.
+
+Whoever computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come along, and
+the client's own head, which is not touched otherwise, computes the first answer of every server again, and one in a
+while after that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from swarmd.client.straight import Straight
+from swarmd.protocol.fields import MOST_LOGITS
+from swarmd.wire.top import Top, largest
+
+if TYPE_CHECKING:
+    from swarmd.client.model import RemoteCache
+
+CHECKED_SHARE = 1 / 64  # of what a server gives after its first: a liar is found within a hundred tokens or so
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.01,
+    torch.float16: 0.002,
+}  # of the largest: kernels round differently
+CODED_TOLERANCE = 0.05  # where the hidden states came coded, and the logits are of those that were not
+NARROWING = (TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+"""What drops some of those that are left, by their probabilities among these."""
+FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+"""What drops ends of text."""
+
+
+def n_needed(processors: Iterable[Any], samples: bool) -> int | None:
+    """How many of the largest logits decide the next token; None where others may count."""
+    needed, n_forbidden = None if samples else 1, 0
+    for processor in processors:
+        if isinstance(processor, FORBIDDING):
+            n_forbidden += processor.eos_token_id.numel()
+        elif isinstance(processor, TopKLogitsWarper):
+            needed = processor.top_k if needed is None else min(needed, processor.top_k)
+        elif not isinstance(processor, TemperatureLogitsWarper) and (
+            needed is None or type(processor) not in NARROWING
+        ):
+            return None
+    return None if needed is None else needed + n_forbidden
+
+
+def is_enough(processors: Iterable[Any], samples: bool) -> bool:
+    """Do the logits that come decide the next token as all of them would?"""
+    needed = n_needed(processors, samples)
+    return needed is not None and needed <= MOST_LOGITS
+
+
+class Checks:
+    """Which answers of which servers are computed here again: a share, ``least`` at least."""
+
+    def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
+        self._share = max(least, CHECKED_SHARE)
+        self._rng = rng or random.Random()
+        self._known: set[str] = set()
+        self.n_taken = 0
+        self.n_checked = 0
+
+    def is_due(self, peer: str) -> bool:
+        """Is this answer to be computed here, too?"""
+        self.n_taken += 1
+        is_due = peer not in self._known or self._rng.random() < self._share
+        self._known.add(peer)
+        self.n_checked += is_due
+        return is_due
+
+    @staticmethod
+    def is_wrong(given: Top, own: torch.Tensor, dtype: torch.dtype, codec: str) -> str:
+        """What is wrong with the logits that came, by float32 ones [n, vocabulary] computed here; "" if nothing is.
+
+        ``dtype`` is what the head is computed in, ``codec`` how its input came here.
+        """
+        here = largest(own, given.ids.shape[1])
+        bound = (TOLERANCE[dtype] if codec == "raw" else CODED_TOLERANCE) * float(own.abs().max())
+        off = max(
+            float((own.gather(1, given.ids) - given.values).abs().max()),
+            float((here.values - given.values).abs().max()),
+            float((here.log_sum - given.log_sum).abs().max()),
+        )
+        return "" if off <= bound else f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
+
+
+Head = Path | Checks | None
+"""What computes logits: the swarm, with these checks; 8 bits, compiled into a folder; or the head as it is."""
+
+
+def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> Head:
+    """What one of config.HEADS means; of logits at least the share ``verify`` is checked."""
+    return {"own": None, "int8": compiled_in, "swarm": Checks(verify)}[name]
+
+
+class SwarmHead:
+    """One model's steps, with logits of the last hop where it gives them."""
+
+    def __init__(self, model: Any, straight: Straight, checks: Checks) -> None:
+        self._straight, self._checks = straight, checks
+        self._weights = list(model.get_output_embeddings().parameters())
+        self._known = self._look()
+        self._vocabulary = int(model.get_output_embeddings().out_features)
+
+    @property
+    def holds(self) -> bool:
+        """Is the head here what it was? Else it is another one than the servers'."""
+        return self._look() == self._known
+
+    def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
+        """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
+        positions, through = cache.at_its_end(ids.shape[1], n, self._vocabulary)
+        hidden = through(self._straight.enter(ids, positions))[:, -n:]
+        session = cache.session
+        assert session is not None
+        given = session.top
+        if given is not None and not self._checks.is_due(session.last_peer):
+            return given.filled(self._vocabulary).unsqueeze(0)
+        own = self._straight.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
+        if given is not None:
+            wrong = self._checks.is_wrong(given, own[0].float(), hidden.dtype, session.codec.action)
+            if wrong:
+                session.refute_head(wrong)
+        return own
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), weight._version) for weight in self._weights]
