@@ -14,7 +14,7 @@ import trio._core._run as trio_run
 import trio.testing
 
 os.environ.setdefault("SWARMD_TEST_FORKS", "1")  # before tests.real.forks looks
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch look: two parts run on two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch look: several parts run on two cores
 if shutil.which("nvidia-smi") is None or "+cpu" in version("torch"):  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile("swarmd", deadline=None)  # how fast a machine is, no test asserts

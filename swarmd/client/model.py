@@ -31,6 +31,7 @@ from swarmd.client.swarm_head import Checks, Head, SwarmHead
 from swarmd.compute import skeleton
 from swarmd.compute.ends import all_look_back, put_int8_head
 from swarmd.compute.kernels import quicken
+from swarmd.compute.mapped import map_vocabulary
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
 from swarmd.values import Decision, PeerId
@@ -224,7 +225,7 @@ def remote_model(
     every: list[Any] = list(skeleton.decoder_layers(model).children())
     model.generation_config.update(**skeleton.read_generation(folder))
     own.expose(model, every)
-    _choose_head(model, head)
+    _choose_head(model, head, folder)
     limit = skeleton.longest_context(model.config)
     model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
     call = _Call()
@@ -256,12 +257,14 @@ def remote_model(
     return model
 
 
-def _choose_head(model: Any, head: Head) -> None:
-    """Have the head computed by what is fastest here, or in 8 bits. Raises ConfigError."""
+def _choose_head(model: Any, head: Head, folder: Path) -> None:
+    """Have the head computed by what is fastest here, in 8 bits, or hardly ever. Raises ConfigError."""
     if isinstance(head, Path):
         put_int8_head(model, head)
-    elif head is None and type(own_head := model.get_output_embeddings()) is nn.Linear:
-        quicken(own_head)  # for a few checks a copy is not worth its memory
+    if head is not None:
+        map_vocabulary(model, folder)
+    elif type(own_head := model.get_output_embeddings()) is nn.Linear:
+        quicken(own_head)
 
 
 def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:

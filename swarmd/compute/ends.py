@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from swarmd.compute import skeleton
 from swarmd.compute.few_bits import Int8Head
 from swarmd.compute.kernels import choose
+from swarmd.compute.mapped import map_vocabulary
 from swarmd.errors import ConfigError
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
@@ -34,7 +35,7 @@ class Ends:
     """Embedding before the blocks, norm and head after them. For one thread at a time.
 
     With a folder for what is compiled as ``int8_head`` the head is computed in 8 bits. Raises ConfigError when it
-    cannot be. ``is_quick``: by what is fastest here, which may take another copy of its weight.
+    cannot be. ``is_quick``: by what is fastest here, which may take another copy of its weight; else it stays on disk.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Ends:
         self._model: Any = skeleton.load(folder, None, dtype, device=device)
         if int8_head is not None:
             put_int8_head(self._model, int8_head)
-        elif is_quick and device == "cpu":
+        if int8_head is not None or not is_quick:
+            map_vocabulary(self._model, folder)
+        elif device == "cpu":
             choose(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())

@@ -135,11 +135,18 @@ class TestGenerating:
         assert "logits that are off by" in chain.refuted[0]
         assert checks.n_checked == 1
 
-    def test_a_head_that_was_trained_here_is_ones_own(self, folder: Path) -> None:
+    @pytest.mark.parametrize("is_new", [False, True])
+    def test_a_head_that_was_trained_here_is_ones_own(
+        self, is_new: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         chain = Chain(Head(folder, torch.float32, torch.device("cpu")))
+        monkeypatch.setattr("swarmd.client.model.map_vocabulary", lambda *about: None)  # as where it is not plain
         model, _ = client(folder, chain)
         with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(-1)
+            if is_new:
+                model.set_output_embeddings(torch.nn.Linear(64, 320, bias=False))
+            else:
+                model.get_output_embeddings().weight.mul_(-1)
         generate(model)
         assert not chain.n_tops
         assert not chain.refuted
