@@ -15,16 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from swarmd.compute.device import free_memory_bytes
+from swarmd.compute.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
 
 PACKED_FOR = 16  # rows: other numbers are computed as well
 ROOM = 2.0  # free memory, times a weight in float32, for keeping what was unpacked
 LEVELS = 127  # of int8, of each sign
-GROUP = 32  # of a row's weights, as in GGUF's own formats of 4 bits
 LIFT = 65_536.0  # FBGEMM takes no scale below 6e-5: a row of less than 0.016 would lose its last bits
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
 LOOKED_AT = 4_096  # rows of a weight at a time: an embedding has many
 FEW_ROWS_OF_4_BITS = 56  # which are more work to make numbers of
-LEVEL_OF_ZERO = 8  # of 4 bits: what a group's zero stands for
 
 
 def has_bfloat16() -> bool:
@@ -302,16 +301,6 @@ class Int4Linear(FewBitsLinear):
         numbers.view(n_groups, GROUP, -1).mul_(scales[:, None])
         sums = rows.view(-1, n_groups, GROUP).sum(-1)
         return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
-
-
-def in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight [out, in] as levels of 0 to 15, scales and zeros [out, in / 32]: (level - 8) * scale + zero."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-    zeros = (low + LEVEL_OF_ZERO * scales).bfloat16()
-    levels = (groups - zeros.float()[..., None]) / scales.float()[..., None] + LEVEL_OF_ZERO
-    return levels.round().clamp(0, 15).flatten(1), scales, zeros
 
 
 def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:

@@ -16,7 +16,8 @@ from swarmd.compute.cuda import attention, graphs, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.cuda.products import CudaInt4Linear
 from swarmd.compute.cuda.rewrite import rewrite
-from swarmd.compute.linear import Int4Linear, Int8Linear, in_4_bits
+from swarmd.compute.four_bits import in_4_bits
+from swarmd.compute.linear import Int4Linear, Int8Linear
 from swarmd.compute.loss import quantization_error
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.ragged import Piece

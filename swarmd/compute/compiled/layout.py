@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swarmd.compute.linear import GROUP as GROUP
-from swarmd.compute.linear import LEVEL_OF_ZERO as LEVEL_OF_ZERO
+from swarmd.compute.four_bits import GROUP as GROUP
+from swarmd.compute.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
 from swarmd.compute.linear import LEVELS as LEVELS
 from swarmd.compute.linear import PACKED_ROWS
 
