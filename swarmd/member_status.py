@@ -6,10 +6,11 @@ from swarmd.status import Blocks, StandingRow, Status
 
 
 class SpanRow(Status, frozen=True, kw_only=True):
-    """What a member serves, by its own record; None is not measured."""
+    """What a member serves, by its own record; None is not measured. ``head``: with norm and head behind the blocks."""
 
     model: str
     blocks: Blocks
+    head: bool
     state: str
     decode_tokens_per_s: float | None
     prefill_tokens_per_s: float | None

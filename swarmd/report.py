@@ -287,6 +287,7 @@ def _span_rows(view: SwarmView, peer: PeerId) -> tuple[SpanRow, ...]:
         SpanRow(
             model=view.catalog.name_of(s.model) or s.model,
             blocks=(s.start, s.end),
+            head=s.head,
             state=s.state,
             decode_tokens_per_s=s.decode_tokens_per_s,
             prefill_tokens_per_s=s.prefill_tokens_per_s,

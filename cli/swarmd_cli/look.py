@@ -132,7 +132,8 @@ def _peer_lines(peer: dict[str, Any]) -> str:
         speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
         free = f"{span['free_cache_tokens']} cache tokens free"
         tunes = f", fine-tuning in {size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
-        lines.append(f"  serves {span['model']} {span_text(span['blocks'])}: {span['state']}, {speed}, {free}{tunes}")
+        what = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
+        lines.append(f"  serves {what}: {span['state']}, {speed}, {free}{tunes}")
     if not peer["spans"]:
         lines.append("  serves nothing")
     own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""

@@ -54,6 +54,8 @@ def test_logits_come_from_those_who_announce_a_head_and_say_the_same(
     with swarmd.connect(swarm.invite()) as client:
         heads = {span.peer for span in client.view().spans if span.head}
         assert heads == {with_head.peer}, "of the first blocks nobody has one"
+        shown = {row["peer"] for row in first.ask("peers")["peers"] for span in row["spans"] if span["head"]}
+        assert shown == heads
         own = client.model("demo")
         for how in (GREEDY, TOP):
             expected = ask(own, how)
