@@ -66,7 +66,7 @@ class LevelsLinear(FrozenLinear):
         table[0], table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
         for at in range(0, len(rows), MOST_ROWS):
             some = slice(at, at + MOST_ROWS)
-            self._multiply(self._stored, table, 0, rows[some].numpy(), out[some].numpy(), False)
+            self._multiply(self._stored, table, 0, rows[some].numpy(), out[some].numpy(), False, 0, 1)
         return out.view(*hidden.shape[:-1], self.out_features)
 
 

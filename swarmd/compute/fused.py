@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
 from swarmd.compute.places import Numbers, keep, make_room
 from swarmd.compute.ragged import Piece, in_one_row, of_each
+from swarmd.compute.team import Team
 
 ALIGNED = 64  # bytes: where a weight may begin
 TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
@@ -68,7 +69,7 @@ class NotFused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class FusedPass:
-    """See the module. ``held`` keeps what the table has addresses of."""
+    """See the module. ``held`` keeps what the table has addresses of; the threads of ``team`` share the work."""
 
     run_blocks: Callable[..., None]
     shape: Numbers
@@ -78,11 +79,17 @@ class FusedPass:
     dtype: torch.dtype
     held: Sequence[Any]
     on_pass: Callable[[], None]
+    team: Team
 
     @property
     def timed(self) -> Sequence[int]:
         """Tokens of passes that are worth timing, as many as it may be taken for."""
         return TIMED
+
+    @property
+    def alone(self) -> FusedPass | None:
+        """The same by one thread; None where it is."""
+        return replace(self, team=Team(1)) if self.team.n > 1 else None
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""
@@ -95,8 +102,10 @@ class FusedPass:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
         hidden, positions = in_one_row(pieces)
         x, (kept, counts) = hidden[0].float(), make_room(pieces)
+        shared, met = torch.empty(len(x) * layout.n_shared(self.shape)).numpy(), np.zeros(1, np.int64)
         about = self.shape, self.floats, self.table, self.frequencies
-        self.run_blocks(*about, x.numpy(), positions[0].numpy(), kept, counts)
+        of_pass = positions[0].numpy(), kept, counts
+        self.team.run(lambda part: self.run_blocks(*about, x.numpy(), of_pass, (shared, met, part, self.team.n)))
         keep(pieces)
         self.on_pass()
         return of_each(x.to(self.dtype), pieces)
@@ -137,7 +146,8 @@ def fuse(
     kept = layout.INT8 if keeps_8_bits else STORED[dtype]
     shape = np.array([heads, kept_heads, head, inner, stored, kept, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
-    return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass)
+    team = Team(torch.get_num_threads())
+    return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass, team)
 
 
 def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
@@ -178,15 +188,16 @@ def compiling(cache_folder: Path) -> Iterator[None]:
         raise NotFused(f"numba: {str(error)[:200]}") from None
 
 
-def _nothing() -> tuple[Numbers, ...]:
+def _nothing() -> tuple[Any, ...]:
     """Arguments of the compiled function that have it compute nothing, but be there."""
     shape, table, kept = (
         np.ones(7, np.int64),
         np.zeros((0, layout.N_ADDRESSES), np.int64),
         np.zeros((0, 1, 6), np.int64),
     )
-    numbers, x = np.ones(3, np.float32), np.ones((1, 1), np.float32)
-    return shape, numbers, table, numbers, x, np.zeros(1, np.int64), kept, np.zeros((1, 2), np.int64)
+    numbers, x, room = np.ones(3, np.float32), np.ones((1, 1), np.float32), np.empty(6, np.float32)
+    of_pass = np.zeros(1, np.int64), kept, np.zeros((1, 2), np.int64)
+    return shape, numbers, table, numbers, x, of_pass, (room, np.zeros(1, np.int64), 0, 1)
 
 
 def _parts(block: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import FUSED_TOLERANCE
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
+from swarmd.compute.team import Team
 from swarmd.values import Span
 from tests.families import FAMILIES, make
 
@@ -81,6 +83,20 @@ class Session:
 def worst(fused: FusedPass, *steps: tuple[Piece, torch.Tensor]) -> float:
     outs = fused.run([piece for piece, _ in steps])
     return max(relative_error(out, expected) for out, (_, expected) in zip(outs, steps, strict=True))
+
+
+@pytest.mark.parametrize("n_threads", [2, 3, 5])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_several_threads_give_the_same_to_the_bit(quantize: str, n_threads: int, tmp_path: Path) -> None:
+    """More of them than heads that are kept, and than processors: they wait for each other all the time."""
+    span = load("qwen3", tmp_path, quantize=quantize, hidden_size=128, intermediate_size=192, head_dim=64)
+    alone, team = fused_of(span), Team(n_threads)
+    together = replace(alone, team=team)
+    ours, theirs = ([Session(span, n_past) for n_past in (1, 9, 70)] for _ in range(2))
+    for n_tokens in (1, 3, 1, 2) * 3:
+        pieces = [[session.step(n_tokens)[0] for session in sessions] for sessions in (ours, theirs)]
+        outs = alone.run(pieces[0]), together.run(pieces[1])
+        assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("family", OF_THIS_KIND)

@@ -34,7 +34,7 @@ def multiplied(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
     table, _held = table_of(layer)
     out = torch.zeros(len(x), N_ROWS)
     stored = layout.INT8 if isinstance(layer, Int8Linear) else layout.INT4
-    matrices.multiply(stored, table, layout.QUERY, x.numpy(), out.numpy(), False)
+    matrices.multiply(stored, table, layout.QUERY, x.numpy(), out.numpy(), False, 0, 1)
     return out
 
 

@@ -127,11 +127,13 @@ def _attend_to(
 
 
 @fast
-def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: Any, out: Any) -> Any:
-    """Attention of each new token: query and out [n, heads * head]; see ``run`` for kept and counts.
+def attend(
+    shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: Any, out: Any, first: Any, last: Any
+) -> Any:
+    """Attention of each new token by kept heads ``first`` to ``last``: query and out [n, heads * head].
 
-    New tokens of one session read what it has kept together: they have the same address. ``logits`` is room for as
-    many queries and tokens as there are.
+    See ``run`` for kept and counts. New tokens of one session read what it has kept together: they have the same
+    address. ``logits`` is room for as many queries and tokens as there are.
     """
     kept_heads, head, stored = shape[KEPT_HEADS], shape[HEAD], shape[KEPT]
     groups = shape[HEADS] // kept_heads
@@ -146,7 +148,7 @@ def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: A
         while end < query.shape[0] and kept[end, 3] == kept[begin, 3]:
             end += 1
         q = (end - begin) * groups
-        for h in range(kept_heads):
+        for h in range(first, last):
             for t in range(begin, end):
                 for g in range(groups):
                     at = (t - begin) * groups + g
@@ -170,12 +172,12 @@ def attend(shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: A
 
 
 @fast
-def keep(shape: Any, keys: Any, values: Any, kept: Any, counts: Any) -> Any:
-    """Write new keys and values [n, kept heads * head] behind what is there."""
+def keep(shape: Any, keys: Any, values: Any, kept: Any, counts: Any, first: Any, last: Any) -> Any:
+    """Write new keys and values [n, kept heads * head] of these heads behind what is there."""
     head, stored = shape[HEAD], shape[KEPT]
     size, line = _number_bytes(stored), _line_bytes(stored, head)
     for t in range(keys.shape[0]):
-        for h in range(shape[KEPT_HEADS]):
+        for h in range(first, last):
             offset = h * kept[t, 5] * size + counts[t, 1] * line
             _write(stored, keys[t, h * head : (h + 1) * head], kept[t, 3] + offset)
             _write(stored, values[t, h * head : (h + 1) * head], kept[t, 4] + offset)

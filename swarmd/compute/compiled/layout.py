@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from swarmd.compute.four_bits import GROUP as GROUP
 from swarmd.compute.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
 from swarmd.compute.linear import LEVELS as LEVELS
@@ -26,3 +28,9 @@ SCALES, BIAS, N_ADDRESSES = 11, 22, 33
 # What the numbers of a span's shape are: heads, heads that are kept, how wide one is and the MLP; how weights are
 # stored, and what is kept; the activation.
 HEADS, KEPT_HEADS, HEAD, INNER, STORED, KEPT, CURVE = range(7)
+
+
+def n_shared(shape: Any) -> int:
+    """Numbers of a token that threads share: queries and what they mix, keys and values, gate and what goes up."""
+    heads, kept_heads, head, inner = (int(n) for n in shape[:STORED])
+    return 2 * (heads * head + kept_heads * head + inner)

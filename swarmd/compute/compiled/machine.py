@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
+PATIENCE = 4_000  # looks, some 20 microseconds: then a thread that is waited for may have no processor
 Made = Callable[..., Any]
 
 
@@ -30,6 +31,11 @@ def exact(function: Made) -> Made:
 def fast(function: Made) -> Made:
     """Compiled when it is first called; sums may be added up in any order."""
     return cast(Made, njit(cache=True, error_model="numpy", fastmath=ANY_ORDER)(function))
+
+
+def alone(function: Made) -> Made:
+    """As ``fast``; other threads of Python run meanwhile."""
+    return cast(Made, njit(cache=True, error_model="numpy", fastmath=ANY_ORDER, nogil=True)(function))
 
 
 def instruction(function: Made) -> Made:
@@ -158,3 +164,52 @@ def narrow(stored: Any, numbers: Any, address: Any) -> Any:
         words = carray(pointer(address), (n,), np.float32)
         for i in range(n):
             words[i] = numbers[i]
+
+
+@instruction
+def _arrive(typingctx: Any, address: Any) -> Any:
+    """Add one to an int64 in memory, for all threads to see."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "seq_cst")
+
+    return types.int64(types.int64), generate
+
+
+@instruction
+def _arrived(typingctx: Any, address: Any) -> Any:
+    """What an int64 in memory is now, and all that was written before it became that."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(counter, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@instruction
+def _give_way(typingctx: Any) -> Any:
+    """Let other threads have this processor (sched_yield(2))."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        function = cgutils.get_or_insert_function(builder.module, kind, "sched_yield")  # type: ignore[no-untyped-call]
+        return builder.call(function, [])
+
+    return types.int32(), generate
+
+
+@fast
+def meet(address: Any, n_met: Any, parts: Any) -> Any:
+    """Wait until all threads are here, which have met so often; returns how often they have now."""
+    if parts == 1:
+        return n_met
+    n_met += 1
+    _arrive(address)
+    n_looks = 0
+    while _arrived(address) < n_met * parts:
+        n_looks += 1
+        if n_looks > PATIENCE:
+            _give_way()
+    return n_met

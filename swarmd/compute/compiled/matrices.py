@@ -43,7 +43,7 @@ def _put(biases: Any, number: Any, out: Any, t: Any, at: Any, adds: Any) -> Any:
 
 
 @fast
-def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 4 bits, ROWS rows at a time: a level of 8 is nothing but its zero."""
     n, k = x.shape
     m, groups = out.shape[1], k // GROUP
@@ -55,15 +55,15 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
         for group in range(groups):
             for i in range(GROUP):
                 sums[group, t] += levels[t, group * GROUP + i]
-    step = 2 * k
-    for r in range(0, m, ROWS):
+    step, weight, units_at = 2 * k, table[which], table[SCALES + which]  # before what is written may be any of these
+    for r in range(m // ROWS * part // parts * ROWS, m // ROWS * (part + 1) // parts * ROWS, ROWS):
         totals[:] = np.float32(0)
         # here, not before: an array that is not used any more is given back, whoever has its address
         at, sums_at, totals_at = levels.ctypes.data, sums.ctypes.data, totals.ctypes.data
         for group in range(groups):
-            rows = table[which] + (r * k + group * GROUP * ROWS) // 2
+            rows = weight + (r * k + group * GROUP * ROWS) // 2
             _look_ahead(rows, GROUP * ROWS // 2)
-            scales = table[SCALES + which] + 4 * (r * groups + group * ROWS)
+            scales = units_at + 4 * (r * groups + group * ROWS)
             for t in range(0, n, 2):
                 numbers = at + t * step + 2 * group * GROUP
                 sum_at, total_at = sums_at + 4 * (group * n + t), totals_at + 4 * ROWS * t
@@ -77,7 +77,7 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
 
 
 @fast
-def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 8 bits, with a scale for each row."""
     n, k = x.shape
     m = out.shape[1]
@@ -85,9 +85,9 @@ def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
     scales, biases = carray(pointer(table[SCALES + which]), (m,), np.float32), _biases(table, which, m)
     levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
     round_to_levels(x, levels, units)
-    totals, more = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32)
-    for r in range(half):
-        first = table[which] + r * k
+    totals, more, weight = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32), table[which]
+    for r in range(half * part // parts, half * (part + 1) // parts):
+        first = weight + r * k
         second = first + half * k
         _look_ahead(first, k)
         _look_ahead(second, k)
@@ -104,18 +104,16 @@ def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
 
 
 @fast
-def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 16 or 32 bits."""
     n, k = x.shape
     m = out.shape[1]
     half = m // 2
     biases = _biases(table, which, m)
     n_bytes = 4 * k if stored == FLOAT32 else 2 * k
-    products = np.empty((n, 2), np.float32)
-    for r in range(half):
-        first = (
-            table[which] + r * n_bytes
-        )  # no hints to read ahead: they cost on some machines what they bring on others
+    products, weight = np.empty((n, 2), np.float32), table[which]
+    for r in range(half * part // parts, half * (part + 1) // parts):
+        first = weight + r * n_bytes  # no hints to read ahead: they cost on some machines what they bring on others
         times_pair(stored, first, first + half * n_bytes, x.ctypes.data, n, k, products.ctypes.data)
         for side in range(2):
             for t in range(n):
@@ -123,14 +121,15 @@ def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: 
 
 
 @fast
-def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any) -> Any:
+def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m]; m is even, of 4 bits a multiple of ROWS.
 
-    Two rows at a time, from both halves: two streams from memory are faster than one.
+    Two rows at a time, from both halves: two streams from memory are faster than one. Of the rows of the weight one
+    ``part`` of so many is computed: threads share them.
     """
     if stored == INT4:
-        _times_4_bits(table, which, x, out, adds)
+        _times_4_bits(table, which, x, out, adds, part, parts)
     elif stored == INT8:
-        _times_8_bits(table, which, x, out, adds)
+        _times_8_bits(table, which, x, out, adds, part, parts)
     else:
-        _times_numbers(stored, table, which, x, out, adds)
+        _times_numbers(stored, table, which, x, out, adds, part, parts)
