@@ -19,7 +19,7 @@ import trio
 from swarmd.client.decoding import Ahead
 from swarmd.client.draft import DraftModel
 from swarmd.client.lane import Lane, MicroBatch
-from swarmd.client.links import Statistics, Terms
+from swarmd.client.links import Given, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
@@ -30,8 +30,7 @@ from swarmd.config import FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
-from swarmd.values import Decision, ModelId, PeerId
-from swarmd.wire.top import Top
+from swarmd.values import ModelId
 
 T = TypeVar("T")
 
@@ -77,22 +76,13 @@ class BlockingSession:
         return answer  # type: ignore[no-any-return]
 
     @property
-    def top(self) -> Top | None:
+    def given(self) -> Given | None:
         """See ChainSession."""
-        return self.chain_session.top
+        return self.chain_session.given
 
-    @property
-    def codec(self) -> Decision[str]:
-        return self.chain_session.codec
-
-    @property
-    def last_peer(self) -> PeerId:
-        """Who serves the last blocks."""
-        return self.chain_session.hops.links[-1].hop.peer
-
-    def refute_head(self, reason: str) -> None:
+    def refute(self, given: Given, reason: str) -> None:
         """See ChainSession."""
-        self._thread.call(self.chain_session.refute_head, reason)
+        self._thread.call(self.chain_session.refute, given, reason)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -284,7 +274,7 @@ class Swarm:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
             what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return Terms(*what, only=readers, verify=verify, head=head == "swarm")
+            return Terms(*what, only=readers, verify=verify, head=head == "swarm" and verify < 1)
 
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:

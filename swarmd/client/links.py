@@ -24,6 +24,7 @@ from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tensors import CODECS
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import ModelId, PeerId, Span
+from swarmd.wire.top import Top
 
 
 class Listener(Protocol):
@@ -138,6 +139,20 @@ class Link:
     is_heir: bool = False
     joined: int = 0
     received: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Logits that came with an answer, by whom, and how the hidden states beside them travelled."""
+
+    top: Top
+    link: Link
+    codec: str
+
+    @property
+    def giver(self) -> str:
+        """Which worker of which peer."""
+        return f"{self.link.hop.peer}/{self.link.hop.slot}"
 
 
 def joined(links: list[Link]) -> list[Link]:

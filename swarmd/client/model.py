@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,19 +24,20 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmd.client import decoding, own
 from swarmd.client.decoding import Ahead
+from swarmd.client.links import Given
 from swarmd.client.own import OwnParameters
 from swarmd.client.remote_layers import Lanes, Places, through_lanes
 from swarmd.client.speculation import Speculation
 from swarmd.client.straight import write_down
-from swarmd.client.swarm_head import Checks, Head, SwarmHead
+from swarmd.client.swarm_head import Checks, HeadBy, SwarmHead
 from swarmd.compute import skeleton
 from swarmd.compute.ends import all_look_back, put_int8_head
 from swarmd.compute.kernels import quicken
 from swarmd.compute.mapped import map_vocabulary
 from swarmd.errors import CacheExhausted, ConfigError
 from swarmd.protocol.messages import Edit
-from swarmd.values import Decision, PeerId
-from swarmd.wire.top import Top
+
+logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
@@ -56,15 +58,9 @@ class Session(Protocol):
     ) -> torch.Tensor | None: ...
 
     @property
-    def top(self) -> Top | None: ...
+    def given(self) -> Given | None: ...
 
-    @property
-    def last_peer(self) -> PeerId: ...
-
-    @property
-    def codec(self) -> Decision[str]: ...
-
-    def refute_head(self, reason: str) -> None: ...
+    def refute(self, given: Given, reason: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -150,7 +146,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens.
 
-        With a ``vocabulary`` the session may have the ``top`` logits of these afterwards.
+        With a ``vocabulary`` the session may be ``given`` the largest logits of these, too.
         """
         b, t, _ = hidden.shape
         if self.session is None and self.n_expected:
@@ -211,7 +207,7 @@ def remote_model(
     lanes: Lanes,
     dtype: torch.dtype = torch.float32,
     ahead: Ahead | None = None,
-    head: Head = None,
+    head: HeadBy = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
@@ -257,11 +253,11 @@ def remote_model(
     return model
 
 
-def _choose_head(model: Any, head: Head, folder: Path) -> None:
+def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
     """Have the head computed by what is fastest here, in 8 bits, or hardly ever. Raises ConfigError."""
     if isinstance(head, Path):
         put_int8_head(model, head)
-    if head is not None:
+    elif head is not None:
         map_vocabulary(model, folder)
     elif type(own_head := model.get_output_embeddings()) is nn.Linear:
         quicken(own_head)
@@ -335,12 +331,15 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head: Head) -> None:
+def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head: HeadBy) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
-    straight = write_down(model, layers, cache_name)
-    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, Checks) else None
     can_crop = all_look_back(skeleton.text_config(model.config))
+    straight, of_swarm = write_down(model, layers, cache_name, isinstance(head, Checks)), None
+    if isinstance(head, Checks) and straight is not None and straight.enter is not None and can_crop:
+        of_swarm = SwarmHead(model, straight, head)
+    elif isinstance(head, Checks):
+        logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(cache_name) is not None:

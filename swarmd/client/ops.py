@@ -94,11 +94,11 @@ def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = 
     return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
 
 
-def read_top(op: Op, vocabulary: int) -> Top | None:
-    """The largest logits that came with an answer, of all its tokens; None where none were asked for, or given.
+def read_top(op: Op, want: int | None, vocabulary: int) -> Top | None:
+    """The largest logits of the last ``want`` tokens, that came with them; None where none were asked for, or given.
 
     Raises RemoteProtocolError for what cannot be logits.
     """
-    if not vocabulary or not op.logits or op.tensor is None:
+    if not vocabulary or not op.logits or op.tensor is None or op.tensor.t != want:
         return None
     return top.unpack_untrusted(op.logits, op.tensor.b * op.tensor.t, vocabulary)

@@ -12,7 +12,7 @@ import trio
 
 from swarmd.client.audit import Auditor
 from swarmd.client.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
-from swarmd.client.links import Doubt, Link, Statistics, Swarm, Terms
+from swarmd.client.links import Doubt, Given, Link, Statistics, Swarm, Terms
 from swarmd.client.ops import WrongCount, cut, read_answer, read_top
 from swarmd.client.repair import Repairs
 from swarmd.client.timing import MOST_TOKENS
@@ -28,13 +28,12 @@ from swarmd.errors import (
     SwarmUnavailable,
 )
 from swarmd.plan.standing import Fault
-from swarmd.protocol.fields import MOST_LOGITS, HopTimes
+from swarmd.protocol.fields import HopTimes
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Edit, Inherited, Leaving, Op, Progress, ReceiptIs, Refusal, Suspect
 from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op
-from swarmd.wire.top import Top
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
 LOOK_INTERVAL_S = 0.25  # a twelfth of what makes a silent hop suspect
@@ -60,7 +59,7 @@ class ChainSession:
         self.auditor: Auditor | None = None
         self.second: Second | None = None
         self.width = 0
-        self.top: Top | None = None  # of the tokens that the last step wanted
+        self.given: Given | None = None  # logits of the tokens that the last step wanted
         self._vocabulary = 0  # what the present step asks logits of
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
@@ -124,7 +123,7 @@ class ChainSession:
 
         A long prompt becomes several ops, which fill the chain like a pipeline. With ``want`` only the last so many
         tokens of each row are true, the others zero. With a ``vocabulary`` the last hop is asked for their largest
-        logits, too, which are ``top`` then, if it gives any. Raises SwarmError, after which the session is over: its
+        logits, too, which are ``given`` then, if it has a head. Raises SwarmError, after which the session is over: its
         servers may have changed or not.
         """
         while self._quiet_repair is not None:
@@ -132,7 +131,7 @@ class ChainSession:
         if self._is_broken:
             raise ConfigError("this session ended with an error: start a new one")
         self._is_busy = self._is_broken = True  # until the answers are here
-        self.top, self._vocabulary = None, vocabulary
+        self.given, self._vocabulary = None, vocabulary
         self._fatal, self._n_wrong = None, 0
         self._entered.clear()
         self._faulty.clear()
@@ -168,7 +167,7 @@ class ChainSession:
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
-            marks = Op(want=want, times=(), top=MOST_LOGITS if self._vocabulary and want else 0)
+            marks = Op(want=want, times=(), top=bool(self._vocabulary and want))
             answered = self._position.answered
             at = (self.key, self.terms.start, self.hops.epoch)
             frame = encode_op(*at, answered, sent, marks, None, self.codec.action)
@@ -182,10 +181,10 @@ class ChainSession:
             await self._wait()
         return self._answers.pop(seq)
 
-    async def refute_head(self, reason: str) -> None:
-        """The last hop gave wrong logits: it is done without."""
-        link = self.hops.links[-1]
-        self.hops.convict(link, Doubt(max(0, self.hops.accounts.n_tokens - 1), str(link.hop), reason))
+    async def refute(self, given: Given, reason: str) -> None:
+        """These logits are wrong: who gave them is done without."""
+        doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(given.link.hop), reason)
+        self.hops.convict(given.link, doubt)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -258,9 +257,8 @@ class ChainSession:
             sent, want = self._entered[op.seq]
             entered = sent.hidden
             try:
-                self._answers[op.seq] = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
-                self.top = read_top(op, self._vocabulary)
-                self.statistics.n_logits += 0 if self.top is None else len(self.top.ids)
+                answer = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
+                top = read_top(op, want, self._vocabulary)
                 if self._swarm.audits:
                     self.hops.accounts.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:
@@ -270,6 +268,9 @@ class ChainSession:
                 self._faulty.append((peer, str(error)))
                 self._is_wrong(self.hops.links[-1], str(error))
                 return
+            self._answers[op.seq] = answer
+            self.given = None if top is None else Given(top, self.hops.links[-1], self.codec.action)
+            self.statistics.n_logits += 0 if top is None else len(top.ids)
             while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
                 giver, reason = self._faulty.pop()
                 self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)

@@ -67,7 +67,9 @@ class Straight:
     ``enter`` is the line up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
     """
 
-    def __init__(self, model: Any, line: capture.Pass, enter: capture.Pass, constants: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, model: Any, line: capture.Pass, enter: capture.Pass | None, constants: Sequence[torch.Tensor]
+    ) -> None:
         self._model, self._line, self._head = model, line, model.get_output_embeddings()
         self.enter, self._constants = enter, constants
         self._known = self._look()
@@ -90,8 +92,11 @@ class Straight:
         return [*map(id, own), hooks, vars(self._model).get("forward"), *weights]
 
 
-def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight | None:
-    """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs."""
+def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> Straight | None:
+    """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs.
+
+    ``enters``: its beginning by itself is wanted, too.
+    """
     family, head = type(model).forward.__get__(model), model.get_output_embeddings()
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
 
@@ -119,7 +124,8 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str) -> Straight |
             _instead_of(at, name, _hole(n)) for at, name, n in ((layers[0], "call", REMOTE), (head, "forward", HEAD))
         ]
         with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
-            (line, constants), (entering, more) = _line(run), _line(enter)
+            line, constants = _line(run)
+            entering, more = _line(enter) if enters else (None, [])
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None

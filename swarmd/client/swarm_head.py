@@ -25,9 +25,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from swarmd.client.links import Given
 from swarmd.client.straight import Straight
 from swarmd.protocol.fields import MOST_LOGITS
-from swarmd.wire.top import Top, largest
+from swarmd.wire.top import largest
 
 if TYPE_CHECKING:
     from swarmd.client.model import RemoteCache
@@ -38,7 +39,7 @@ TOLERANCE = {
     torch.bfloat16: 0.01,
     torch.float16: 0.002,
 }  # of the largest: kernels round differently
-CODED_TOLERANCE = 0.05  # where the hidden states came coded, and the logits are of those that were not
+CODED = {"raw": 0.0, "float16": 0.003, "bfloat16": 0.02, "int8": 0.06, "int4": 0.5}  # where hidden states came so
 NARROWING = (TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 """What drops some of those that are left, by their probabilities among these."""
 FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
@@ -67,53 +68,56 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
 
 
 class Checks:
-    """Which answers of which servers are computed here again: a share, ``least`` at least."""
+    """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 
     def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
         self._share = max(least, CHECKED_SHARE)
         self._rng = rng or random.Random()
-        self._known: set[str] = set()
+        self._right: set[str] = set()
         self.n_taken = 0
         self.n_checked = 0
 
-    def is_due(self, peer: str) -> bool:
-        """Is this answer to be computed here, too?"""
+    def is_due(self, given: Given) -> bool:
+        """Are these logits to be computed here, too? Until a server was right once, all are."""
         self.n_taken += 1
-        is_due = peer not in self._known or self._rng.random() < self._share
-        self._known.add(peer)
+        is_due = given.giver not in self._right or self._rng.random() < self._share
         self.n_checked += is_due
         return is_due
 
-    @staticmethod
-    def is_wrong(given: Top, own: torch.Tensor, dtype: torch.dtype, codec: str) -> str:
-        """What is wrong with the logits that came, by float32 ones [n, vocabulary] computed here; "" if nothing is.
+    def wrong(self, given: Given, own: torch.Tensor, dtype: torch.dtype) -> str:
+        """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
-        ``dtype`` is what the head is computed in, ``codec`` how its input came here.
+        ``dtype`` is what the head is computed in.
         """
-        here = largest(own, given.ids.shape[1])
-        bound = (TOLERANCE[dtype] if codec == "raw" else CODED_TOLERANCE) * float(own.abs().max())
+        top = given.top
+        here = largest(own, top.ids.shape[1])
+        bound = max(TOLERANCE[dtype], CODED[given.codec]) * float(own.abs().max())
         off = max(
-            float((own.gather(1, given.ids) - given.values).abs().max()),
-            float((here.values - given.values).abs().max()),
-            float((here.log_sum - given.log_sum).abs().max()),
+            float((own.gather(1, top.ids) - top.values).abs().max()),
+            float((here.values - top.values).abs().max()),
+            float((here.log_sum - top.log_sum).abs().max()),
         )
-        return "" if off <= bound else f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
+        if off > bound:
+            return f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
+        self._right.add(given.giver)
+        return ""
 
 
-Head = Path | Checks | None
+HeadBy = Path | Checks | None
 """What computes logits: the swarm, with these checks; 8 bits, compiled into a folder; or the head as it is."""
 
 
-def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> Head:
-    """What one of config.HEADS means; of logits at least the share ``verify`` is checked."""
-    return {"own": None, "int8": compiled_in, "swarm": Checks(verify)}[name]
+def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
+    """What one of config.HEADS means; of logits at least the share ``verify`` is checked; 1 takes none."""
+    return {"own": None, "int8": compiled_in, "swarm": Checks(verify) if verify < 1 else None}[name]
 
 
 class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
     def __init__(self, model: Any, straight: Straight, checks: Checks) -> None:
-        self._straight, self._checks = straight, checks
+        assert straight.enter is not None
+        self._straight, self._enter, self._checks = straight, straight.enter, checks
         self._weights = list(model.get_output_embeddings().parameters())
         self._known = self._look()
         self._vocabulary = int(model.get_output_embeddings().out_features)
@@ -126,17 +130,15 @@ class SwarmHead:
     def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
         """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
         positions, through = cache.at_its_end(ids.shape[1], n, self._vocabulary)
-        hidden = through(self._straight.enter(ids, positions))[:, -n:]
+        hidden = through(self._enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None
-        given = session.top
-        if given is not None and not self._checks.is_due(session.last_peer):
-            return given.filled(self._vocabulary).unsqueeze(0)
+        given = session.given
+        if given is not None and not self._checks.is_due(given):
+            return given.top.filled(self._vocabulary).unsqueeze(0)
         own = self._straight.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
-        if given is not None:
-            wrong = self._checks.is_wrong(given, own[0].float(), hidden.dtype, session.codec.action)
-            if wrong:
-                session.refute_head(wrong)
+        if given is not None and (wrong := self._checks.wrong(given, own[0].float(), hidden.dtype)):
+            session.refute(given, wrong)
         return own
 
     def _look(self) -> list[tuple[int, int]]:

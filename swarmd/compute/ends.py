@@ -60,6 +60,7 @@ class Ends:
         settings = skeleton.text_config(self._model.config)
         self.family = str(self._model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
+        self.width = int(settings.hidden_size)
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)

@@ -235,9 +235,8 @@ class Engine:
         if not asked or self._head is None:
             return {}
         begun = self._clock()
-        rows, most = [rows for rows, _ in asked.values()], max(n for _, n in asked.values())
         try:
-            found = self._head.largest(rows, self.span.layer_arity, most)
+            found = self._head.largest(list(asked.values()))
         except torch.AcceleratorError:
             raise
         except PASS_ERRORS:

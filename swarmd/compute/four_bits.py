@@ -32,7 +32,8 @@ def _n_steps(groups: torch.Tensor) -> torch.Tensor:
     if (found > 0).float().mean() < SHARE:
         return torch.full(groups.shape[:2], MOST_STEPS, device=groups.device)
     found = _steps_between(groups.flatten(0, 1))
-    return torch.where(found > 0, found, MOST_STEPS).view(groups.shape[:2])
+    finer = found * (MOST_STEPS // found.clamp(min=1))  # the same levels and some between: a scale's error counts less
+    return torch.where(found > 0, finer, MOST_STEPS).view(groups.shape[:2])
 
 
 def _steps_between(groups: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ them. Where all of a head is wanted after all, it is read and converted part by 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ from safetensors import safe_open
 from torch import nn
 
 from swarmd.compute import skeleton
+from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+OFTEN, WITHIN_S = 8, 2.0  # so often in so many seconds: not for checks, which are few
 PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
 
 
 class _Mapped(nn.Module):
-    """A matrix [vocabulary, d] of a file, in a dtype of its own; it moves nowhere, and nobody trains it."""
+    """A matrix [vocabulary, d] of a file, in a dtype of its own; it moves nowhere, and nobody trains or saves it."""
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,8 +35,13 @@ class _Mapped(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All of it, read and converted anew."""
-        return self._rows[0].to(self._dtype)
+        """All of it, read and converted anew: whoever changes that changes nothing here."""
+        return self._rows[0].to(self._dtype, copy=True)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Mapped:
+        if requires_grad:
+            raise ConfigError("this vocabulary stays on the disk, and is not trained: take the model with head='own'")
+        return self
 
 
 class MappedEmbedding(_Mapped):
@@ -43,29 +52,37 @@ class MappedEmbedding(_Mapped):
 
 
 class MappedHead(_Mapped):
-    """As nn.Linear without a bias."""
+    """As nn.Linear without a bias. Asked for again and again it is kept in memory: converting it takes seven times."""
+
+    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(stored, dtype)
+        self._asked: deque[float] = deque(maxlen=OFTEN)
+        self._kept: tuple[torch.Tensor, ...] = ()
 
     @property
     def out_features(self) -> int:
         return len(self._rows[0])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(self._rows[0], PART_ROWS)
-        return torch.cat([nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts], -1)
+        if not self._kept:
+            self._asked.append(time.monotonic())
+            if len(self._asked) == OFTEN and self._asked[-1] - self._asked[0] < WITHIN_S:
+                self._kept = (self.weight,)
+        parts = self._kept or torch.split(self._rows[0], PART_ROWS)
+        found = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def map_vocabulary(model: Any, folder: Path) -> None:
-    """Have a client's model read its embedding, and its head if that is plain, from the checkpoint's files.
+    """Have a client's model read its embedding and its head, where these are plain, from the checkpoint's files.
 
-    What the files hold in another form than plain stays in memory.
+    What the files hold in another form stays in memory.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not nn.Embedding:
-        return
-    stored = _find(model, embedding, folder)
-    own = stored if isinstance(head, nn.Module) and getattr(head, "weight", None) is embedding.weight else None
+    stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
     if type(head) is nn.Linear and head.bias is None:
-        own = own if own is not None else _find(model, head, folder)
+        is_tied = stored is not None and head.weight is embedding.weight
+        own = stored if is_tied else _find(model, head, folder)
         if own is not None:
             model.set_output_embeddings(MappedHead(own, head.weight.dtype))
     if stored is not None:

@@ -42,7 +42,7 @@ from swarmd.values import Span
 from swarmd.wire.history import Budget, History, Sent
 from swarmd.wire.ops import encode_op, replay_frames
 from swarmd.wire.tensors import pack, unpack_untrusted
-from swarmd.wire.top import MOST_TOKENS
+from swarmd.wire.top import MOST_WITH_LOGITS
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
@@ -194,15 +194,16 @@ class HopSession:
             self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, at, self.hop, lora))
             n_left -= n_new
 
-    def asked_of_head(self) -> tuple[torch.Tensor, int] | None:
-        """Of a complete op: what left of the tokens [t, d] whose largest logits its client asks for, and how many."""
+    def asked_of_head(self) -> torch.Tensor | None:
+        """Of a complete op: what left of the tokens [t, d] whose largest logits its client asks for, if it does."""
         begun = self._begun
         assert begun is not None
-        op, (b, n) = begun.op, (self.n_rows, begun.op.want or 0)
-        if not op.top or self.hop.end != self._span.n_layers or not begun.outs or not 0 < b * n <= MOST_TOKENS:
+        op, n = begun.op, begun.op.want or 0
+        is_last = self.hop.end == self._span.n_layers and op.seq > op.silent_through
+        if not (op.top and is_last and begun.outs and 0 < self.n_rows * n <= MOST_WITH_LOGITS):
             return None
         hidden = self._sent(begun).last(n).hidden
-        return None if hidden is None or hidden.shape[1] != n else (hidden.flatten(0, 1), op.top)
+        return None if hidden is None or hidden.shape[1] != n else hidden.flatten(0, 1)
 
     def answer(self, now: float = 0.0, logits: bytes = b"") -> bytes:
         """The frame that the complete op leads to: the next hop's op, or Done. ``logits`` go with it."""

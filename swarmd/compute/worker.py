@@ -328,7 +328,7 @@ def _load_head(request: LoadSpan, span: LoadedSpan) -> Head | None:
     """Norm and head, where the span ends the model. Raises ConfigError."""
     if span.span.end < span.n_layers:
         return None
-    return Head(Path(request.path), span.dtype, span.device)
+    return Head(Path(request.path), span.dtype, span.device, span.layer_arity)
 
 
 def _is_op(frame: Frame) -> bool:

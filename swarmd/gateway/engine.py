@@ -17,7 +17,6 @@ from swarmd.client.prompts import Prompts
 from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
 from swarmd.client.swarm import AsyncSwarm
-from swarmd.client.swarm_head import Checks
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
 from swarmd.gateway.answer import Piece, Wanted
@@ -40,19 +39,11 @@ Give = Callable[[Piece], Awaitable[None]]
 
 
 class Engine:
-    """One model for any number of requests. With ``checks`` servers are asked for logits, which these look at."""
+    """One model for any number of requests."""
 
     def __init__(
-        self,
-        swarm: AsyncSwarm,
-        terms: Terms,
-        head: Head,
-        tokenizer: Tokenizer,
-        prompts: Prompts,
-        turns: Turns,
-        checks: Checks | None = None,
+        self, swarm: AsyncSwarm, terms: Terms, head: Head, tokenizer: Tokenizer, prompts: Prompts, turns: Turns
     ) -> None:
-        self._checks = checks
         self.head = head
         self.ends = head.ends
         self.tokenizer = tokenizer
@@ -124,9 +115,7 @@ class Engine:
             while work.embedded is not None:
                 hidden = await row.step(work.ids, work.embedded)
                 told.prefilled_s = told.prefilled_s or trio.current_time() - begun
-                work = await self.head(row, hidden, row.session.layer_arity, row.given(self._checks))
-                if work.wrong:
-                    await row.session.refute_head(work.wrong)
+                work = await self.head(row, hidden, row.session.layer_arity, row.offer(self.head.checks))
                 row.tell(told)
                 await give(row.answer.piece())
             is_whole = True
@@ -162,7 +151,7 @@ class Engine:
         return self._row(session, room, wanted)
 
     def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
-        vocabulary = self.ends.vocabulary if self._checks is not None else 0
+        vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
         return Row(session, room, wanted, self.tokenizer, self._costs, tokens, vocabulary)
 
     def _terms_of(self, max_tokens: int) -> Terms:

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 import trio
 
+from swarmd.client.links import Given
+from swarmd.client.session import ChainSession
 from swarmd.client.swarm_head import Checks
 from swarmd.compute.ends import Ends
-from swarmd.wire.top import Top
 
 MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
 
@@ -30,11 +31,11 @@ class Sends(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Logits that came from a server, beside hidden states in a codec, and whether they are computed here again."""
+class Offer:
+    """Logits that a server gave a session, and whether they are computed here again."""
 
-    top: Top
-    codec: str
+    session: ChainSession
+    given: Given
     is_checked: bool
 
 
@@ -42,13 +43,13 @@ class Given:
 class Work:
     """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d].
 
-    ``wrong`` says what is wrong with the logits that were ``given``, if anything is.
+    ``wrong`` says what is wrong with the logits that were on ``offer``, if anything is.
     """
 
     row: Sends
     hidden: torch.Tensor | None = None
     arity: int = 0
-    given: Given | None = None
+    offer: Offer | None = None
     wrong: str = ""
     ids: list[int] = field(default_factory=list)
     embedded: torch.Tensor | None = None
@@ -57,21 +58,21 @@ class Work:
 
 
 class Head:
-    """Computes for whoever waits, as long as it runs."""
+    """Computes for whoever waits, as long as it runs. With ``checks`` servers' logits are taken, and looked at."""
 
-    def __init__(self, ends: Ends) -> None:
-        self.ends = ends
+    def __init__(self, ends: Ends, checks: Checks | None = None) -> None:
+        self.ends, self.checks = ends, checks
         self._waiting: list[Work] = []
         self._wake = trio.Event()
 
     async def __call__(
-        self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0, given: Given | None = None
+        self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0, offer: Offer | None = None
     ) -> Work:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 
         Raises what ``decide`` raised.
         """
-        work = Work(row, hidden, arity, given)
+        work = Work(row, hidden, arity, offer)
         self._waiting.append(work)
         self._wake.set()
         await work.done.wait()
@@ -87,6 +88,8 @@ class Head:
                 batch = self._next_batch()
                 await trio.to_thread.run_sync(self._compute, batch)
                 for work in batch:
+                    if work.offer is not None and work.wrong:  # whatever became of the request
+                        await work.offer.session.refute(work.offer.given, work.wrong)
                     work.done.set()
 
     def _next_batch(self) -> list[Work]:
@@ -117,8 +120,8 @@ class Head:
         for work in batch:
             if work.hidden is None:
                 _decide(work, None)
-            elif work.given is not None and not work.given.is_checked:
-                _decide(work, work.given.top.filled(self.ends.vocabulary))
+            elif work.offer is not None and not work.offer.is_checked:
+                _decide(work, work.offer.given.top.filled(self.ends.vocabulary))
             else:
                 answered.append(work)
         for arity in {work.arity for work in answered}:
@@ -129,8 +132,8 @@ class Head:
             for work in rows:
                 assert work.hidden is not None
                 own = logits[start : start + len(work.hidden)]
-                if work.given is not None:
-                    work.wrong = Checks.is_wrong(work.given.top, own, work.hidden.dtype, work.given.codec)
+                if work.offer is not None and self.checks is not None:
+                    work.wrong = self.checks.wrong(work.offer.given, own, work.hidden.dtype)
                 _decide(work, own)
                 start += len(work.hidden)
 

@@ -46,7 +46,7 @@ class Models:
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery
-        self._head = head_called(head, swarm.weights_folder)
+        self._head = head
         self._engines: dict[tuple[ModelId, str], Engine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
 
@@ -103,17 +103,20 @@ class Models:
     async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> Engine:
         folder = await self._swarm.folder(model, n_blocks)
 
+        by = head_called(self._head, self._swarm.weights_folder)
+
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            int8_head = self._head if isinstance(self._head, Path) else None
-            return Ends(folder, getattr(torch, dtype), int8_head, is_quick=self._head is None), tokenizer
+            return Ends(
+                folder, getattr(torch, dtype), by if isinstance(by, Path) else None, is_quick=by is None
+            ), tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
         ends, tokenizer = await trio.to_thread.run_sync(load)
-        checks = self._head if isinstance(self._head, Checks) else None
-        terms = Terms(model, n_blocks, 1, 1, dtype, head=checks is not None)
-        engine = Engine(self._swarm, terms, Head(ends), tokenizer, Prompts(folder), self._turns, checks)
+        head = Head(ends, by if isinstance(by, Checks) else None)  # of this model: another's answers say nothing of it
+        terms = Terms(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
+        engine = Engine(self._swarm, terms, head, tokenizer, Prompts(folder), self._turns)
         await self._nursery.start(engine.run)
         return engine

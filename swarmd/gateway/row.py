@@ -12,7 +12,7 @@ from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
 from swarmd.client.swarm_head import Checks
 from swarmd.gateway.answer import Answer, Wanted
-from swarmd.gateway.head import Given
+from swarmd.gateway.head import Offer
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.messages import Edit
 
@@ -87,12 +87,10 @@ class Row:
         self.tokens[start:], self.crop = ids, 0
         return out[0, -want:]
 
-    def given(self, checks: Checks | None) -> Given | None:
+    def offer(self, checks: Checks | None) -> Offer | None:
         """The logits that came with the last step, and whether they are looked at."""
-        top, hops = self.session.top, self.session.hops
-        if top is None or checks is None:
-            return None
-        return Given(top, self.session.codec.action, checks.is_due(hops.links[-1].hop.peer))
+        given = self.session.given
+        return None if given is None or checks is None else Offer(self.session, given, checks.is_due(given))
 
     def tell(self, told: Told) -> None:
         """Note what has happened so far."""

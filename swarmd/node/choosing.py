@@ -92,14 +92,18 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     holders += [Holder(around.me, span, speed) for span in beside]
     decision = choose_span(holders, n_blocks, n_fit, speed)
     n_bytes = sum(blocks[decision.action.start : decision.action.end])
+    n_bytes += head_bytes if wanted.head and decision.action.end == n_blocks else 0
     around.choices[slot] = Choice(model, decision.action, n_bytes)
     return decision
 
 
 async def fetch_blocks(around: Around, wanted: Serve, model: ModelId, span: Span, slot: int | None = None) -> Path:
     """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
-    n_blocks = (await around.store.supply.manifest(model)).n_blocks
-    groups = frozenset(span.blocks()) | ({n_blocks} if wanted.head and span.end == n_blocks else set())
+    groups = frozenset(span.blocks())
     if slot is not None:
         around.store.hold(slot, model, groups)
+    if wanted.head and span.end == (n_blocks := (await around.store.supply.manifest(model)).n_blocks):
+        groups |= {n_blocks}
+        if slot is not None:
+            around.store.hold(slot, model, groups)
     return (await around.store.supply.ensure(model, groups)).folder

@@ -14,7 +14,6 @@ import msgspec
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol import frames, rounds, tuning
 from swarmd.protocol.fields import (
-    MOST_LOGITS,
     Addresses,
     Blob,
     Block,
@@ -184,8 +183,8 @@ class Op(Message, tag="op", frozen=True):
     ``silent_through`` rebuild state and end at block ``replay_end``; ``base`` (part, parts) marks history that
     was merged, whose ``seq`` is the op it reaches. Of the last block's output the client uses the last ``want`` tokens
     of each row (None: all). ``times`` (None: nobody asks) is what each hop took: its first block, microseconds of
-    waiting, of computing. With ``top`` the last hop is asked for so many of the largest logits of each wanted token,
-    too: ``logits`` (wire.top), or nothing where it computes no head.
+    waiting, of computing. With ``top`` the last hop is asked for the largest logits of each wanted token, too:
+    ``logits`` (wire.top), or nothing where it computes no head.
     Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
     """
 
@@ -202,7 +201,7 @@ class Op(Message, tag="op", frozen=True):
     base: tuple[Count, Count] | None = None
     want: Count | None = None
     times: HopTimes | None = None
-    top: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGITS)] = 0
+    top: bool = False
     logits: Logits = b""
     needs: Needs = ()
 

@@ -16,7 +16,7 @@ from swarmd.protocol.fields import MOST_LOGITS, MOST_LOGITS_BYTES
 
 LOGIT_BYTES = 8  # float32, and an int32 that says whose it is
 SUM_BYTES = 4  # float32
-MOST_TOKENS = MOST_LOGITS_BYTES // (LOGIT_BYTES * MOST_LOGITS + SUM_BYTES)  # of one op
+MOST_WITH_LOGITS = MOST_LOGITS_BYTES // (LOGIT_BYTES * MOST_LOGITS + SUM_BYTES)  # of one op
 SLACK = 1e-4  # nats by which sums of the same numbers differ, added in another order
 
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from swarmd.client.swarm_head import Checks
 from swarmd.compute.engine import Engine
 from swarmd.compute.head import Head
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.span import LoadedSpan
 from swarmd.protocol import messages, worker
-from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CachePart, CloseSession, Edit, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
@@ -481,13 +479,15 @@ class TestHead:
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Bench:
         folder = checkpoints.make("llama", tmp_path, n_layers=3)
-        return Bench(LoadedSpan(folder, BLOCKS, torch.float32), head=Head(folder, torch.float32, torch.device("cpu")))
+        return Bench(
+            LoadedSpan(folder, BLOCKS, torch.float32), head=Head(folder, torch.float32, torch.device("cpu"), 0)
+        )
 
     def test_those_who_ask_get_the_largest_logits_of_what_they_want(self, bench: Bench) -> None:
         asking = {b"a" * 16: 1, b"b" * 16: 4, b"c" * 16: 0, b"d" * 16: None}
         for key, want in asking.items():
             bench.open(key)
-            bench.put(key, torch.randn(1, 9, 64), 0, marks=Op(want=want, top=MOST_LOGITS))
+            bench.put(key, torch.randn(1, 9, 64), 0, marks=Op(want=want, top=True))
         bench.run()
         head = bench.engine._head
         assert head is not None
@@ -499,13 +499,40 @@ class TestHead:
             assert out.shape == (1, want, 64)
             given = top.unpack_untrusted(raw, want, 320)
             own = head._ends.logits(out[0], bench.engine.span.layer_arity)
-            assert not Checks.is_wrong(given, own, torch.float32, "raw")
+            torch.testing.assert_close(given.filled(320).gather(1, given.ids), own.gather(1, given.ids))
+            assert torch.equal(given.ids[:, 0], own.argmax(1))
 
     def test_who_does_not_ask_gets_none_and_nothing_passes_through(self, bench: Bench) -> None:
         bench.open(b"a" * 16)
         bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, logits=b"of the client"))
         bench.run()
         assert bench.logits[b"a" * 16] == [b""]
+
+    def test_an_op_that_only_rebuilds_state_gets_none(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert bench.engine._head is not None
+        monkeypatch.setattr(bench.engine._head, "largest", lambda rows: pytest.fail("nobody sees these"))
+        bench.open(b"a" * 16)
+        bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=True, silent_through=1, replay_end=3))
+        bench.run()
+        assert b"a" * 16 not in bench.logits
+
+    def test_many_rows_are_computed_some_at_a_time(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        head, sizes = bench.engine._head, list[int]()
+        assert head is not None
+        whole = head._ends.logits
+
+        def noted(hidden: torch.Tensor, arity: int) -> torch.Tensor:
+            sizes.append(len(hidden))
+            return whole(hidden, arity)
+
+        monkeypatch.setattr(head._ends, "logits", noted)
+        rows = [torch.randn(n, 64) for n in (3, 70, 60)]
+        alone = [top.unpack_untrusted(head.largest([of])[0], len(of), 320) for of in rows]
+        sizes.clear()
+        together = [top.unpack_untrusted(raw, len(of), 320) for raw, of in zip(head.largest(rows), rows, strict=True)]
+        assert sizes == [64, 64, 5]
+        for one, other in zip(alone, together, strict=True):
+            torch.testing.assert_close(one.values, other.values)
 
     def test_a_head_that_fails_costs_its_logits_only(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
@@ -516,7 +543,7 @@ class TestHead:
         assert bench.engine._head is not None
         monkeypatch.setattr(bench.engine._head, "largest", fail)
         bench.open(b"a" * 16)
-        bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=MOST_LOGITS))
+        bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=True))
         bench.run()
         assert bench.logits[b"a" * 16] == [b""]
         assert nothing_breaks_behind_a_guard.pop().message == "a head failed"

@@ -50,13 +50,15 @@ def test_blocks_of_gguf_keep_their_levels(kind: str, stored: torch.dtype) -> Non
     assert distinct[0] == distinct[1], "nothing that differed is the same now, nothing that was the same differs"
 
 
-def test_one_level_more_or_less_would_cost_more() -> None:
-    """What re-rounding to other levels loses, which the test above would not let pass."""
-    weight = torch.from_numpy(of_q4_k())
-    groups = weight.view(OUT, -1, GROUP)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    again = ((groups - low) * 15 / (high - low)).round() * (high - low) / 15 + low
-    assert relative_error(again.flatten(1), weight) > 4 * BFLOAT16
+@pytest.mark.parametrize("n_levels", range(2, 17))
+def test_however_few_levels_a_group_uses_it_keeps_them(n_levels: int) -> None:
+    rng = torch.Generator().manual_seed(n_levels)
+    used = torch.randint(n_levels, (OUT, IN // GROUP, GROUP), generator=rng)
+    used[..., 0], used[..., 1] = 0, n_levels - 1
+    used[..., 2] = min(1, n_levels - 1)  # two beside each other, else steps are others
+    step, low = 0.01 + 0.02 * torch.rand(OUT, IN // GROUP, 1, generator=rng), -0.1
+    weight = (low + used * step).flatten(1)
+    assert relative_error(numbers(*in_4_bits(weight)), weight) < BFLOAT16
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import swarmd.compute.mapped as mapped_module
 from swarmd.compute import skeleton
 from swarmd.compute.mapped import PART_ROWS, MappedEmbedding, MappedHead, map_vocabulary
+from swarmd.errors import ConfigError
 from tests import checkpoints
 
 IDS = torch.tensor([[3, 0, 319, 7]])
@@ -62,3 +66,36 @@ def test_what_the_file_holds_in_another_form_stays_in_memory(tmp_path: Path) -> 
     save_file({**tensors, name: 2 * tensors[name]}, path, metadata={"format": "pt"})
     map_vocabulary(model, folder)
     assert type(model.get_input_embeddings()) is nn.Embedding
+
+
+def test_where_only_the_head_is_plain_it_is_mapped(tmp_path: Path) -> None:
+    _, mapped = both(checkpoints.make("gemma3_text", tmp_path, n_layers=2, tie_word_embeddings=False), torch.float32)
+    assert not isinstance(mapped.get_input_embeddings(), MappedEmbedding), "it scales what it gives"
+    assert isinstance(mapped.get_output_embeddings(), MappedHead)
+
+
+def test_nobody_trains_it_or_changes_it(tmp_path: Path) -> None:
+    _, model = both(checkpoints.make("llama", tmp_path, n_layers=2), torch.float32)
+    head, hidden = model.get_output_embeddings(), torch.randn(1, 64)
+    before = head(hidden)
+    with torch.no_grad():
+        head.weight.mul_(-1)
+    assert torch.equal(head(hidden), before)
+    with pytest.raises(ConfigError, match="take the model with head='own'"):
+        copy.deepcopy(head).requires_grad_(True)
+    head.requires_grad_(False)
+
+
+def test_a_head_that_is_asked_for_again_and_again_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = both(checkpoints.make("llama", tmp_path, n_layers=2), torch.bfloat16)
+    head, hidden, now = model.get_output_embeddings(), torch.randn(2, 64).bfloat16(), 0.0
+    monkeypatch.setattr(mapped_module, "time", SimpleNamespace(monotonic=lambda: now))
+    first = head(hidden)
+    for _ in range(3 * mapped_module.OFTEN):  # as checks are
+        now += 1.0
+        head(hidden)
+    assert not head._kept
+    for _ in range(mapped_module.OFTEN):
+        now += 0.01
+        assert torch.equal(head(hidden), first)
+    assert head._kept

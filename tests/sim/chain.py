@@ -17,6 +17,7 @@ from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 SPANS = (Span(0, 2), Span(2, 4), Span(4, 6), Span(0, 6), Span(0, 6))
 N_HOPS = 3
+VOCABULARY = 300  # of a head that the last hop is asked for; simulated ones have none
 
 
 class Generation:
@@ -33,7 +34,7 @@ class Generation:
     async def step(self) -> None:
         """Generate one more token. Raises SwarmError, and AssertionError for one that the whole model does not give."""
         positions = torch.zeros(1, self._hidden.shape[1], dtype=torch.int32)
-        out = await self.session.step((), self._hidden, positions, None, False)
+        out = await self.session.step((), self._hidden, positions, None, False, 1, VOCABULARY)
         assert out is not None
         assert torch.equal(out[:, -1:], self._reference.step(self._hidden)[:, -1:]), self.session.statistics.steps
         self._hidden = out[:, -1:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import MOST_LOGITS, MOST_LOGITS_BYTES
 from swarmd.wire import top
-from swarmd.wire.top import MOST_TOKENS, Top
+from swarmd.wire.top import MOST_WITH_LOGITS, Top
 
 VOCABULARY = 1_000
 
@@ -23,7 +25,7 @@ def there_and_back(of: torch.Tensor) -> Top:
     return top.unpack_untrusted(top.pack(top.largest(of, MOST_LOGITS)), *of.shape)
 
 
-@given(st.integers(1, MOST_TOKENS), st.integers(1, 700), st.integers(0, 2**31), st.floats(0.01, 30.0))
+@given(st.integers(1, MOST_WITH_LOGITS), st.integers(1, 700), st.integers(0, 2**31), st.floats(0.01, 30.0))
 def test_what_came_is_as_it_was_and_probabilities_are_right(n: int, vocabulary: int, seed: int, spread: float) -> None:
     whole = logits(n, vocabulary, seed, spread)
     filled = there_and_back(whole).filled(vocabulary)
@@ -37,8 +39,8 @@ def test_what_came_is_as_it_was_and_probabilities_are_right(n: int, vocabulary: 
 
 
 def test_the_most_that_fits_is_what_a_header_takes() -> None:
-    assert len(top.pack(top.largest(logits(MOST_TOKENS), MOST_LOGITS))) <= MOST_LOGITS_BYTES
-    assert len(top.pack(top.largest(logits(MOST_TOKENS + 1), MOST_LOGITS))) > MOST_LOGITS_BYTES
+    assert len(top.pack(top.largest(logits(MOST_WITH_LOGITS), MOST_LOGITS))) <= MOST_LOGITS_BYTES
+    assert len(top.pack(top.largest(logits(MOST_WITH_LOGITS + 1), MOST_LOGITS))) > MOST_LOGITS_BYTES
 
 
 def changed(what: str) -> tuple[bytes, int, int]:
@@ -80,3 +82,12 @@ def changed(what: str) -> tuple[bytes, int, int]:
 def test_what_cannot_be_logits_is_refused(what: str, why: str) -> None:
     with pytest.raises(RemoteProtocolError, match=why):
         top.unpack_untrusted(*changed(what))
+
+
+@given(st.binary(max_size=3_000), st.integers(1, MOST_WITH_LOGITS), st.integers(1, 400))
+def test_any_bytes_are_logits_or_refused(raw: bytes, n: int, vocabulary: int) -> None:
+    k = min(MOST_LOGITS, vocabulary)
+    for bytes_of in (raw, (raw * 99)[: n * (8 * k + 4)]):
+        with suppress(RemoteProtocolError):
+            found = top.unpack_untrusted(bytes_of, n, vocabulary)
+            assert torch.isfinite(found.filled(vocabulary).softmax(-1)).all()
