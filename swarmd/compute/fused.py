@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,6 @@ class FusedPass:
         """Tokens of passes that are worth timing, as many as it may be taken for."""
         return TIMED
 
-    @property
-    def alone(self) -> FusedPass | None:
-        """The same by one thread; None where it is."""
-        return replace(self, team=Team(1)) if self.team.n > 1 else None
-
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""
         kept = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
@@ -105,7 +100,9 @@ class FusedPass:
         shared, met = torch.empty(len(x) * layout.n_shared(self.shape)).numpy(), np.zeros(1, np.int64)
         about = self.shape, self.floats, self.table, self.frequencies
         of_pass = positions[0].numpy(), kept, counts
-        self.team.run(lambda part: self.run_blocks(*about, x.numpy(), of_pass, (shared, met, part, self.team.n)))
+        self.team.run(
+            len(x), lambda part, parts: self.run_blocks(*about, x.numpy(), of_pass, (shared, met, part, parts))
+        )
         keep(pieces)
         self.on_pass()
         return of_each(x.to(self.dtype), pieces)

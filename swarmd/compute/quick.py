@@ -96,14 +96,9 @@ class Quick:
         action = f"{kernels.action}, up to {self.n_fused} tokens by one call" if self.n_fused else kernels.action
         return Decision(action, "; ".join(filter(None, (kernels.reason, self.why))))
 
-    def find(self, fused: OneCall | None, alone: OneCall | None = None) -> None:
-        """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up.
-
-        ``alone`` is the same call by one thread: it is taken where more are not worth it.
-        """
+    def find(self, fused: OneCall | None) -> None:
+        """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up."""
         right = fused if fused is not None and self._is_right(fused) else None
-        if right is not None and alone is not None and self._ratio(right.run, alone.run, 1) > WORTH:
-            right = alone
         if right is None or not self._take(right, MUCH):
             self._capture()
             if right is not None:

@@ -178,7 +178,7 @@ class LoadedSpan:
         farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
         computes_in = torch.bfloat16 if self.is_rounded else self.dtype
         self._quick = Quick(ragged, plain, examples, farthest, SELF_TEST_TOLERANCE[computes_in], computes_in)
-        self._quick.find(self.fused, self.fused.alone if self.fused is not None else None)
+        self._quick.find(self.fused)
         if self.device.type == "cuda":
             self._quick.record(lambda line: self._recorded(ragged, line, examples(1, 0)[0]), trouble(self.device))
         self.fused = None  # what is not taken need not be kept

@@ -17,7 +17,7 @@ from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import FUSED_TOLERANCE
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
-from swarmd.compute.team import Team
+from swarmd.compute.team import Team, Worth
 from swarmd.values import Span
 from tests.families import FAMILIES, make
 
@@ -87,8 +87,11 @@ def worst(fused: FusedPass, *steps: tuple[Piece, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("n_threads", [2, 3, 5])
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_several_threads_give_the_same_to_the_bit(quantize: str, n_threads: int, tmp_path: Path) -> None:
+def test_several_threads_give_the_same_to_the_bit(
+    quantize: str, n_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than heads that are kept, and than processors: they wait for each other all the time."""
+    monkeypatch.setattr(Worth, "is_together", lambda worth: True)
     span = load("qwen3", tmp_path, quantize=quantize, hidden_size=128, intermediate_size=192, head_dim=64)
     alone, team = fused_of(span), Team(n_threads)
     together = replace(alone, team=team)
