@@ -36,6 +36,7 @@ from swarmd.compute.team import Team
 
 ALIGNED = 64  # bytes: where a weight may begin
 TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
+MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
 
 # What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
 MATRICES = {
@@ -143,7 +144,7 @@ def fuse(
     kept = layout.INT8 if keeps_8_bits else STORED[dtype]
     shape = np.array([heads, kept_heads, head, inner, stored, kept, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
-    team = Team(torch.get_num_threads())
+    team = Team(min(torch.get_num_threads(), MOST_THREADS))
     return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass, team)
 
 
