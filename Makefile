@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
-# the tests in parts, the longest first: three at a time, as each waits a third of its time, and they end together
+# the tests in parts, the longest first: two cores take one part after the other, and end at about the same time
 TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py tuning.py tune_command.py) \
     tests/cli/test_train_commands.py
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
@@ -70,7 +70,7 @@ check: setup
 
 test:
 	@$(MAKE) --no-print-directory -j2 setup clients
-	@$(MAKE) --no-print-directory -j3 -Otarget check $(PARTS)
+	@$(MAKE) --no-print-directory -j2 -Otarget check $(PARTS)
 
 # kernels for cards, by Triton's interpreter: 190 MB that whoever only tries swarmd does not need
 $(VENV)/.triton: constraints.txt | setup

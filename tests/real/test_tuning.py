@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swarmd
+from swarmd.client import lane_audit
 from swarmd.home import bundled_folder
 from tests.prove_trust import add_liar, probes_of
 from tests.real.faults import revive
@@ -83,7 +84,10 @@ class Stage:
 
 
 @pytest.mark.parametrize("lie", [pytest.param(TUNING_LIES[0], marks=pytest.mark.prove), TUNING_LIES[1]])
-def test_a_server_that_lies_in_fine_tuning_is_found_and_its_numbers_are_not_used(lie: str, tmp_path: Path) -> None:
+def test_a_server_that_lies_in_fine_tuning_is_found_and_its_numbers_are_not_used(
+    lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_audit, "LEAST_WAIT_S", 30.0)  # training goes on without answers that come late
     torch.set_num_threads(1)
     local = train(tuned(AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)), n_steps=5)
     with local_swarm(tmp_path) as swarm:
