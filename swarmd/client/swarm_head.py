@@ -34,12 +34,9 @@ if TYPE_CHECKING:
     from swarmd.client.model import RemoteCache
 
 CHECKED_SHARE = 1 / 64  # of what a server gives after its first: a liar is found within a hundred tokens or so
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.01,
-    torch.float16: 0.002,
-}  # of the largest: kernels round differently
-CODED = {"raw": 0.0, "float16": 0.003, "bfloat16": 0.02, "int8": 0.06, "int4": 0.5}  # where hidden states came so
+# of the largest logit: kernels round differently, and where hidden states came in a codec, they are others
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.01, torch.float16: 0.002}
+CODED = {"raw": 0.0, "float16": 0.003, "bfloat16": 0.02, "int8": 0.06, "int4": 0.5}
 NARROWING = (TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 """What drops some of those that are left, by their probabilities among these."""
 FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
