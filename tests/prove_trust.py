@@ -93,12 +93,13 @@ def honest_swarm(folder: Path, model: str) -> Iterator[tuple[LocalSwarm, list[Vo
         yield swarm, holders, n_blocks
 
 
-def add_liar(swarm: LocalSwarm, lie: str, model: str, n_blocks: int) -> Volunteer:
-    """A volunteer with the first half of the blocks, whose worker lies."""
+def add_liar(swarm: LocalSwarm, lie: str, model: str, n_blocks: int, blocks: str = "", **settings: str) -> Volunteer:
+    """A volunteer whose worker lies, with these blocks, or the first half."""
     models = {"smollm2": smollm2()} if model == "smollm2" else None
     name = "smollm2" if models else "demo"
-    environment = {VARIABLE: lie, "PYTHONPATH": str(ROOT)}
-    liar = swarm.prepare("--serve", name, "--blocks", f"0:{n_blocks // 2}", models=models, **environment)
+    environment = {VARIABLE: lie, "PYTHONPATH": str(ROOT), **settings}
+    blocks = blocks or f"0:{n_blocks // 2}"
+    liar = swarm.prepare("--serve", name, "--blocks", blocks, models=models, **environment)
     liar.program = "tests.real.liars"
     liar.start()
     swarm.wait_online()

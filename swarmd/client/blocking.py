@@ -25,7 +25,7 @@ from swarmd.client.own import OwnParameters
 from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
-from swarmd.client.swarm_head import head_called
+from swarmd.client.swarm_head import Checks, head_called
 from swarmd.config import FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
@@ -269,12 +269,13 @@ class Swarm:
         _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS))
         (model, n_blocks), folder = self._ready(name, wait_s)
         lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
+        how = head_called(head, self._swarm.weights_folder, verify)
 
         def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
             what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return Terms(*what, only=readers, verify=verify, head=head == "swarm" and verify < 1)
+            return Terms(*what, only=readers, verify=verify, head=isinstance(how, Checks))
 
         def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
             if own is not None and lora:
@@ -283,7 +284,6 @@ class Swarm:
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
-        how = head_called(head, self._swarm.weights_folder, verify)
         return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
 
     def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:

@@ -98,7 +98,7 @@ def loop(
         while True:
             begun = time.perf_counter()
             by_line = None if ids is input_ids else line
-            out = _passed(model, sent, 1 + len(tried), {cache_name: cache}, by_line, of_swarm)
+            out = _passed(model, sent, 1 + len(tried), cache_name, cache, by_line, of_swarm)
             if ids is not input_ids:
                 speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
             logits = out[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
@@ -127,16 +127,15 @@ def loop(
 
 
 def _passed(
-    model: Any, sent: torch.Tensor, n: int, cache: dict[str, Any], line: Straight | None, head: SwarmHead | None
+    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, line: Straight | None, head: SwarmHead | None
 ) -> torch.Tensor:
     """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
-    (remote,) = cache.values()
     if head is not None:
-        return head.logits(sent, remote, n)
+        return head.logits(sent, cache, n)
     if line is not None:
-        return line.compute(sent, *remote.at_its_end(sent.shape[1]))
+        return line.compute(sent, *cache.at_its_end(sent.shape[1]))
     kept = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
-    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **cache, **kept).logits
+    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **kept).logits
     return logits
 
 

@@ -335,10 +335,9 @@ def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
-    straight, of_swarm = write_down(model, layers, cache_name, isinstance(head, Checks)), None
-    if isinstance(head, Checks) and straight is not None and straight.enter is not None and can_crop:
-        of_swarm = SwarmHead(model, straight, head)
-    elif isinstance(head, Checks):
+    straight = write_down(model, layers, cache_name, isinstance(head, Checks)) if can_crop else None
+    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, Checks) else None
+    if isinstance(head, Checks) and of_swarm is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:

@@ -58,10 +58,14 @@ def n_needed(processors: Iterable[Any], samples: bool) -> int | None:
     return None if needed is None else needed + n_forbidden
 
 
+def are_enough(needed: int | None) -> bool:
+    """Are so many among the logits that come? None is all of them."""
+    return needed is not None and needed <= MOST_LOGITS
+
+
 def is_enough(processors: Iterable[Any], samples: bool) -> bool:
     """Do the logits that come decide the next token as all of them would?"""
-    needed = n_needed(processors, samples)
-    return needed is not None and needed <= MOST_LOGITS
+    return are_enough(n_needed(processors, samples))
 
 
 class Checks:

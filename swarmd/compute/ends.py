@@ -21,6 +21,7 @@ from swarmd.compute.mapped import map_vocabulary
 from swarmd.errors import ConfigError
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
+MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
 
 
 class _Embedded(Exception):

@@ -231,8 +231,10 @@ class Engine:
 
     def _logits(self, answered: list[Key]) -> dict[Key, bytes]:
         """The largest logits of all whose clients ask for them, where a head is here; without them clients have own."""
-        asked = {key: of for key in answered if self._head and (of := self._sessions[key].asked_of_head()) is not None}
-        if not asked or self._head is None:
+        if self._head is None:
+            return {}
+        asked = {key: rows for key in answered if (rows := self._sessions[key].asked_of_head()) is not None}
+        if not asked:
             return {}
         begun = self._clock()
         try:

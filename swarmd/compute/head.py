@@ -7,12 +7,10 @@ from pathlib import Path
 
 import torch
 
-from swarmd.compute.ends import Ends
+from swarmd.compute.ends import MOST_ROWS, Ends
 from swarmd.errors import ConfigError
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire import top
-
-MOST_ROWS = 64  # tokens at a time: their logits are some 60 MB with a vocabulary of 256,000
 
 
 class Head:

@@ -14,9 +14,7 @@ import trio
 from swarmd.client.links import Given
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm_head import Checks
-from swarmd.compute.ends import Ends
-
-MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
+from swarmd.compute.ends import MOST_ROWS, Ends
 
 
 class Sends(Protocol):

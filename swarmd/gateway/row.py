@@ -10,10 +10,9 @@ from tokenizers import Tokenizer
 
 from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
-from swarmd.client.swarm_head import Checks
+from swarmd.client.swarm_head import Checks, are_enough
 from swarmd.gateway.answer import Answer, Wanted
 from swarmd.gateway.head import Offer
-from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.messages import Edit
 
 
@@ -56,8 +55,7 @@ class Row:
         self.tokens = list(tokens)
         self.crop = 0
         self.answer = Answer(wanted, tokenizer, costs)
-        needed = wanted.n_needed
-        self._vocabulary = vocabulary if needed is not None and needed <= MOST_LOGITS else 0
+        self._vocabulary = vocabulary if are_enough(wanted.n_needed) else 0
         self._prompt = wanted.prompt
         self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,14 @@ import torch
 import swarmd
 from swarmd.plan.routing import Hop
 from swarmd.values import Span
+from tests.prove_trust import add_liar
 from tests.real.faults import inputs_for
 from tests.real.gateways import real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
-from tests.real.liars import HEAD_LIE, VARIABLE
+from tests.real.liars import HEAD_LIE
 from tests.real.test_speculation import Collector
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 N_TOKENS = 40
 GREEDY: dict[str, Any] = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
 TOP: dict[str, Any] = {**GREEDY, "do_sample": True, "top_k": 20}
@@ -104,11 +103,7 @@ def test_the_text_goes_on_when_the_head_dies(stage: tuple[LocalSwarm, list[Volun
 
 def test_a_head_that_lies_is_found_by_the_first_user(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
     swarm, (first, *_) = stage
-    lying = {VARIABLE: HEAD_LIE, "PYTHONPATH": str(ROOT), "SWARMD_HEAD": "1"}
-    liar = swarm.prepare("--serve", "demo", "--blocks", "3:6", **lying)
-    liar.program = "tests.real.liars"
-    liar.start()
-    swarm.wait_online()
+    liar = add_liar(swarm, HEAD_LIE, "bundled", 6, blocks="3:6", SWARMD_HEAD="1")
     with swarmd.connect(swarm.invite()) as client:
         expected = ask(client.model("demo"), GREEDY)
         model = client.model("demo", head="swarm", lookup=False, **chain(first, liar))
