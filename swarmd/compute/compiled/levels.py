@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, TINIEST, WIDTH
-from swarmd.compute.compiled.machine import Made, fast, instruction
+from swarmd.compute.compiled.machine import AHEAD_BYTES, Made, ask_for, fast, instruction
 from swarmd.compute.compiled.products import plus, total_of, widened
 
 tools: Any = cgutils  # untyped
@@ -154,6 +154,7 @@ def _products_of_group(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
     sums = [[tools.alloca_once_value(builder, nothing) for _ in range(4)] for _ in tokens]  # both halves of each side
     with tools.for_range_slice(builder, word(0), word(GROUP), word(2), inc=True) as (k, _):
         at = [builder.mul(builder.add(k, word(i)), word(n_bytes)) for i in range(2)]
+        ask_for(builder, builder.gep(rows, [builder.add(at[0], word(AHEAD_BYTES))]))  # all at once would have to queue
         one, other = (builder.zext(_read(builder, byte, builder.gep(rows, [i]), n_bytes), wide) for i in at)
         both = _beside(builder, one, other)
         sides = [*both, *(builder.lshr(pairs, four) for pairs in both)]

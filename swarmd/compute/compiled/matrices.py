@@ -14,11 +14,10 @@ from swarmd.compute.compiled.levels import (
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import carray, fast, pointer, prefetch
+from swarmd.compute.compiled.machine import AHEAD_BYTES, carray, fast, pointer, prefetch
 from swarmd.compute.compiled.products import times_pair
 
 CACHE_LINE = 64  # bytes
-AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
 
 
 @fast
@@ -62,7 +61,6 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any
         at, sums_at, totals_at = levels.ctypes.data, sums.ctypes.data, totals.ctypes.data
         for group in range(groups):
             rows = weight + (r * k + group * GROUP * ROWS) // 2
-            _look_ahead(rows, GROUP * ROWS // 2)
             scales = units_at + 4 * (r * groups + group * ROWS)
             for t in range(0, n, 2):
                 numbers = at + t * step + 2 * group * GROUP
