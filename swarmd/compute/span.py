@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from swarmd.compute import few_bits, skeleton
+from swarmd.compute import few_bits, skeleton, tiled
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
 from swarmd.compute.cuda.ready import prepare, trouble
@@ -154,7 +154,8 @@ class LoadedSpan:
             self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block, self.kv_cache != "none")
         except NotFused as error:
             why = f"; not one call: {error}"
-        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, few_bits.kernels(cache_folder))
+        more = {**few_bits.kernels(cache_folder), **tiled.kernels(cache_folder)}
+        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, more)
         self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action
 
     def quicken(self) -> None:

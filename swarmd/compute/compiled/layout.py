@@ -9,6 +9,10 @@ from swarmd.compute.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
 from swarmd.compute.linear import LEVELS as LEVELS
 from swarmd.compute.linear import PACKED_ROWS
 
+# Where there is a unit for matrices, weights are laid out for it (``tiles``).
+SIDE = 16  # rows of a tile: tokens, and what leaves
+STEP = 32  # numbers of k that are multiplied at a time
+
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
 # byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other.
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)

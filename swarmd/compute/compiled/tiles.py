@@ -1,0 +1,233 @@
+"""Weights in float32 times many tokens by a CPU's unit for matrices (Intel AMX), which multiplies in bfloat16.
+
+A float32 has three times bfloat16's bits, and is the sum of three such numbers. Of two of them the product is taken
+from the first and the second of each, but for that of the seconds, and added up in float32: 5e-6 is lost, where
+float32's own sums lose 3e-7. Three products of 512 a cycle are still several times what AVX-512 does with one.
+
+Numbers lie in *tiles*, SIDE rows of 64 bytes. Of what enters a tile holds STEP numbers of k of SIDE tokens; of a weight
+two numbers of k of SIDE rows, in each row of the tile the next two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from swarmd.compute.compiled.layout import SIDE, STEP
+from swarmd.compute.compiled.machine import (
+    Made,
+    alone,
+    carray,
+    fast,
+    instruction,
+    meet,
+    of_bfloat16,
+    pointer,
+    to_bfloat16,
+)
+
+TERMS = 2  # numbers of bfloat16 for one that enters
+TILE, ROW = 1_024, 64  # bytes
+N_REGISTERS = 8  # four sums, two that enter, a weight, another that enters
+UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold
+byte, address = ir.IntType(8), ir.IntType(8).as_pointer()
+
+
+def _instruction(name: str, *registers: int) -> Made:
+    """An instruction between registers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte] * len(registers))
+        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind)
+        builder.call(function, [byte(register) for register in registers])
+        return context.get_dummy_value()
+
+    def made(typingctx: Any) -> Any:
+        return types.void(), generate
+
+    return instruction(made)
+
+
+def _move(name: str, register: int) -> Made:
+    """An instruction between a register and memory, told how many bytes after a row the next one is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte, address, ir.IntType(64)])
+        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind)
+        builder.call(function, [byte(register), builder.inttoptr(args[0], address), args[1]])
+        return context.get_dummy_value()
+
+    def made(typingctx: Any, place: Any, stride: Any) -> Any:
+        return types.void(types.int64, types.int64), generate
+
+    return instruction(made)
+
+
+def _about_shapes(name: str) -> Made:
+    """An instruction that reads or writes what shapes registers have: 64 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), ir.FunctionType(ir.VoidType(), [address]))
+        builder.call(function, [builder.inttoptr(args[0], address)])
+        return context.get_dummy_value()
+
+    def made(typingctx: Any, place: Any) -> Any:
+        return types.void(types.int64), generate
+
+    return instruction(made)
+
+
+_shape, _what_shape = _about_shapes("ldtilecfg"), _about_shapes("sttilecfg")
+_load_upper, _load_lower, _load_weight, _load_other = (
+    _move("tileloadd64", register) for register in (UPPER, LOWER, WEIGHT, OTHER)
+)
+_load_0, _load_1, _load_2, _load_3 = (_move("tileloadd64", total) for total in range(4))
+_clear_0, _clear_1, _clear_2, _clear_3 = (_instruction("tilezero", total) for total in range(4))
+_store_0, _store_1, _store_2, _store_3 = (_move("tilestored64", total) for total in range(4))
+_upper_0, _upper_1, _other_0, _other_1, _other_2, _other_3, _lower_2, _lower_3 = (
+    _instruction("tdpbf16ps", total, entering, WEIGHT)
+    for total, entering in (
+        (0, UPPER),
+        (1, UPPER),
+        (0, OTHER),
+        (1, OTHER),
+        (2, OTHER),
+        (3, OTHER),
+        (2, LOWER),
+        (3, LOWER),
+    )
+)
+
+
+@fast
+def split(x: Any, place: Any, first: Any, last: Any) -> Any:
+    """Rows ``first`` to ``last`` of x [n, k] float32 to tiles [n / SIDE, k / STEP, TERMS, SIDE, STEP] of bfloat16."""
+    n, k = x.shape
+    tiles = carray(pointer(place), (-(-n // SIDE), k // STEP, TERMS, SIDE, STEP), np.uint16)
+    for t in range(first, last):
+        for step in range(k // STEP):
+            some = x[t, step * STEP : (step + 1) * STEP]
+            one, other = tiles[t // SIDE, step, 0, t % SIDE], tiles[t // SIDE, step, 1, t % SIDE]
+            for i in range(STEP):
+                one[i] = to_bfloat16(some[i])
+                other[i] = to_bfloat16(some[i] - of_bfloat16(one[i]))
+
+
+@fast
+def _begin(adds: Any, is_pair: Any, out: Any, stride: Any) -> Any:
+    """Sums begin with nothing, or with what is there."""
+    if not adds:
+        _clear_0()
+        _clear_1()
+        _clear_2()
+        _clear_3()
+        return
+    _load_0(out, stride)
+    _load_1(out + ROW, stride)
+    if is_pair:
+        _load_2(out + SIDE * stride, stride)
+        _load_3(out + SIDE * stride + ROW, stride)
+
+
+@fast
+def _end(is_pair: Any, out: Any, stride: Any) -> Any:
+    _store_0(out, stride)
+    _store_1(out + ROW, stride)
+    if is_pair:
+        _store_2(out + SIDE * stride, stride)
+        _store_3(out + SIDE * stride + ROW, stride)
+
+
+@fast
+def _add_products(upper: Any, lower: Any, left: Any, right: Any, terms: Any, is_pair: Any) -> Any:
+    """STEP numbers of k: one or two tiles that enter times two of a weight, by their addresses."""
+    _load_upper(upper, ROW)
+    if is_pair:
+        _load_lower(lower, ROW)
+    for term in range(terms):
+        _load_weight(left + term * TILE, ROW)
+        _upper_0()
+        if is_pair:
+            _lower_2()
+        if term == 0:
+            _load_other(upper + TILE, ROW)
+            _other_0()
+            if is_pair:
+                _load_other(lower + TILE, ROW)
+                _other_2()
+        _load_weight(right + term * TILE, ROW)
+        _upper_1()
+        if is_pair:
+            _lower_3()
+        if term == 0:
+            if is_pair:  # what was loaded last is the lower one's
+                _other_3()
+                _load_other(upper + TILE, ROW)
+            _other_1()
+
+
+@fast
+def _times(entering: Any, weight: Any, n_steps: Any, terms: Any, adds: Any, is_pair: Any, out: Any, stride: Any) -> Any:
+    """One or two rows of tiles, times two of a weight, to two or four of ``out``, with ``stride`` bytes in a row."""
+    _begin(adds, is_pair, out, stride)
+    for step in range(n_steps):
+        upper, left = entering + step * TERMS * TILE, weight + step * terms * TILE
+        lower, right = upper + n_steps * TERMS * TILE, left + n_steps * terms * TILE
+        _add_products(upper, lower, left, right, terms, is_pair)
+    _end(is_pair, out, stride)
+
+
+@fast
+def _with_rows(shapes: Any, n: Any) -> Any:
+    """Have registers so many rows, but that of a weight."""
+    shapes[0] = 1  # the palette: all that there is yet
+    for register in range(N_REGISTERS):
+        shapes[16 + 2 * register] = ROW
+        shapes[48 + register] = SIDE if register == WEIGHT else n
+    _shape(shapes.ctypes.data)
+
+
+@fast
+def times_tiles(entering: Any, k: Any, weight: Any, terms: Any, out: Any, adds: Any, first: Any, last: Any) -> Any:
+    """Columns ``first`` to ``last`` (in 2 * SIDE) of what n tokens, split, times a weight give, to or onto out [n, m].
+
+    By their addresses what enters and the weight, [m / SIDE, k / STEP, terms, STEP / 2, SIDE, 2] of bfloat16, with one
+    or two terms for a number.
+    """
+    n, m = out.shape
+    n_steps, n_tiles, stride = k // STEP, n // SIDE, 4 * m
+    shapes, before = np.zeros(ROW, np.uint8), np.zeros(ROW, np.uint8)
+    _what_shape(before.ctypes.data)
+    if n_tiles:
+        _with_rows(shapes, SIDE)
+        for column in range(first, last):
+            rows = weight + 2 * column * n_steps * terms * TILE
+            for tile in range(0, n_tiles, 2):
+                x = entering + tile * n_steps * TERMS * TILE
+                to = out.ctypes.data + tile * SIDE * stride + 2 * ROW * column
+                _times(x, rows, n_steps, terms, adds, tile + 1 < n_tiles, to, stride)
+    if n % SIDE:
+        _with_rows(shapes, n % SIDE)
+        x, to = entering + n_tiles * n_steps * TERMS * TILE, out.ctypes.data + n_tiles * SIDE * stride
+        for column in range(first, last):
+            rows = weight + 2 * column * n_steps * terms * TILE
+            _times(x, rows, n_steps, terms, adds, False, to + 2 * ROW * column, stride)
+    _shape(before.ctypes.data)  # others have shapes of their own, and may rely on them
+
+
+@alone
+def multiply(x: Any, weight: Any, terms: Any, room: Any, out: Any, team: Any) -> Any:
+    """x [n, k] times a weight [m, k], to out [n, m], float32; k is a multiple of STEP, m of 2 * SIDE.
+
+    ``room``: uint16, TERMS * k for each token, up to a multiple of SIDE. ``team``: meeting, part, parts, as of a step.
+    """
+    meeting, part, parts = team
+    n, k = x.shape
+    n_pairs, place = out.shape[1] // (2 * SIDE), meeting.ctypes.data
+    split(x, room.ctypes.data, n * part // parts, n * (part + 1) // parts)
+    n_met = meet(place, 0, parts)
+    times_tiles(room.ctypes.data, k, weight, terms, out, False, n_pairs * part // parts, n_pairs * (part + 1) // parts)
+    meet(place, n_met, parts)

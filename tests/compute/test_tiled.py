@@ -1,0 +1,99 @@
+"""Layers in float32 by a unit that knows bfloat16 only: what they give, and that a weight is kept to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from swarmd.compute import tiled
+from swarmd.compute.kernels import works
+from swarmd.compute.quantize import relative_error
+from swarmd.compute.team import Team
+from swarmd.compute.tiled import TOLERANCE, TiledLinear, fits, has_tiles, terms_of
+
+LOSS = 1e-5  # of products, relative to float64's
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+
+
+def layer_of(n_in: int = 96, n_out: int = 64, bias: bool = False, written_in: torch.dtype | None = None) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(n_in, n_out, bias=bias)
+    if written_in is not None:
+        layer.weight.data = layer.weight.data.to(written_in).float()
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("written_in", "n_terms"), [(torch.bfloat16, 1), (torch.float16, 2), (None, 3)])
+def test_a_weight_is_the_sum_of_as_few_terms_as_can_be(written_in: torch.dtype | None, n_terms: int) -> None:
+    weight = layer_of(written_in=written_in).weight
+    terms = terms_of(weight)
+    assert len(terms) == n_terms
+    assert torch.equal(torch.stack([term.float() for term in terms]).sum(0), weight)
+    assert len(terms_of(torch.zeros(2, 2))) == 1
+
+
+def test_what_has_no_such_sum_or_shape_is_not_for_it() -> None:
+    tiny = torch.full((32, 32), 1.1e-38)  # what a second term would have to be is below bfloat16's least
+    assert len(terms_of(tiny)) > tiled.MOST_TERMS
+    assert not TiledLinear.fits(layer_of(96, 80))
+    assert not TiledLinear.fits(layer_of(80, 64))
+    assert fits(torch.empty(64, 96))
+
+
+@needs_tiles
+@pytest.mark.parametrize("written_in", [torch.bfloat16, torch.float16, None])
+def test_it_gives_what_torchs_layer_gives_and_keeps_the_weight(written_in: torch.dtype | None, tmp_path: Path) -> None:
+    plain = layer_of(320, 192, bias=True, written_in=written_in)
+    layer = TiledLinear(plain, tmp_path)
+    assert TiledLinear.fits(plain)
+    assert torch.equal(layer.weight, plain.weight)
+    assert works(plain, layer, TOLERANCE)
+    for shape in [(1,), (2, 3), (17,), (300,), (0,)]:
+        hidden = torch.randn(*shape, 320)
+        out = layer(hidden)
+        assert out.shape == (*shape, 192)
+        if hidden.numel():
+            assert relative_error(out, plain.double()(hidden.double())) < LOSS
+        plain.float()
+
+
+@needs_tiles
+def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, hidden = TiledLinear(layer_of(320, 192), tmp_path), torch.randn(40, 320)
+    whole = layer(hidden)
+    assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
+    team = Team(3)
+    monkeypatch.setattr(tiled, "_team", lambda n: team)
+    assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
+
+
+@needs_tiles
+def test_what_is_no_number_is_told_and_stays_where_it_is(tmp_path: Path) -> None:
+    layer, hidden = TiledLinear(layer_of(), tmp_path), torch.randn(20, 96)
+    hidden[3, 5], hidden[18, 7] = float("nan"), float("inf")
+    is_whole = layer(hidden).isfinite().all(1)
+    assert [i for i, whole in enumerate(is_whole) if not whole] == [3, 18]
+
+
+@needs_tiles
+def test_others_that_use_the_unit_find_it_as_they_left_it(tmp_path: Path) -> None:
+    layer, few, many = TiledLinear(layer_of(), tmp_path), torch.randn(5, 96), torch.randn(64, 96).bfloat16()
+    other, expected = layer_of().bfloat16(), layer(few)
+    theirs = other(many)
+    for _ in range(3):
+        assert torch.equal(layer(few), expected)
+        assert torch.equal(other(many), theirs)
+
+
+@needs_tiles
+def test_gradients_flow_through_it(tmp_path: Path) -> None:
+    plain = layer_of()
+    hidden = torch.randn(2, 5, 96, requires_grad=True)
+    (got,) = torch.autograd.grad(TiledLinear(plain, tmp_path)(hidden).square().sum(), hidden)
+    (expected,) = torch.autograd.grad(plain(hidden).square().sum(), hidden)
+    assert relative_error(got, expected) < 2 * LOSS
