@@ -33,6 +33,7 @@ from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
 from swarmd.compute.places import Numbers, keep, make_room
 from swarmd.compute.ragged import Piece, in_one_row, of_each
 from swarmd.compute.team import Team
+from swarmd.compute.tiles import fits, has_tiles, in_tiles, terms_of
 
 ALIGNED = 64  # bytes: where a weight may begin
 TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
@@ -171,7 +172,7 @@ def compiling(cache_folder: Path) -> Iterator[None]:
 
         # by what it is made of: numba itself looks at one file only, and would go on with what it has
         texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
-            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS]
+            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_tiles()]
         )
         folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
         for other in folder.parent.glob("numba-*"):
@@ -244,8 +245,8 @@ def _table(
     if len(dtypes) > 1 or not dtypes <= STORED.keys():
         raise NotFused(f"its weights are in {', '.join(sorted(map(str, dtypes)))}")
     dtype = dtypes.pop()
-    is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
-    size = 2 if is_half else dtype.itemsize
+    kept = _kept_in(layers, dtype)
+    size = 2 if kept in (layout.FLOAT16, layout.TILES) else dtype.itemsize
     n_bytes = sum(_padded(_weight(layer).numel() * size) for layer in layers)
     if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
@@ -259,11 +260,9 @@ def _table(
     for row, block, parts in zip(table, blocks, matrices, strict=True):
         for name, layer in parts.items():
             which, weight = MATRICES[name], _weight(layer)
-            there = arena[at : at + weight.numel() * size].view(torch.float16 if is_half else dtype).view(weight.shape)
-            there.copy_(weight.detach())
+            there = arena[at : at + weight.numel() * size]
             at += _padded(there.nbytes)
-            if not is_half:
-                weight.data = there
+            _lay_out(weight, kept, there)
             row[which] = there.data_ptr()
             if isinstance(layer, Int8Linear | Int4Linear):
                 row[layout.SCALES + which] = keep(scales_of(layer))
@@ -276,7 +275,31 @@ def _table(
                 if norm.weight.numel() != n:
                     raise NotFused(f"{name} has {norm.weight.numel()} weights")
                 row[which] = keep(_norm_weight(norm))
-    return STORED[torch.float16 if is_half else dtype], table, held
+    return kept, table, held
+
+
+def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> int:
+    """How all weights are to lie in memory: in as few bits as lose nothing, in tiles where there is a unit for them."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return STORED[dtype]
+    if has_tiles() and all(fits(layer.weight) and len(terms_of(layer.weight, 2)) == 1 for layer in layers):
+        return layout.TILES
+    is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
+    return layout.FLOAT16 if is_half else STORED[dtype]
+
+
+@torch.no_grad()
+def _lay_out(weight: nn.Parameter, kept: int, there: torch.Tensor) -> None:
+    """Put a weight into memory of its own; the model uses it there, if it can read it so."""
+    if kept == layout.TILES:
+        tiles = in_tiles([weight.bfloat16()])
+        there.view(torch.bfloat16).view(tiles.shape).copy_(tiles)
+    elif kept != STORED[weight.dtype]:
+        there.view(torch.float16).view(weight.shape).copy_(weight.detach())
+    else:
+        whole = there.view(weight.dtype).view(weight.shape)
+        whole.copy_(weight.detach())
+        weight.data = whole
 
 
 def scales_of(layer: Int8Linear | Int4Linear) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Linear layers in float32 by a CPU's unit for matrices (Intel AMX), which knows bfloat16 only (``compiled.tiles``).
-
-A weight is written as a sum of numbers in bfloat16. One is enough for checkpoints that were written in it, as most are;
-three are any float32. The first two take part in products, and all of them are the weight again, to the bit.
-"""
+"""Linear layers in float32 by a CPU's unit for matrices (Intel AMX), which knows bfloat16 only (``compiled.tiles``)."""
 
 from __future__ import annotations
 
@@ -13,51 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from swarmd.compute.compiled.layout import SIDE, STEP
+from swarmd.compute.compiled.layout import SIDE
 from swarmd.compute.fused import MOST_THREADS, compiling
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import FrozenLinear
 from swarmd.compute.team import Team
+from swarmd.compute.tiles import MOST_TERMS, fits, has_tiles, in_tiles, terms_of
 
-MOST_ROWS = 256  # at a time: what enters should stay in the second cache
-MOST_TERMS = 3  # of 8 bits each: as many as float32 has
-IN_PRODUCTS = 2  # of them: what the third adds is less than what is lost anyway
-TOLERANCE = 1e-4  # as for other kernels in float32; 5e-6 is lost
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Does this CPU have such a unit, may this process use it, and does the compiler know it?"""
-    if not getattr(torch.cpu, "_is_amx_tile_supported", bool)() or not torch.cpu._init_amx():
-        return False
-    try:
-        import llvmlite.binding as llvm  # late: not every worker needs it
-    except ImportError:
-        return False
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("amx-tile") and features.get("amx-bf16"))
-
-
-def fits(weight: torch.Tensor) -> bool:
-    """Has a weight [m, k] a shape that tiles fill?"""
-    m, k = weight.shape
-    return m % (2 * SIDE) == 0 and k % STEP == 0
-
-
-def terms_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Numbers in bfloat16 that add up to a weight, as few as do; one more than MOST_TERMS where none do."""
-    terms, rest = list[torch.Tensor](), weight.detach().float()
-    while (rest.any() or not terms) and len(terms) <= MOST_TERMS:
-        terms.append(rest.bfloat16())
-        rest = rest - terms[-1].float()
-    return terms
-
-
-def in_tiles(terms: list[torch.Tensor]) -> torch.Tensor:
-    """Terms [m, k] as compiled code reads them: [m / SIDE, k / STEP, terms, STEP / 2, SIDE, 2]."""
-    m, k = terms[0].shape
-    parts = torch.stack(terms).view(len(terms), m // SIDE, SIDE, k // STEP, STEP // 2, 2)
-    return parts.permute(1, 3, 0, 4, 2, 5).contiguous()
+ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
+TOLERANCE = 1e-4  # as for other kernels in float32
 
 
 class TiledLinear(FrozenLinear):
@@ -65,9 +25,8 @@ class TiledLinear(FrozenLinear):
 
     def __init__(self, linear: nn.Linear, cache_folder: Path) -> None:
         super().__init__(linear)
-        terms = terms_of(linear.weight)
-        self._tiles = in_tiles(terms[:IN_PRODUCTS])
-        self._rest = terms[IN_PRODUCTS] if len(terms) > IN_PRODUCTS else None
+        self._tiles = in_tiles(terms_of(linear.weight))
+        self._most_rows = max(1, ROOM_BYTES // (2 * MOST_TERMS * SIDE * self.in_features)) * SIDE  # at a time
         with compiling(cache_folder):
             from swarmd.compute.compiled.tiles import multiply
 
@@ -83,14 +42,14 @@ class TiledLinear(FrozenLinear):
     def weight(self) -> torch.Tensor:
         """The weight as it was, to the bit, made anew."""
         terms = self._tiles.permute(2, 0, 4, 1, 3, 5).reshape(-1, self.out_features, self.in_features)
-        whole = terms.float().sum(0)
-        return whole if self._rest is None else whole + self._rest
+        whole: torch.Tensor = functools.reduce(torch.add, terms.flip(0).float())  # the least first: no sum rounds
+        return whole
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
-        for at in range(0, len(rows), MOST_ROWS):
-            some = slice(at, at + MOST_ROWS)
+        for at in range(0, len(rows), self._most_rows):
+            some = slice(at, at + self._most_rows)
             self._compute_some(rows[some], out[some])
         if self.bias is not None:
             out += self.bias
@@ -98,7 +57,7 @@ class TiledLinear(FrozenLinear):
 
     def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         n = -(-len(rows) // SIDE) * SIDE
-        room, meeting = np.empty(2 * n * self.in_features, np.uint16), np.zeros(1, np.int64)
+        room, meeting = np.empty(MOST_TERMS * n * self.in_features, np.uint16), np.zeros(1, np.int64)
         about = rows.numpy(), self._tiles.data_ptr(), self._tiles.shape[2], room, out.numpy()
         team = _team(min(torch.get_num_threads(), MOST_THREADS))
         team.run(out.numel(), lambda part, parts: self._multiply(*about, (meeting, part, parts)))

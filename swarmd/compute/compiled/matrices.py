@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES
+from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, TILES
 from swarmd.compute.compiled.levels import (
     CHUNK,
     round_to_levels,
@@ -16,6 +16,7 @@ from swarmd.compute.compiled.levels import (
 )
 from swarmd.compute.compiled.machine import AHEAD_BYTES, carray, fast, pointer, prefetch
 from swarmd.compute.compiled.products import times_pair
+from swarmd.compute.tiles import has_tiles
 
 CACHE_LINE = 64  # bytes
 
@@ -118,16 +119,41 @@ def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: 
                 _put(biases, products[t, side], out, t, r + side * half, adds)
 
 
+if has_tiles():
+    from swarmd.compute.compiled.tiles import room_for, split, times_tiles
+
+    @fast
+    def _times_tiles(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+        """``multiply`` for weights in tiles."""
+        n, k = x.shape
+        biases, room = _biases(table, which, out.shape[1]), np.empty(room_for(n, k), np.uint16)
+        pairs = out.shape[1] // (2 * SIDE)
+        first, last = pairs * part // parts, pairs * (part + 1) // parts
+        split(x, room, 0, n)
+        times_tiles(room, k, table[which], 1, out, adds, first, last)
+        if len(biases):
+            for t in range(n):
+                for i in range(first * 2 * SIDE, last * 2 * SIDE):
+                    out[t, i] += biases[i]
+else:  # a compiler for another CPU knows no such instructions
+
+    @fast
+    def _times_tiles(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+        """There are none."""
+
+
 @fast
 def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-    """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m]; m is even, of 4 bits a multiple of ROWS.
+    """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m].
 
-    Two rows at a time, from both halves: two streams from memory are faster than one. Of the rows of the weight one
-    ``part`` of so many is computed: threads share them.
+    m is even, of 4 bits a multiple of ROWS, of tiles one of 2 * SIDE. Two rows at a time, from both halves: two streams
+    from memory are faster than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
     """
     if stored == INT4:
         _times_4_bits(table, which, x, out, adds, part, parts)
     elif stored == INT8:
         _times_8_bits(table, which, x, out, adds, part, parts)
+    elif stored == TILES:
+        _times_tiles(table, which, x, out, adds, part, parts)
     else:
         _times_numbers(stored, table, which, x, out, adds, part, parts)
