@@ -18,6 +18,7 @@ from swarmd.compute.quick import FUSED_TOLERANCE
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.team import Team, Worth
+from swarmd.compute.tiles import has_tiles
 from swarmd.values import Span
 from tests.families import FAMILIES, make
 
@@ -155,6 +156,33 @@ def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:
     assert half.shape[layout.STORED] == layout.FLOAT16
     assert worst(half, session.step()) < EXACT
     assert worst(half, session.step(), Session(span, 3, seed=1).step()) < EXACT
+
+
+@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_written_in_bfloat16_are_read_in_tiles(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worth, "is_together", lambda worth: True)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    span = load("qwen2", tmp_path, dtype, hidden_size=256, intermediate_size=192, **heads)
+    with torch.no_grad():
+        for parameter in span.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    layers = span.model.get_decoder().layers
+    fused = fuse(span.model.get_decoder(), [layers[0], layers[1]], span.dtype, tmp_path)
+    assert fused.shape[layout.STORED] == layout.TILES
+    tolerance = EXACT if dtype == torch.float32 else FUSED_TOLERANCE[dtype] / 3
+    sessions = [Session(span, n_past) for n_past in (1, 9, 70)]
+    for n_tokens in (1, 2, 5):
+        assert worst(fused, *(session.step(n_tokens) for session in sessions)) < tolerance
+    ours, theirs = Session(span, 20), Session(span, 20)
+    for n_tokens in (1, 3, 1, 16) * 2:
+        (alone,), (together,) = (
+            by.run([session.step(n_tokens)[0]])
+            for by, session in ((fused, ours), (replace(fused, team=Team(3)), theirs))
+        )
+        assert torch.equal(alone, together)
 
 
 def test_several_tokens_of_a_session_see_each_other_and_caches_grow(tmp_path: Path) -> None:
