@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import socket
 import ssl
-import struct
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Protocol
@@ -31,6 +28,7 @@ from cryptography.x509.oid import NameOID
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.handles import is_scarce
+from swarmd.net.tls import BROKEN, DirectStream, close, done, send, wrap
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
@@ -46,12 +44,8 @@ CONNECT_TIMEOUT_S = 1.5  # libp2p works already: a direct way that is slow to co
 KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers forward few
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
-KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
-SEND_BUFFER_BYTES = 1 << 20  # 8 ms at 1 Gbit/s: the kernel is never out of bytes
-RECEIVE_BYTES = 1 << 18  # at a time: fewer wake-ups
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
-BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -67,77 +61,6 @@ class Inner(Network, Protocol):
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again; None when it cannot, or is not connected."""
-
-
-class DirectStream:
-    """See ``net.api.Stream``: one TLS connection."""
-
-    def __init__(self, peer: PeerId, tls: trio.SSLStream, connection: trio.SocketStream, is_urgent: bool) -> None:
-        self.peer = peer
-        self.traffic: Traffic | None = None
-        self._is_urgent = is_urgent
-        self._tls = tls
-        self._socket = connection.socket
-        self._poll = select.poll()
-        self._poll.register(self._socket.fileno(), select.POLLOUT)
-        _tune(connection.socket)
-
-    @property
-    def is_open(self) -> bool:
-        return self._socket.fileno() >= 0
-
-    @property
-    def host(self) -> str:
-        """The IP address of the other side. Raises OSError when that is gone."""
-        return str(self._socket.getpeername()[0])
-
-    async def send(self, data: bytes) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        sent = False
-        try:
-            with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
-                await self._send(data)
-            sent = True
-        except BROKEN:
-            raise Unreachable(f"the direct channel to {self.peer} is gone") from None
-        finally:
-            if not sent:  # half a frame may have left: nothing after it would make sense
-                await self.reset()
-
-    async def _send(self, data: bytes) -> None:
-        if self.traffic is None:
-            await self._tls.send_all(data)
-            return
-        for part in self.traffic.up.slices(data):
-            await self.traffic.up.wait(self._is_urgent)
-            self.traffic.sent(len(part))
-            await self._tls.send_all(part)
-
-    def can_send(self, n_bytes: int) -> bool:
-        """The kernel calls a socket writable when a third of its buffer is free."""
-        if self.traffic is not None and not self.traffic.up.is_free(self._is_urgent):
-            return False
-        return self.is_open and n_bytes <= SEND_BUFFER_BYTES // 4 and bool(self._poll.poll(0))
-
-    async def receive(self) -> bytes:
-        try:
-            if self.traffic is None:
-                return bytes(await self._tls.receive_some(RECEIVE_BYTES))
-            await self.traffic.down.wait(self._is_urgent)
-            data = bytes(await self._tls.receive_some(self.traffic.down.at_a_time or RECEIVE_BYTES))
-            self.traffic.received(len(data))
-            return data
-        except BROKEN:
-            raise Unreachable(f"the direct channel from {self.peer} is gone") from None
-
-    async def aclose(self) -> None:
-        with trio.move_on_after(1), suppress(*BROKEN):
-            await self._tls.aclose()
-
-    async def reset(self) -> None:
-        if self.is_open:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._socket.close()
 
 
 @dataclass(slots=True)
@@ -236,21 +159,20 @@ class DirectNetwork:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is pinned, whatever name it bears
-        connection: trio.SocketStream | None = None
+        tls: ssl.SSLSocket | None = None
         try:
             context.load_verify_locations(cadata=ticket.certificate)
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 with trio.fail_after(KNOCK_TIMEOUT_S + 4 * trip_s):  # the kernel answers, however busy the peer is
-                    connection = await trio.open_tcp_stream(host, ticket.port)
-                tls = trio.SSLStream(connection, context)
-                await tls.do_handshake()
+                    tls = wrap(await trio.open_tcp_stream(host, ticket.port), context)
+                await done(tls, tls.do_handshake)
                 if tls.getpeercert(binary_form=True) != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
-                await tls.send_all(ticket.token + bytes([DIRECT.index(purpose)]))
-                return self._keep(DirectStream(peer, tls, connection, purpose == "interactive"))
+                await send(tls, ticket.token + bytes([DIRECT.index(purpose)]))
+                return self._keep(DirectStream(peer, tls, purpose == "interactive"))
         except BaseException as error:
-            if connection is not None:
-                connection.socket.close()
+            if tls is not None:
+                close(tls)
             if isinstance(error, (trio.TooSlowError, *BROKEN)):
                 text = f"no direct channel to {peer} at {host}:{ticket.port}: {error or 'no answer'}"
                 raise Unreachable(text) from None
@@ -288,22 +210,26 @@ class DirectNetwork:
         if self._n_pending >= MAX_PENDING_HANDSHAKES or is_scarce(connection.socket.fileno()):
             await connection.aclose()
             return
-        tls = trio.SSLStream(connection, context, server_side=True)
         self._n_pending += 1
-        admitted, stream = None, None
+        tls, admitted, stream = None, None, None
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
+                tls = wrap(connection, context, is_server=True)
+                await done(tls, tls.do_handshake)
                 admitted = await self._admit(tls)
                 if admitted is not None:
-                    is_urgent = admitted[1] == "interactive"
-                    stream = self._keep(DirectStream(admitted[0], tls, connection, is_urgent))
+                    stream = self._keep(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
         except (trio.TooSlowError, *BROKEN):
             admitted = None
         finally:
             self._n_pending -= 1
+            if stream is None and tls is not None:
+                close(tls)
         handler = self._handlers.get(admitted[1]) if admitted is not None else None
-        if admitted is None or stream is None or handler is None:
-            await trio.aclose_forcefully(tls)
+        if stream is None:
+            return
+        if handler is None:
+            await stream.reset()
             return
         try:
             await handler(stream)
@@ -313,10 +239,10 @@ class DirectNetwork:
             self._streams.get(stream.peer, set()).discard(stream)
             await stream.reset()
 
-    async def _admit(self, tls: trio.SSLStream) -> tuple[PeerId, Purpose] | None:
+    async def _admit(self, tls: ssl.SSLSocket) -> tuple[PeerId, Purpose] | None:
         start = b""
         while len(start) <= TOKEN_BYTES:
-            data = await tls.receive_some(TOKEN_BYTES + 1 - len(start))
+            data = await done(tls, tls.recv, TOKEN_BYTES + 1 - len(start))
             if not data:
                 return None
             start += data
@@ -334,16 +260,6 @@ class DirectNetwork:
         streams -= {s for s in streams if not s.is_open}
         streams.add(stream)
         return stream
-
-
-def _tune(connection: trio.socket.SocketType) -> None:
-    """No delay for small frames, and an end within seconds when the other machine is gone without a goodbye."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _server_context() -> tuple[ssl.SSLContext, bytes]:
