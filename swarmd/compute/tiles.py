@@ -35,6 +35,8 @@ def fits(weight: torch.Tensor) -> bool:
 
 def terms_of(weight: torch.Tensor, most: int = MOST_TERMS + 1) -> list[torch.Tensor]:
     """Numbers in bfloat16 that add up to a weight, as few as do; ``most`` where no fewer do, which may be too few."""
+    if weight.dtype == torch.bfloat16:
+        return [weight.detach()]
     terms, rest = list[torch.Tensor](), weight.detach().float()
     while (rest.any() or not terms) and len(terms) < most:
         terms.append(rest.bfloat16())

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net import direct
@@ -74,6 +75,40 @@ async def test_interactive_streams_are_direct_and_name_the_peer() -> None:
     async with Pair().running() as pair:
         assert await talks_over(pair) is DirectStream
         assert pair.streams[0].peer == pair.alice.peer_id
+
+
+async def test_much_goes_both_ways_at_once_and_arrives_as_it_was() -> None:
+    sent = bytes(range(256)) * 12_000  # three times what the kernel takes
+    async with Pair().running() as pair:
+        stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+        received = bytearray()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send, sent)
+            while len(received) < len(sent):
+                received += await stream.receive()
+        assert received == sent
+
+
+async def test_who_waits_for_bytes_hears_that_the_channel_was_closed_here_or_there() -> None:
+    async with Pair().running() as pair:
+        for close in ("reset", "aclose"):
+            stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_expect_end, stream)
+                await trio.testing.wait_all_tasks_blocked()
+                await getattr(stream, close)()
+            with pytest.raises(Unreachable):
+                await stream.send(b"x")
+        stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+        await stream.send(b"x")
+        assert await stream.receive() == b"x"
+        await pair.streams[-1].aclose()
+        assert await stream.receive() == b"", "a goodbye is no failure"
+
+
+async def _expect_end(stream: Stream) -> None:
+    with pytest.raises(Unreachable):
+        await stream.receive()
 
 
 async def test_a_token_counts_once() -> None:

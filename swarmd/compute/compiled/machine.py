@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
+CACHE_LINE = 64  # bytes
 AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
 PATIENCE = 4_000  # looks, some 20 microseconds: then a thread that is waited for may have no processor
 Made = Callable[..., Any]
@@ -71,6 +72,13 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@fast
+def look_ahead(address: Any, n_bytes: Any) -> Any:
+    """Ask for what will be read in a moment: what the machine guesses by itself comes late at page ends."""
+    for line in range(0, n_bytes, CACHE_LINE):
+        prefetch(address + AHEAD_BYTES + line)
 
 
 @instruction

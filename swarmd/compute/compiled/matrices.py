@@ -14,18 +14,9 @@ from swarmd.compute.compiled.levels import (
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import AHEAD_BYTES, carray, fast, pointer, prefetch
+from swarmd.compute.compiled.machine import carray, fast, look_ahead, pointer
 from swarmd.compute.compiled.products import times_pair
 from swarmd.compute.tiles import has_tiles
-
-CACHE_LINE = 64  # bytes
-
-
-@fast
-def _look_ahead(address: Any, n_bytes: Any) -> Any:
-    """Ask for what will be read in a moment: what the machine guesses by itself comes late at page ends."""
-    for line in range(0, n_bytes, CACHE_LINE):
-        prefetch(address + AHEAD_BYTES + line)
 
 
 @fast
@@ -88,8 +79,8 @@ def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any
     for r in range(half * part // parts, half * (part + 1) // parts):
         first = weight + r * k
         second = first + half * k
-        _look_ahead(first, k)
-        _look_ahead(second, k)
+        look_ahead(first, k)
+        look_ahead(second, k)
         numbers = levels.ctypes.data
         times_pair_of_levels(first, second, numbers, 2 * k, n, min(CHUNK, k), totals.ctypes.data)
         for at in range(CHUNK, k, CHUNK):

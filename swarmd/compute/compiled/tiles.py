@@ -23,6 +23,7 @@ from swarmd.compute.compiled.machine import (
     alone,
     fast,
     instruction,
+    look_ahead,
     meet,
 )
 
@@ -171,6 +172,8 @@ def _add_products(upper: Any, lower: Any, left: Any, right: Any, terms: Any, is_
     if is_pair:
         _load_lower(lower, ROW)
     for term in range(terms):
+        if not is_pair:  # so few tokens wait for memory
+            look_ahead(left + term * TILE, TILE)
         _load_weight(left + term * TILE, ROW)
         _upper_0()
         if is_pair:
@@ -181,6 +184,8 @@ def _add_products(upper: Any, lower: Any, left: Any, right: Any, terms: Any, is_
             if is_pair:
                 _load_other(lower + more * TILE, ROW)
                 _other_2()
+        if not is_pair:
+            look_ahead(right + term * TILE, TILE)
         _load_weight(right + term * TILE, ROW)
         _upper_1()
         if is_pair:
