@@ -29,8 +29,7 @@ from swarmd.compute.compiled.machine import (
 
 TERMS = 3  # numbers of bfloat16 for one that enters
 TILE, ROW = 1_024, 64  # bytes
-N_REGISTERS = 8  # four sums, two that enter, a weight, another that enters
-UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold
+UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold: there are eight
 byte, address = ir.IntType(8), ir.IntType(8).as_pointer()
 
 
@@ -213,7 +212,7 @@ def _times(x: Any, weight: Any, n_steps: Any, terms: Any, adds: Any, is_pair: An
 def _with_rows(shapes: Any, n: Any) -> Any:
     """Have registers so many rows, but that of a weight."""
     shapes[0] = 1  # the palette: all that there is yet
-    for register in range(N_REGISTERS):
+    for register in range(OTHER + 1):
         shapes[16 + 2 * register] = ROW
         shapes[48 + register] = SIDE if register == WEIGHT else n
     _shape(shapes.ctypes.data)
