@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.handles import is_scarce
-from swarmd.net.tls import BROKEN, DirectStream, close, done, send, wrap
+from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
@@ -159,20 +159,20 @@ class DirectNetwork:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is pinned, whatever name it bears
-        tls: ssl.SSLSocket | None = None
+        tls: Tls | None = None
         try:
             context.load_verify_locations(cadata=ticket.certificate)
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 with trio.fail_after(KNOCK_TIMEOUT_S + 4 * trip_s):  # the kernel answers, however busy the peer is
-                    tls = wrap(await trio.open_tcp_stream(host, ticket.port), context)
-                await done(tls, tls.do_handshake)
-                if tls.getpeercert(binary_form=True) != ticket.certificate:
+                    tls = Tls(await trio.open_tcp_stream(host, ticket.port), context)
+                await tls.shake_hands()
+                if tls.certificate != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
-                await send(tls, ticket.token + bytes([DIRECT.index(purpose)]))
+                await tls.send(ticket.token + bytes([DIRECT.index(purpose)]))
                 return self._keep(DirectStream(peer, tls, purpose == "interactive"))
         except BaseException as error:
             if tls is not None:
-                close(tls)
+                tls.close()
             if isinstance(error, (trio.TooSlowError, *BROKEN)):
                 text = f"no direct channel to {peer} at {host}:{ticket.port}: {error or 'no answer'}"
                 raise Unreachable(text) from None
@@ -214,8 +214,8 @@ class DirectNetwork:
         tls, admitted, stream = None, None, None
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
-                tls = wrap(connection, context, is_server=True)
-                await done(tls, tls.do_handshake)
+                tls = Tls(connection, context, is_server=True)
+                await tls.shake_hands()
                 admitted = await self._admit(tls)
                 if admitted is not None:
                     stream = self._keep(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
@@ -224,7 +224,7 @@ class DirectNetwork:
         finally:
             self._n_pending -= 1
             if stream is None and tls is not None:
-                close(tls)
+                tls.close()
         handler = self._handlers.get(admitted[1]) if admitted is not None else None
         if stream is None:
             return
@@ -239,10 +239,10 @@ class DirectNetwork:
             self._streams.get(stream.peer, set()).discard(stream)
             await stream.reset()
 
-    async def _admit(self, tls: ssl.SSLSocket) -> tuple[PeerId, Purpose] | None:
+    async def _admit(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
         start = b""
         while len(start) <= TOKEN_BYTES:
-            data = await done(tls, tls.recv, TOKEN_BYTES + 1 - len(start))
+            data = await tls.receive(TOKEN_BYTES + 1 - len(start))
             if not data:
                 return None
             start += data
