@@ -120,7 +120,7 @@ def fuse(
 ) -> FusedPass:
     """Find in these blocks what one call can compute, with caches in 8 bits or in ``dtype``. Raises NotFused.
 
-    Weights are moved to memory of their own, in large pages where there are any, and the model uses them there.
+    Weights are moved to memory of their own, in large pages where there are any; the model uses them there, if it can.
     """
     try:
         first: Any = blocks[0]
@@ -282,7 +282,7 @@ def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> int:
     """How all weights are to lie in memory: in as few bits as lose nothing, in tiles where there is a unit for them."""
     if dtype not in (torch.float32, torch.bfloat16):
         return STORED[dtype]
-    if has_tiles() and all(fits(layer.weight) and len(terms_of(layer.weight, 2)) == 1 for layer in layers):
+    if has_tiles() and all(fits(layer.weight) and terms_of(layer.weight, 1) is not None for layer in layers):
         return layout.TILES
     is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
     return layout.FLOAT16 if is_half else STORED[dtype]

@@ -91,7 +91,7 @@ class _Differentiated(torch.autograd.Function):
         return gradients[0] @ ctx.layer.weight.to(gradients[0].dtype), None
 
 
-class _PackedOnce(FrozenLinear):
+class PackedOnce(FrozenLinear):
     """A weight that its kernel reads packed; unpacked, it is kept where there is room: some families read it often."""
 
     _kept_in: torch.dtype | None = None  # what loses nothing; None is the weight's own
@@ -116,7 +116,7 @@ class _PackedOnce(FrozenLinear):
         return weight
 
 
-class PackedLinear(_PackedOnce):
+class PackedLinear(PackedOnce):
     """float32 or bfloat16 on a CPU, the weight in the blocks that oneDNN's kernels read."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -132,7 +132,7 @@ class PackedLinear(_PackedOnce):
         return weight
 
 
-class HalfLinear(_PackedOnce):
+class HalfLinear(PackedOnce):
     """float32 or bfloat16 on a CPU, the weight kept in 16 bits (float16), by FBGEMM's kernel, which adds up in float32.
 
     For weights that lose nothing by it: those of nearly all checkpoints were written in 16 bits. Unpacking is slow.

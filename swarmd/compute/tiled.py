@@ -9,24 +9,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from swarmd.compute.compiled.layout import SIDE
-from swarmd.compute.fused import MOST_THREADS, compiling
+from swarmd.compute.compiled.layout import SIDE, TERMS
+from swarmd.compute.device import free_memory_bytes
+from swarmd.compute.fused import compiling
 from swarmd.compute.kernels import Kernel, Kernels
-from swarmd.compute.linear import FrozenLinear
+from swarmd.compute.linear import ROOM, PackedOnce
 from swarmd.compute.team import Team
-from swarmd.compute.tiles import MOST_TERMS, fits, has_tiles, in_tiles, terms_of
+from swarmd.compute.tiles import fits, has_tiles, in_tiles, terms_of
 
 ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
 TOLERANCE = 1e-4  # as for other kernels in float32
 
 
-class TiledLinear(FrozenLinear):
+class TiledLinear(PackedOnce):
     """float32 on a CPU with such a unit. Raises NotFused where nothing can be compiled."""
 
     def __init__(self, linear: nn.Linear, cache_folder: Path) -> None:
         super().__init__(linear)
-        self._tiles = in_tiles(terms_of(linear.weight))
-        self._most_rows = max(1, ROOM_BYTES // (2 * MOST_TERMS * SIDE * self.in_features)) * SIDE  # at a time
+        terms = terms_of(linear.weight)
+        assert terms is not None, "this is asked before"
+        self._tiles = in_tiles(terms)
+        self._most_rows = max(1, ROOM_BYTES // (2 * TERMS * SIDE * self.in_features)) * SIDE  # at a time
         with compiling(cache_folder):
             from swarmd.compute.compiled.tiles import multiply
 
@@ -35,12 +38,13 @@ class TiledLinear(FrozenLinear):
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
-        """Is there such a unit, does it take a weight of this shape, and is that the sum of its terms?"""
-        return has_tiles() and fits(linear.weight) and len(terms_of(linear.weight)) <= MOST_TERMS
+        """Is there such a unit, and room, does it take a weight of this shape, and is that the sum of its terms?"""
+        weight = linear.weight
+        if not has_tiles() or not fits(weight) or free_memory_bytes("cpu") < ROOM * 2 * TERMS * weight.numel():
+            return False
+        return terms_of(weight) is not None
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it was, to the bit, made anew."""
+    def _unpack(self) -> torch.Tensor:
         terms = self._tiles.permute(2, 0, 4, 1, 3, 5).reshape(-1, self.out_features, self.in_features)
         whole: torch.Tensor = functools.reduce(torch.add, terms.flip(0).float())  # the least first: no sum rounds
         return whole
@@ -52,15 +56,15 @@ class TiledLinear(FrozenLinear):
             some = slice(at, at + self._most_rows)
             self._compute_some(rows[some], out[some])
         if self.bias is not None:
-            out += self.bias
-        return out.view(*hidden.shape[:-1], self.out_features)
+            out += self.bias.detach()
+        return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
 
     def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         n = -(-len(rows) // SIDE) * SIDE
-        room, meeting = np.empty(MOST_TERMS * n * self.in_features, np.uint16), np.zeros(1, np.int64)
+        room, meeting = np.empty(TERMS * n * self.in_features, np.uint16), np.zeros(1, np.int64)
         about = rows.numpy(), self._tiles.data_ptr(), self._tiles.shape[2], room, out.numpy()
-        team = _team(min(torch.get_num_threads(), MOST_THREADS))
-        team.run(out.numel(), lambda part, parts: self._multiply(*about, (meeting, part, parts)))
+        team = _team(torch.get_num_threads())
+        team.run(out.numel() * self.in_features, lambda part, parts: self._multiply(*about, (meeting, part, parts)))
 
 
 @functools.cache

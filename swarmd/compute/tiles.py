@@ -6,17 +6,18 @@ One is enough for checkpoints that were written in it, as most are; three are an
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
-from swarmd.compute.compiled.layout import SIDE, STEP
-
-MOST_TERMS = 3  # of 8 bits each: as many as float32 has
+from swarmd.compute.compiled.layout import SIDE, STEP, TERMS
 
 
 @functools.cache
 def has_tiles() -> bool:
     """Does this CPU have such a unit, may this process use it, and does the compiler know it?"""
+    if any(name in os.environ for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")):
+        return False  # what is compiled is for another CPU
     if not getattr(torch.cpu, "_is_amx_tile_supported", bool)() or not torch.cpu._init_amx():
         return False
     try:
@@ -33,12 +34,14 @@ def fits(weight: torch.Tensor) -> bool:
     return m % (2 * SIDE) == 0 and k % STEP == 0
 
 
-def terms_of(weight: torch.Tensor, most: int = MOST_TERMS + 1) -> list[torch.Tensor]:
-    """Numbers in bfloat16 that add up to a weight, as few as do; ``most`` where no fewer do, which may be too few."""
+def terms_of(weight: torch.Tensor, most: int = TERMS) -> list[torch.Tensor] | None:
+    """Numbers in bfloat16 that add up to a weight, as few as do; None where it takes more than ``most``."""
     if weight.dtype == torch.bfloat16:
         return [weight.detach()]
     terms, rest = list[torch.Tensor](), weight.detach().float()
-    while (rest.any() or not terms) and len(terms) < most:
+    while rest.any() or not terms:
+        if len(terms) == most:
+            return None
         terms.append(rest.bfloat16())
         rest = rest - terms[-1].float()
     return terms

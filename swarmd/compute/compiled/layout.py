@@ -12,6 +12,7 @@ from swarmd.compute.linear import PACKED_ROWS
 # Where there is a unit for matrices, weights are laid out for it (``tiles``).
 SIDE = 16  # rows of a tile: tokens, and what leaves
 STEP = 32  # numbers of k that are multiplied at a time
+TERMS = 3  # numbers of bfloat16 for any float32: 8 bits each
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
 # byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other. Tiles are

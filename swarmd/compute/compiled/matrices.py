@@ -131,6 +131,7 @@ else:  # a compiler for another CPU knows no such instructions
     @fast
     def _times_tiles(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
         """There are none."""
+        raise NotImplementedError("tiles are for CPUs with AMX")
 
 
 @fast

@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import SIDE, STEP
+from swarmd.compute.compiled.layout import SIDE, STEP, TERMS
 from swarmd.compute.compiled.machine import (
     Made,
     alone,
@@ -27,7 +27,6 @@ from swarmd.compute.compiled.machine import (
     meet,
 )
 
-TERMS = 3  # numbers of bfloat16 for one that enters
 TILE, ROW = 1_024, 64  # bytes
 UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold: there are eight
 byte, address = ir.IntType(8), ir.IntType(8).as_pointer()
@@ -120,6 +119,8 @@ def _split_step(typingctx: Any, numbers: Any, tile: Any) -> Any:
             bits = builder.bitcast(rest, words)
             odd = builder.and_(builder.lshr(bits, everywhere(16)), everywhere(1))
             upper = builder.lshr(builder.add(builder.add(bits, everywhere(0x7FFF)), odd), everywhere(16))
+            is_none = builder.fcmp_unordered("uno", rest, rest)  # no number, which rounding might make one of
+            upper = builder.select(is_none, everywhere(0x7FC0), upper)
             place = builder.add(args[1], args[1].type(term * TILE))
             builder.store(builder.trunc(upper, halves), builder.inttoptr(place, halves.as_pointer()), align=2)
             rest = builder.fsub(rest, builder.bitcast(builder.shl(upper, everywhere(16)), floats))
@@ -209,6 +210,12 @@ def _times(x: Any, weight: Any, n_steps: Any, terms: Any, adds: Any, is_pair: An
 
 
 @fast
+def _restore(shapes: Any) -> Any:
+    """Who calls keeps the array for so long; one that is not used any more would be given back before."""
+    _shape(shapes.ctypes.data)
+
+
+@fast
 def _with_rows(shapes: Any, n: Any) -> Any:
     """Have registers so many rows, but that of a weight."""
     shapes[0] = 1  # the palette: all that there is yet
@@ -241,7 +248,7 @@ def times_tiles(room: Any, k: Any, weight: Any, terms: Any, out: Any, adds: Any,
         for column in range(first, last):
             rows = weight + 2 * column * n_steps * terms * TILE
             _times(x, rows, n_steps, terms, adds, False, to + 2 * ROW * column, stride)
-    _shape(before.ctypes.data)  # others have shapes of their own, and may rely on them
+    _restore(before)  # others have shapes of their own, and may rely on them
 
 
 @alone
