@@ -31,9 +31,9 @@ class TiledLinear(PackedOnce):
         self._tiles = in_tiles(terms)
         self._most_rows = max(1, ROOM_BYTES // (2 * TERMS * SIDE * self.in_features)) * SIDE  # at a time
         with compiling(cache_folder):
-            from swarmd.compute.compiled.tiles import multiply
+            from swarmd.compute.compiled.tiles import multiply, room_for
 
-            self._multiply = multiply
+            self._multiply, self._room_for = multiply, room_for
             self.compute(torch.zeros(1, self.in_features))
 
     @staticmethod
@@ -60,8 +60,7 @@ class TiledLinear(PackedOnce):
         return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
 
     def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        n = -(-len(rows) // SIDE) * SIDE
-        room, meeting = np.empty(TERMS * n * self.in_features, np.uint16), np.zeros(1, np.int64)
+        room, meeting = np.empty(self._room_for(*rows.shape), np.uint16), np.zeros(1, np.int64)
         about = rows.numpy(), self._tiles.data_ptr(), self._tiles.shape[2], room, out.numpy()
         team = _team(torch.get_num_threads())
         team.run(out.numel() * self.in_features, lambda part, parts: self._multiply(*about, (meeting, part, parts)))

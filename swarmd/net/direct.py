@@ -220,14 +220,14 @@ class DirectNetwork:
                 if admitted is not None:
                     stream = self._keep(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
         except (trio.TooSlowError, *BROKEN):
-            admitted = None
+            return
         finally:
             self._n_pending -= 1
             if stream is None and tls is not None:
                 tls.close()
-        handler = self._handlers.get(admitted[1]) if admitted is not None else None
-        if stream is None:
+        if admitted is None or stream is None:
             return
+        handler = self._handlers.get(admitted[1])
         if handler is None:
             await stream.reset()
             return

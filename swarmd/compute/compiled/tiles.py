@@ -18,31 +18,39 @@ from llvmlite import ir
 from numba import types
 
 from swarmd.compute.compiled.layout import SIDE, STEP, TERMS
-from swarmd.compute.compiled.machine import (
-    Made,
-    alone,
-    fast,
-    instruction,
-    look_ahead,
-    meet,
-)
+from swarmd.compute.compiled.machine import Made, alone, fast, instruction, look_ahead, meet
 
 TILE, ROW = 1_024, 64  # bytes
 UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold: there are eight
 byte, address = ir.IntType(8), ir.IntType(8).as_pointer()
 
 
-def _instruction(name: str, *registers: int) -> Made:
-    """An instruction between registers."""
-
+def _clear(register: int) -> Made:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [byte] * len(registers))
-        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind)
-        builder.call(function, [byte(register) for register in registers])
+        function = builder.module.declare_intrinsic("llvm.x86.tilezero", (), ir.FunctionType(ir.VoidType(), [byte]))
+        builder.call(function, [byte(register)])
         return context.get_dummy_value()
 
     def made(typingctx: Any) -> Any:
         return types.void(), generate
+
+    return instruction(made)
+
+
+def _product(total: int, entering: int) -> Made:
+    """Add what is in one register times a weight to one of two sums beside each other: ``total``, or the next."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte] * 3)
+        function = builder.module.declare_intrinsic("llvm.x86.tdpbf16ps", (), kind)
+        with builder.if_else(builder.icmp_signed("==", args[0], args[0].type(0))) as columns:
+            for column, there in enumerate(columns):
+                with there:
+                    builder.call(function, [byte(total + column), byte(entering), byte(WEIGHT)])
+        return context.get_dummy_value()
+
+    def made(typingctx: Any, column: Any) -> Any:
+        return types.void(types.int64), generate
 
     return instruction(made)
 
@@ -81,21 +89,10 @@ _load_upper, _load_lower, _load_weight, _load_other = (
     _move("tileloadd64", register) for register in (UPPER, LOWER, WEIGHT, OTHER)
 )
 _load_0, _load_1, _load_2, _load_3 = (_move("tileloadd64", total) for total in range(4))
-_clear_0, _clear_1, _clear_2, _clear_3 = (_instruction("tilezero", total) for total in range(4))
+_clear_0, _clear_1, _clear_2, _clear_3 = (_clear(total) for total in range(4))
 _store_0, _store_1, _store_2, _store_3 = (_move("tilestored64", total) for total in range(4))
-_upper_0, _upper_1, _other_0, _other_1, _other_2, _other_3, _lower_2, _lower_3 = (
-    _instruction("tdpbf16ps", total, entering, WEIGHT)
-    for total, entering in (
-        (0, UPPER),
-        (1, UPPER),
-        (0, OTHER),
-        (1, OTHER),
-        (2, OTHER),
-        (3, OTHER),
-        (2, LOWER),
-        (3, LOWER),
-    )
-)
+_add_upper, _add_lower = _product(0, UPPER), _product(2, LOWER)
+_add_other_to_upper, _add_other_to_lower = _product(0, OTHER), _product(2, OTHER)
 
 
 @fast
@@ -166,36 +163,20 @@ def _end(is_pair: Any, out: Any, stride: Any) -> Any:
 
 
 @fast
-def _add_products(upper: Any, lower: Any, left: Any, right: Any, terms: Any, is_pair: Any) -> Any:
-    """STEP numbers of k: one or two tiles that enter times two of a weight, by their addresses."""
-    _load_upper(upper, ROW)
+def _add_products(column: Any, upper: Any, lower: Any, weight: Any, term: Any, is_pair: Any) -> Any:
+    """STEP numbers of k: one or two tiles that enter times one term of a weight, by their addresses."""
+    if not is_pair:  # so few tokens wait for memory
+        look_ahead(weight, TILE)
+    _load_weight(weight, ROW)
+    _add_upper(column)
     if is_pair:
-        _load_lower(lower, ROW)
-    for term in range(terms):
-        if not is_pair:  # so few tokens wait for memory
-            look_ahead(left + term * TILE, TILE)
-        _load_weight(left + term * TILE, ROW)
-        _upper_0()
+        _add_lower(column)
+    for more in range(1, TERMS - term):
+        _load_other(upper + more * TILE, ROW)
+        _add_other_to_upper(column)
         if is_pair:
-            _lower_2()
-        for more in range(1, TERMS - term):
-            _load_other(upper + more * TILE, ROW)
-            _other_0()
-            if is_pair:
-                _load_other(lower + more * TILE, ROW)
-                _other_2()
-        if not is_pair:
-            look_ahead(right + term * TILE, TILE)
-        _load_weight(right + term * TILE, ROW)
-        _upper_1()
-        if is_pair:
-            _lower_3()
-        for more in range(1, TERMS - term):
-            _load_other(upper + more * TILE, ROW)
-            _other_1()
-            if is_pair:
-                _load_other(lower + more * TILE, ROW)
-                _other_3()
+            _load_other(lower + more * TILE, ROW)
+            _add_other_to_lower(column)
 
 
 @fast
@@ -205,7 +186,12 @@ def _times(x: Any, weight: Any, n_steps: Any, terms: Any, adds: Any, is_pair: An
     for step in range(n_steps):
         upper, left = x + step * TERMS * TILE, weight + step * terms * TILE
         lower, right = upper + n_steps * TERMS * TILE, left + n_steps * terms * TILE
-        _add_products(upper, lower, left, right, terms, is_pair)
+        _load_upper(upper, ROW)
+        if is_pair:
+            _load_lower(lower, ROW)
+        for term in range(terms):
+            _add_products(0, upper, lower, left + term * TILE, term, is_pair)
+            _add_products(1, upper, lower, right + term * TILE, term, is_pair)
     _end(is_pair, out, stride)
 
 
