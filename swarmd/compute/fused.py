@@ -29,11 +29,11 @@ from swarmd.compute import compiled
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.kvcache import SpanCache
-from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear
+from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear, exact_dtype
 from swarmd.compute.places import Numbers, keep, make_room
 from swarmd.compute.ragged import Piece, in_one_row, of_each
 from swarmd.compute.team import Team
-from swarmd.compute.tiles import fits, has_tiles, in_tiles, terms_of
+from swarmd.compute.tiles import has_tiles
 
 ALIGNED = 64  # bytes: where a weight may begin
 TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
@@ -246,8 +246,7 @@ def _table(
         raise NotFused(f"its weights are in {', '.join(sorted(map(str, dtypes)))}")
     dtype = dtypes.pop()
     kept = _kept_in(layers, dtype)
-    size = 2 if kept in (layout.FLOAT16, layout.TILES) else dtype.itemsize
-    n_bytes = sum(_padded(_weight(layer).numel() * size) for layer in layers)
+    n_bytes = sum(_padded(_weight(layer).numel() * kept.itemsize) for layer in layers)
     if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
     arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
@@ -260,7 +259,7 @@ def _table(
     for row, block, parts in zip(table, blocks, matrices, strict=True):
         for name, layer in parts.items():
             which, weight = MATRICES[name], _weight(layer)
-            there = arena[at : at + weight.numel() * size]
+            there = arena[at : at + weight.numel() * kept.itemsize]
             at += _padded(there.nbytes)
             _lay_out(weight, kept, there)
             row[which] = there.data_ptr()
@@ -275,30 +274,24 @@ def _table(
                 if norm.weight.numel() != n:
                     raise NotFused(f"{name} has {norm.weight.numel()} weights")
                 row[which] = keep(_norm_weight(norm))
-    return kept, table, held
+    return STORED[kept], table, held
 
 
-def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> int:
-    """How all weights are to lie in memory: in as few bits as lose nothing, in tiles where there is a unit for them."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return STORED[dtype]
-    if has_tiles() and all(fits(layer.weight) and terms_of(layer.weight, 1) is not None for layer in layers):
-        return layout.TILES
-    is_half = dtype == torch.float32 and all(HalfLinear.fits(layer) for layer in layers)
-    return layout.FLOAT16 if is_half else STORED[dtype]
+def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> torch.dtype:
+    """What all weights are to be kept in: as few bits as lose nothing."""
+    if dtype != torch.float32:
+        return dtype
+    if all(exact_dtype(layer.weight) == torch.bfloat16 for layer in layers):
+        return torch.bfloat16
+    return torch.float16 if all(HalfLinear.fits(layer) for layer in layers) else dtype
 
 
 @torch.no_grad()
-def _lay_out(weight: nn.Parameter, kept: int, there: torch.Tensor) -> None:
+def _lay_out(weight: nn.Parameter, kept: torch.dtype, there: torch.Tensor) -> None:
     """Put a weight into memory of its own; the model uses it there, if it can read it so."""
-    if kept == layout.TILES:
-        tiles = in_tiles([weight.bfloat16()])
-        there.view(torch.bfloat16).view(tiles.shape).copy_(tiles)
-    elif kept != STORED[weight.dtype]:
-        there.view(torch.float16).view(weight.shape).copy_(weight.detach())
-    else:
-        whole = there.view(weight.dtype).view(weight.shape)
-        whole.copy_(weight.detach())
+    whole = there.view(kept).view(weight.shape)
+    whole.copy_(weight.detach())
+    if kept == weight.dtype:
         weight.data = whole
 
 

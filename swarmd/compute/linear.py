@@ -160,6 +160,14 @@ class HalfLinear(PackedOnce):
         return weight.to(self._dtype)
 
 
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """What a weight can be kept in to the bit: 16 bits, if it was written in them, or its own."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(rows.to(dtype).to(rows.dtype), rows) for rows in torch.split(weight.detach(), LOOKED_AT)):
+            return dtype
+    return weight.dtype
+
+
 def _loses_nothing(rows: torch.Tensor) -> bool:
     """Does each of these rows lose less in float16 than what float32 rounds?"""
     lost = (rows.half().float() - rows).norm(dim=1)

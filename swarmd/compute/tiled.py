@@ -9,27 +9,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from swarmd.compute.compiled.layout import SIDE, TERMS
+from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.fused import compiling
 from swarmd.compute.kernels import Kernel, Kernels
-from swarmd.compute.linear import ROOM, PackedOnce
+from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype
 from swarmd.compute.team import Team
-from swarmd.compute.tiles import fits, has_tiles, in_tiles, terms_of
+from swarmd.compute.tiles import fits, has_tiles
 
 ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
 TOLERANCE = 1e-4  # as for other kernels in float32
+STORED = {torch.float32: layout.FLOAT32, torch.bfloat16: layout.BFLOAT16, torch.float16: layout.FLOAT16}
 
 
 class TiledLinear(PackedOnce):
-    """float32 on a CPU with such a unit. Raises NotFused where nothing can be compiled."""
+    """float32 on a CPU with such a unit, the weight kept in as few bits as lose nothing.
+
+    Raises NotFused where nothing can be compiled.
+    """
 
     def __init__(self, linear: nn.Linear, cache_folder: Path) -> None:
         super().__init__(linear)
-        terms = terms_of(linear.weight)
-        assert terms is not None, "this is asked before"
-        self._tiles = in_tiles(terms)
-        self._most_rows = max(1, ROOM_BYTES // (2 * TERMS * SIDE * self.in_features)) * SIDE  # at a time
+        weight = linear.weight.detach()
+        self._kept = weight.to(exact_dtype(weight)).contiguous()
+        split_bytes = 2 * layout.TERMS * layout.SIDE * self.in_features  # of as many tokens as are multiplied at a time
+        self._most_rows = max(1, ROOM_BYTES // split_bytes) * layout.SIDE
         with compiling(cache_folder):
             from swarmd.compute.compiled.tiles import multiply, room_for
 
@@ -38,16 +42,11 @@ class TiledLinear(PackedOnce):
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
-        """Is there such a unit, and room, does it take a weight of this shape, and is that the sum of its terms?"""
-        weight = linear.weight
-        if not has_tiles() or not fits(weight) or free_memory_bytes("cpu") < ROOM * 2 * TERMS * weight.numel():
-            return False
-        return terms_of(weight) is not None
+        """Is there such a unit, and room, and does it take a weight of this shape?"""
+        return has_tiles() and fits(linear.weight) and free_memory_bytes("cpu") > ROOM * 2 * linear.weight.numel()
 
     def _unpack(self) -> torch.Tensor:
-        terms = self._tiles.permute(2, 0, 4, 1, 3, 5).reshape(-1, self.out_features, self.in_features)
-        whole: torch.Tensor = functools.reduce(torch.add, terms.flip(0).float())  # the least first: no sum rounds
-        return whole
+        return self._kept.float()
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
@@ -60,8 +59,8 @@ class TiledLinear(PackedOnce):
         return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
 
     def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        room, meeting = np.empty(self._room_for(*rows.shape), np.uint16), np.zeros(1, np.int64)
-        about = rows.numpy(), self._tiles.data_ptr(), self._tiles.shape[2], room, out.numpy()
+        room, meeting = np.empty(self._room_for(*rows.shape), np.uint8), np.zeros(1, np.int64)
+        about = STORED[self._kept.dtype], rows.numpy(), self._kept.data_ptr(), room, out.numpy()
         team = _team(torch.get_num_threads())
         team.run(out.numel() * self.in_features, lambda part, parts: self._multiply(*about, (meeting, part, parts)))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import FusedPass, NotFused, compiling, fuse
+from swarmd.compute.fused import STORED, FusedPass, NotFused, compiling, fuse
 from swarmd.compute.kvcache import SHARED_TOKENS
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.quick import FUSED_TOLERANCE
@@ -159,22 +159,23 @@ def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("written_in", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_written_in_bfloat16_are_read_in_tiles(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_many_tokens_by_a_unit_for_matrices(
+    dtype: torch.dtype, written_in: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Worth, "is_together", lambda worth: True)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     span = load("qwen2", tmp_path, dtype, hidden_size=256, intermediate_size=192, **heads)
     with torch.no_grad():
         for parameter in span.model.parameters():
-            parameter.copy_(parameter.bfloat16())
+            parameter.copy_(parameter.to(written_in))
     layers = span.model.get_decoder().layers
     fused = fuse(span.model.get_decoder(), [layers[0], layers[1]], span.dtype, tmp_path)
-    assert fused.shape[layout.STORED] == layout.TILES
+    assert fused.shape[layout.STORED] == STORED[written_in if dtype == torch.float32 else dtype]
     tolerance = EXACT if dtype == torch.float32 else FUSED_TOLERANCE[dtype] / 3
     sessions = [Session(span, n_past) for n_past in (1, 9, 70)]
-    for n_tokens in (1, 2, 5):
+    for n_tokens in (1, 2, 5, 15):
         assert worst(fused, *(session.step(n_tokens) for session in sessions)) < tolerance
     ours, theirs = Session(span, 20), Session(span, 20)
     for n_tokens in (1, 3, 1, 16) * 2:

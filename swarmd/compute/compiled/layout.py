@@ -9,15 +9,14 @@ from swarmd.compute.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
 from swarmd.compute.linear import LEVELS as LEVELS
 from swarmd.compute.linear import PACKED_ROWS
 
-# Where there is a unit for matrices, weights are laid out for it (``tiles``).
-SIDE = 16  # rows of a tile: tokens, and what leaves
-STEP = 32  # numbers of k that are multiplied at a time
+# Of a unit for matrices (``tiles``).
+SIDE = 16  # rows of a weight that are multiplied at a time, and tokens
+STEP = 32  # numbers of each
 TERMS = 3  # numbers of bfloat16 for any float32: 8 bits each
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
-# byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other. Tiles are
-# of bfloat16.
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, TILES = range(6)
+# byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other.
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
 WIDTH = (PACKED_ROWS or 32) // 4  # numbers of 32 bits in a register
 ROWS = 4 * WIDTH  # what is packed in another way gives other results, which is seen at load
 

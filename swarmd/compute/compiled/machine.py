@@ -55,12 +55,12 @@ def pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def ask_for(builder: Any, place: Any) -> None:
-    """Write a hint to read what is at a pointer; any will do."""
+def ask_for(builder: Any, place: Any, cache: int = 1) -> None:
+    """Write a hint to read what is at a pointer, any will do, into the first cache or the second."""
     pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
     hint = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-    builder.call(hint, [place, word(0), word(3), word(1)])  # read, keep, data
+    builder.call(hint, [place, word(0), word(4 - cache), word(1)])  # read, keep, data
 
 
 @instruction

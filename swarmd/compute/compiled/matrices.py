@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import BIAS, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, TILES
+from swarmd.compute.compiled.layout import BIAS, FLOAT16, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
 from swarmd.compute.compiled.levels import (
     CHUNK,
     round_to_levels,
@@ -17,6 +17,8 @@ from swarmd.compute.compiled.levels import (
 from swarmd.compute.compiled.machine import carray, fast, look_ahead, pointer
 from swarmd.compute.compiled.products import times_pair
 from swarmd.compute.tiles import has_tiles
+
+FEWEST_TOKENS = 6  # for which a unit for matrices takes less time, if there is one; it takes the same for up to SIDE
 
 
 @fast
@@ -111,41 +113,50 @@ def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: 
 
 
 if has_tiles():
-    from swarmd.compute.compiled.tiles import room_for, split, times_tiles
+    from swarmd.compute.compiled.tiles import enter, room_for, times_rows
 
     @fast
-    def _times_tiles(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-        """``multiply`` for weights in tiles."""
+    def _times_tiles(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+        """``multiply`` by a unit for matrices."""
         n, k = x.shape
-        biases, room = _biases(table, which, out.shape[1]), np.empty(room_for(n, k), np.uint16)
-        pairs = out.shape[1] // (2 * SIDE)
-        first, last = pairs * part // parts, pairs * (part + 1) // parts
-        split(x, room, 0, n)
-        times_tiles(room, k, table[which], 1, out, adds, first, last)
+        biases, room = _biases(table, which, out.shape[1]), np.empty(room_for(n, k), np.uint8)
+        n_tiles = out.shape[1] // SIDE
+        first, last = n_tiles * part // parts, n_tiles * (part + 1) // parts
+        enter(stored, x, room, 0, -(-n // SIDE))
+        times_rows(stored, room, k, table[which], out, adds, first, last)
         if len(biases):
             for t in range(n):
-                for i in range(first * 2 * SIDE, last * 2 * SIDE):
+                for i in range(first * SIDE, last * SIDE):
                     out[t, i] += biases[i]
+
+    @fast
+    def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
+        """Does the unit take less time?"""
+        return stored <= FLOAT16 and n >= FEWEST_TOKENS and k % STEP == 0 and m % SIDE == 0
 else:  # a compiler for another CPU knows no such instructions
 
     @fast
-    def _times_tiles(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+    def _times_tiles(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
         """There are none."""
         raise NotImplementedError("tiles are for CPUs with AMX")
+
+    @fast
+    def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
+        return False
 
 
 @fast
 def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m].
 
-    m is even, of 4 bits a multiple of ROWS, of tiles one of 2 * SIDE. Two rows at a time, from both halves: two streams
-    from memory are faster than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
+    m is even, of 4 bits a multiple of ROWS. Two rows at a time, from both halves: two streams from memory are faster
+    than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
     """
     if stored == INT4:
         _times_4_bits(table, which, x, out, adds, part, parts)
     elif stored == INT8:
         _times_8_bits(table, which, x, out, adds, part, parts)
-    elif stored == TILES:
-        _times_tiles(table, which, x, out, adds, part, parts)
+    elif _by_tiles(stored, len(x), x.shape[1], out.shape[1]):
+        _times_tiles(stored, table, which, x, out, adds, part, parts)
     else:
         _times_numbers(stored, table, which, x, out, adds, part, parts)

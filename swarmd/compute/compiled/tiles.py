@@ -1,12 +1,12 @@
-"""Weights in float32 times many tokens by a CPU's unit for matrices (Intel AMX), which multiplies in bfloat16.
+"""Several tokens times a weight by a CPU's unit for matrices (Intel AMX), which multiplies in bfloat16.
 
-A float32 has three times bfloat16's bits, and is the sum of three such numbers, its terms. Of a product of two numbers
-six parts are computed and added up in float32, firsts with firsts to thirds: the others are less than what float32
-rounds. What comes is as exact as by AVX-512, and sooner: 512 products a cycle for 32. Weights written in bfloat16 are
-one term, and three parts are all there are.
+A float32 has three times bfloat16's bits, and is the sum of three such numbers, its terms; what was written in float16
+is one of two. Of a product of two numbers six parts are computed and added up in float32, firsts with firsts to thirds:
+the others are less than what float32 rounds. What comes is as exact as by AVX-512, and sooner: 512 products a cycle for
+32. Weights are read where they lie, row by row, and split on the way, so one session's steps read them as they are.
 
-Numbers lie in *tiles*, SIDE rows of 64 bytes. Of what enters a tile holds STEP numbers of k of SIDE tokens; of a weight
-two numbers of k of SIDE rows, in each row of the tile the next two.
+The unit has eight registers, *tiles* of SIDE rows of 64 bytes. In one are STEP numbers of SIDE rows of a weight; in one
+pairs of numbers of SIDE tokens; in one sums, of SIDE rows by SIDE tokens.
 """
 
 from __future__ import annotations
@@ -17,65 +17,40 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import SIDE, STEP, TERMS
-from swarmd.compute.compiled.machine import Made, alone, fast, instruction, look_ahead, meet
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, SIDE, STEP, TERMS
+from swarmd.compute.compiled.machine import Made, alone, ask_for, fast, instruction, meet
+from swarmd.compute.compiled.products import widened
 
 TILE, ROW = 1_024, 64  # bytes
-UPPER, LOWER, WEIGHT, OTHER = 4, 5, 6, 7  # what the registers beside four sums hold: there are eight
-byte, address = ir.IntType(8), ir.IntType(8).as_pointer()
+BESIDE = 4  # tiles of a weight that are multiplied at the same time: a product takes 52 cycles, one begins in 16
+ENTERING, WEIGHT = BESIDE, BESIDE + TERMS  # registers, of what enters the first of three, beside those of sums
+TERMS_OF = {FLOAT32: TERMS, FLOAT16: 2, BFLOAT16: 1}
+RESPLIT = 2  # groups of SIDE tokens for which a weight is split each time: memory for more takes longer
+byte, word, wide = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+words, floats = ir.VectorType(word, SIDE), ir.VectorType(ir.FloatType(), SIDE)
 
 
-def _clear(register: int) -> Made:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = builder.module.declare_intrinsic("llvm.x86.tilezero", (), ir.FunctionType(ir.VoidType(), [byte]))
-        builder.call(function, [byte(register)])
-        return context.get_dummy_value()
-
-    def made(typingctx: Any) -> Any:
-        return types.void(), generate
-
-    return instruction(made)
+def _everywhere(bits: int) -> Any:
+    return ir.Constant(words, [bits] * SIDE)
 
 
-def _product(total: int, entering: int) -> Made:
-    """Add what is in one register times a weight to one of two sums beside each other: ``total``, or the next."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [byte] * 3)
-        function = builder.module.declare_intrinsic("llvm.x86.tdpbf16ps", (), kind)
-        with builder.if_else(builder.icmp_signed("==", args[0], args[0].type(0))) as columns:
-            for column, there in enumerate(columns):
-                with there:
-                    builder.call(function, [byte(total + column), byte(entering), byte(WEIGHT)])
-        return context.get_dummy_value()
-
-    def made(typingctx: Any, column: Any) -> Any:
-        return types.void(types.int64), generate
-
-    return instruction(made)
+def _call(builder: Any, name: str, *args: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), args)
 
 
-def _move(name: str, register: int) -> Made:
-    """An instruction between a register and memory, told how many bytes after a row the next one is."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [byte, address, ir.IntType(64)])
-        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind)
-        builder.call(function, [byte(register), builder.inttoptr(args[0], address), args[1]])
-        return context.get_dummy_value()
-
-    def made(typingctx: Any, place: Any, stride: Any) -> Any:
-        return types.void(types.int64, types.int64), generate
-
-    return instruction(made)
+def _at(builder: Any, address: Any, offset: Any, kind: Any = byte) -> Any:
+    """A pointer so many bytes after an address."""
+    return builder.inttoptr(
+        builder.add(address, address.type(offset) if isinstance(offset, int) else offset), kind.as_pointer()
+    )
 
 
 def _about_shapes(name: str) -> Made:
     """An instruction that reads or writes what shapes registers have: 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = builder.module.declare_intrinsic(f"llvm.x86.{name}", (), ir.FunctionType(ir.VoidType(), [address]))
-        builder.call(function, [builder.inttoptr(args[0], address)])
+        _call(builder, name, _at(builder, args[0], 0))
         return context.get_dummy_value()
 
     def made(typingctx: Any, place: Any) -> Any:
@@ -85,114 +60,223 @@ def _about_shapes(name: str) -> Made:
 
 
 _shape, _what_shape = _about_shapes("ldtilecfg"), _about_shapes("sttilecfg")
-_load_upper, _load_lower, _load_weight, _load_other = (
-    _move("tileloadd64", register) for register in (UPPER, LOWER, WEIGHT, OTHER)
-)
-_load_0, _load_1, _load_2, _load_3 = (_move("tileloadd64", total) for total in range(4))
-_clear_0, _clear_1, _clear_2, _clear_3 = (_clear(total) for total in range(4))
-_store_0, _store_1, _store_2, _store_3 = (_move("tilestored64", total) for total in range(4))
-_add_upper, _add_lower = _product(0, UPPER), _product(2, LOWER)
-_add_other_to_upper, _add_other_to_lower = _product(0, OTHER), _product(2, OTHER)
-
-
-@fast
-def room_for(n: Any, k: Any) -> Any:
-    """How many numbers of 16 bits n tokens take, split."""
-    return -(-n // SIDE) * SIDE * k * TERMS
 
 
 @instruction
-def _split_step(typingctx: Any, numbers: Any, tile: Any) -> Any:
-    """STEP numbers at an address, to a row of TERMS tiles: rounded to the nearest, ties to even, then what is left."""
-    words, halves = ir.VectorType(ir.IntType(32), STEP), ir.VectorType(ir.IntType(16), STEP)
-    floats = ir.VectorType(ir.FloatType(), STEP)
-
-    def everywhere(bits: int) -> Any:
-        return ir.Constant(words, [bits] * STEP)
+def _clear(typingctx: Any) -> Any:
+    """All sums are 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rest = builder.load(builder.inttoptr(args[0], floats.as_pointer()), align=4)
-        for term in range(TERMS):
+        for total in range(BESIDE):
+            _call(builder, "tilezero", byte(total))
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@instruction
+def _store(typingctx: Any, sums: Any) -> Any:
+    """All sums to an address, [BESIDE, SIDE, SIDE] float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for total in range(BESIDE):
+            _call(builder, "tilestored64", byte(total), _at(builder, args[0], total * TILE), wide(ROW))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _add_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
+    """STEP numbers of SIDE tokens times those of so many tiles of a weight: see ``_add``."""
+    x, weight, below, beside, ahead = args
+    terms = TERMS_OF[stored]
+    hints = -(
+        -SIDE * STEP * (4 if stored == FLOAT32 else 2) // (ROW * terms)
+    )  # after each tile, as many as are read of it
+    for term in range(TERMS):
+        _call(builder, "tileloadd64", byte(ENTERING + term), _at(builder, x, term * TILE), wide(ROW))
+    for term in range(terms):
+        for tile in range(n_tiles):
+            place = builder.add(_times(builder, beside, tile), wide(term * TILE))
+            _call(builder, "tileloadd64", byte(WEIGHT), _at(builder, weight, place), below)
+            for other in range(TERMS - term):
+                _call(builder, "tdpbf16ps", byte(tile), byte(WEIGHT), byte(ENTERING + other))
+            for hint in range(hints):
+                ask_for(builder, _at(builder, ahead, ((term * n_tiles + tile) * hints + hint) * ROW), cache=2)
+
+
+def _times(builder: Any, number: Any, factor: int) -> Any:
+    return builder.mul(number, number.type(factor))
+
+
+@instruction
+def _add(typingctx: Any, stored: Any, n_tiles: Any, x: Any, weight: Any, below: Any, beside: Any, ahead: Any) -> Any:
+    """Add products of STEP numbers to the sums of up to BESIDE tiles of a weight.
+
+    By addresses what enters, [TERMS, STEP / 2, SIDE, 2]; the weight's first tile, how far apart its rows are, how far
+    the next tile's are, and what will be read soon.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for kind in TERMS_OF:
+            with builder.if_then(builder.icmp_signed("==", args[0], wide(kind))):
+                for n in range(1, BESIDE + 1):
+                    with builder.if_then(builder.icmp_signed("==", args[1], wide(n))):
+                        _add_step(builder, kind, n, args[2:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+def _split(builder: Any, lower: Any, upper: Any, terms: int, is_cut: bool, place: Any) -> None:
+    """Two vectors of SIDE numbers to ``terms`` rows of as many pairs, TILE bytes apart.
+
+    A term is what is left, cut, or rounded to the nearest, ties to even.
+    """
+    for term in range(terms):
+        pair = []
+        for rest in (lower, upper):
             bits = builder.bitcast(rest, words)
-            odd = builder.and_(builder.lshr(bits, everywhere(16)), everywhere(1))
-            upper = builder.lshr(builder.add(builder.add(bits, everywhere(0x7FFF)), odd), everywhere(16))
-            is_none = builder.fcmp_unordered("uno", rest, rest)  # no number, which rounding might make one of
-            upper = builder.select(is_none, everywhere(0x7FC0), upper)
-            place = builder.add(args[1], args[1].type(term * TILE))
-            builder.store(builder.trunc(upper, halves), builder.inttoptr(place, halves.as_pointer()), align=2)
-            rest = builder.fsub(rest, builder.bitcast(builder.shl(upper, everywhere(16)), floats))
+            if not is_cut:
+                odd = builder.and_(builder.lshr(bits, _everywhere(16)), _everywhere(1))
+                rounded = builder.add(builder.add(bits, _everywhere(0x7FFF)), odd)
+                is_none = builder.fcmp_unordered("uno", rest, rest)  # no number, which rounding might make one of
+                bits = builder.select(is_none, _everywhere(0x7FC0_0000), rounded)
+            pair.append(builder.and_(bits, _everywhere(0xFFFF_0000)))
+        both = builder.or_(builder.lshr(pair[0], _everywhere(16)), pair[1])
+        builder.store(both, _at(builder, place, term * TILE, words), align=4)
+        lower, upper = (
+            builder.fsub(rest, builder.bitcast(bits, floats)) for rest, bits in zip((lower, upper), pair, strict=True)
+        )
+
+
+@instruction
+def _split_tokens(typingctx: Any, numbers: Any, is_in_order: Any, place: Any) -> Any:
+    """STEP numbers that enter to a row of pairs in each of TERMS tiles: of neighbours, or of i and i + STEP / 2."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lower, upper = (widened(builder, FLOAT32, _at(builder, args[0], ROW * half), SIDE) for half in range(2))
+        even, odd = (
+            builder.shuffle_vector(lower, upper, ir.Constant(words, list(range(first, STEP, 2)))) for first in range(2)
+        )
+        lower, upper = builder.select(args[1], even, lower), builder.select(args[1], odd, upper)
+        _split(builder, lower, upper, TERMS, False, args[2])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.boolean, types.int64), generate
+
+
+def _split_row_of(stored: int) -> Made:
+    """STEP numbers of a row of a weight to a row of as many tiles as it has terms: pairs of i and i + STEP / 2."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        n_bytes = SIDE * (4 if stored == FLOAT32 else 2)
+        lower, upper = (widened(builder, stored, _at(builder, args[0], n_bytes * half), SIDE) for half in range(2))
+        _split(builder, lower, upper, TERMS_OF[stored], True, args[1])
+        return context.get_dummy_value()
+
+    def made(typingctx: Any, numbers: Any, place: Any) -> Any:
+        return types.void(types.int64, types.int64), generate
+
+    return instruction(made)
+
+
+_split_row_of_32_bits, _split_row_of_16_bits = _split_row_of(FLOAT32), _split_row_of(FLOAT16)
+
+
+@instruction
+def _flip(typingctx: Any, rows: Any, columns: Any) -> Any:
+    """SIDE rows of as many numbers of 32 bits, as rows of what were columns: by addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [builder.load(_at(builder, args[0], ROW * i, words), align=4) for i in range(SIDE)]
+        distance = 1
+        while distance < SIDE:  # squares of this side change places with those beside them
+            for i in (i for i in range(SIDE) if not i & distance):
+                pair = rows[i], rows[i + distance]
+                for k, row in enumerate((i, i + distance)):
+                    places = [(j & ~distance | k * distance) + (SIDE if j & distance else 0) for j in range(SIDE)]
+                    rows[row] = builder.shuffle_vector(*pair, ir.Constant(words, places))
+            distance *= 2
+        for i, row in enumerate(rows):
+            builder.store(row, _at(builder, args[1], ROW * i, words), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
 
 
 @fast
-def split(x: Any, room: Any, first: Any, last: Any) -> Any:
-    """Rows ``first`` to ``last`` of x [n, k] float32 to tiles [n / SIDE, k / STEP, TERMS, SIDE, STEP] of bfloat16."""
-    n_steps = x.shape[1] // STEP
-    for t in range(first, last):
-        numbers = x.ctypes.data + 4 * t * x.shape[1]
-        tiles = room.ctypes.data + t // SIDE * n_steps * TERMS * TILE + t % SIDE * ROW
-        for step in range(n_steps):
-            _split_step(numbers + 4 * STEP * step, tiles + step * TERMS * TILE)
+def room_for(n: Any, k: Any) -> Any:
+    """How many bytes n tokens of k numbers take, split."""
+    return ROW + -(-n // SIDE) * (k // STEP) * TERMS * TILE
 
 
 @fast
-def _begin(adds: Any, is_pair: Any, out: Any, stride: Any) -> Any:
-    """Sums begin with nothing, or with what is there."""
-    if not adds:
-        _clear_0()
-        _clear_1()
-        _clear_2()
-        _clear_3()
-        return
-    _load_0(out, stride)
-    _load_1(out + ROW, stride)
-    if is_pair:
-        _load_2(out + SIDE * stride, stride)
-        _load_3(out + SIDE * stride + ROW, stride)
+def _place(room: Any) -> Any:
+    """The first address of an array that a row of a tile may have."""
+    return -(-room.ctypes.data // ROW) * ROW
 
 
 @fast
-def _end(is_pair: Any, out: Any, stride: Any) -> Any:
-    _store_0(out, stride)
-    _store_1(out + ROW, stride)
-    if is_pair:
-        _store_2(out + SIDE * stride, stride)
-        _store_3(out + SIDE * stride + ROW, stride)
+def enter(stored: Any, x: Any, room: Any, first: Any, last: Any) -> Any:
+    """Groups ``first`` to ``last`` of SIDE tokens of x [n, k] float32 to tiles, for a weight that is stored so."""
+    n, k = x.shape
+    rows = np.zeros((TERMS, SIDE, SIDE), np.uint32)
+    place = _place(room) + first * (k // STEP) * TERMS * TILE
+    for group in range(first, last):
+        for step in range(k // STEP):
+            for t in range(min(SIDE, n - group * SIDE)):
+                numbers = x.ctypes.data + 4 * ((group * SIDE + t) * k + step * STEP)
+                _split_tokens(numbers, stored == BFLOAT16, rows.ctypes.data + t * ROW)
+            for term in range(TERMS):
+                _flip(rows.ctypes.data + term * TILE, place)
+                place += TILE
 
 
 @fast
-def _add_products(column: Any, upper: Any, lower: Any, weight: Any, term: Any, is_pair: Any) -> Any:
-    """STEP numbers of k: one or two tiles that enter times one term of a weight, by their addresses."""
-    if not is_pair:  # so few tokens wait for memory
-        look_ahead(weight, TILE)
-    _load_weight(weight, ROW)
-    _add_upper(column)
-    if is_pair:
-        _add_lower(column)
-    for more in range(1, TERMS - term):
-        _load_other(upper + more * TILE, ROW)
-        _add_other_to_upper(column)
-        if is_pair:
-            _load_other(lower + more * TILE, ROW)
-            _add_other_to_lower(column)
+def _split_rows(stored: Any, weight: Any, below: Any, n_tiles: Any, place: Any) -> Any:
+    """STEP numbers of each row of so many tiles of a weight, to tiles of its terms."""
+    for tile in range(n_tiles):
+        for row in range(SIDE):
+            if stored == FLOAT32:
+                _split_row_of_32_bits(weight, place + row * ROW)
+            else:
+                _split_row_of_16_bits(weight, place + row * ROW)
+            weight += below
+        place += TILE * (TERMS if stored == FLOAT32 else 2)
 
 
 @fast
-def _times(x: Any, weight: Any, n_steps: Any, terms: Any, adds: Any, is_pair: Any, out: Any, stride: Any) -> Any:
-    """One or two rows of tiles times two of a weight, to two or four of ``out``, with ``stride`` bytes in a row."""
-    _begin(adds, is_pair, out, stride)
-    for step in range(n_steps):
-        upper, left = x + step * TERMS * TILE, weight + step * terms * TILE
-        lower, right = upper + n_steps * TERMS * TILE, left + n_steps * terms * TILE
-        _load_upper(upper, ROW)
-        if is_pair:
-            _load_lower(lower, ROW)
-        for term in range(terms):
-            _add_products(0, upper, lower, left + term * TILE, term, is_pair)
-            _add_products(1, upper, lower, right + term * TILE, term, is_pair)
-    _end(is_pair, out, stride)
+def _multiply_group(
+    stored: Any, x: Any, k: Any, weight: Any, n_tiles: Any, pieces: Any, is_split: Any, kept: Any
+) -> Any:
+    """A group of tokens times so many tiles of a weight, to sums. What is split is kept, or only for a moment."""
+    size = 4 if stored == FLOAT32 else 2
+    terms, below = TERMS if stored == FLOAT32 else 2, size * k
+    ahead = weight + SIDE * n_tiles * below
+    _clear()
+    for step in range(k // STEP):
+        if stored == BFLOAT16:
+            _add(stored, n_tiles, x, weight, below, SIDE * below, ahead)
+        else:
+            place = pieces + (step if kept else step & 1) * BESIDE * TERMS * TILE
+            if not is_split:
+                _split_rows(stored, weight, below, n_tiles, place)
+            _add(stored, n_tiles, x, place, ROW, terms * TILE, ahead)
+        x += TERMS * TILE
+        weight += STEP * size
+        ahead += STEP * size * SIDE * n_tiles
+
+
+@fast
+def _put(sums: Any, flipped: Any, n_tiles: Any, out: Any, first: Any, at: Any, adds: Any) -> Any:
+    """Sums, [BESIDE * SIDE, SIDE], to or onto ``out`` [n, m] from a token and a row of the weight on."""
+    for tile in range(n_tiles):
+        _flip(sums.ctypes.data + tile * TILE, flipped.ctypes.data)
+        for t in range(min(SIDE, len(out) - first)):
+            to = out[first + t, at + tile * SIDE : at + (tile + 1) * SIDE]
+            for i in range(SIDE):
+                to[i] = flipped[t, i] + (to[i] if adds else np.float32(0))
 
 
 @fast
@@ -202,51 +286,42 @@ def _restore(shapes: Any) -> Any:
 
 
 @fast
-def _with_rows(shapes: Any, n: Any) -> Any:
-    """Have registers so many rows, but that of a weight."""
-    shapes[0] = 1  # the palette: all that there is yet
-    for register in range(OTHER + 1):
-        shapes[16 + 2 * register] = ROW
-        shapes[48 + register] = SIDE if register == WEIGHT else n
-    _shape(shapes.ctypes.data)
+def times_rows(stored: Any, room: Any, k: Any, weight: Any, out: Any, adds: Any, first: Any, last: Any) -> Any:
+    """Tokens that have entered times tiles ``first`` to ``last`` (of SIDE rows) of a weight, to or onto out [n, m].
 
-
-@fast
-def times_tiles(room: Any, k: Any, weight: Any, terms: Any, out: Any, adds: Any, first: Any, last: Any) -> Any:
-    """Columns ``first`` to ``last`` (in 2 * SIDE) of what n tokens, split, times a weight give, to or onto out [n, m].
-
-    ``room`` has them; by its address the weight, [m / SIDE, k / STEP, terms, STEP / 2, SIDE, 2] of bfloat16.
+    The weight [m, k] is stored as FLOAT32, FLOAT16 or BFLOAT16, by its address.
     """
-    n, m = out.shape
-    n_steps, n_tiles, stride, entering, leaving = k // STEP, n // SIDE, 4 * m, room.ctypes.data, out.ctypes.data
+    n_groups, n_steps = -(-len(out) // SIDE), k // STEP
+    kept = n_groups > RESPLIT
+    pieces = np.empty(ROW + (n_steps if kept else 2) * BESIDE * TERMS * TILE, np.uint8)
+    sums, flipped = np.empty((BESIDE * SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
     shapes, before = np.zeros(ROW, np.uint8), np.zeros(ROW, np.uint8)
+    shapes[0] = 1  # the palette: all that there is yet
+    for register in range(WEIGHT + 1):
+        shapes[16 + 2 * register] = ROW
+        shapes[48 + register] = SIDE
     _what_shape(before.ctypes.data)
-    if n_tiles:
-        _with_rows(shapes, SIDE)
-        for column in range(first, last):
-            rows, to = weight + 2 * column * n_steps * terms * TILE, leaving + 2 * ROW * column
-            for tile in range(0, n_tiles, 2):
-                x, is_pair = entering + tile * n_steps * TERMS * TILE, tile + 1 < n_tiles
-                _times(x, rows, n_steps, terms, adds, is_pair, to + tile * SIDE * stride, stride)
-    if n % SIDE:
-        _with_rows(shapes, n % SIDE)
-        x, to = entering + n_tiles * n_steps * TERMS * TILE, leaving + n_tiles * SIDE * stride
-        for column in range(first, last):
-            rows = weight + 2 * column * n_steps * terms * TILE
-            _times(x, rows, n_steps, terms, adds, False, to + 2 * ROW * column, stride)
+    _restore(shapes)
+    for tile in range(first, last, BESIDE):
+        n_tiles, rows = min(BESIDE, last - tile), weight + tile * SIDE * k * (4 if stored == FLOAT32 else 2)
+        for group in range(n_groups):
+            x, to = _place(room) + group * n_steps * TERMS * TILE, _place(pieces)
+            _multiply_group(stored, x, k, rows, n_tiles, to, kept and group > 0, kept)
+            _store(sums.ctypes.data)
+            _put(sums, flipped, n_tiles, out, group * SIDE, tile * SIDE, adds)
     _restore(before)  # others have shapes of their own, and may rely on them
 
 
 @alone
-def multiply(x: Any, weight: Any, terms: Any, room: Any, out: Any, team: Any) -> Any:
-    """x [n, k] times a weight [m, k], to out [n, m], float32; k is a multiple of STEP, m of 2 * SIDE.
+def multiply(stored: Any, x: Any, weight: Any, room: Any, out: Any, team: Any) -> Any:
+    """x [n, k] times a weight [m, k], to out [n, m], float32; k is a multiple of STEP, m of SIDE.
 
-    ``room``: uint16 [room_for(n, k)]. ``team``: meeting, part, parts, as of a step.
+    ``room``: uint8 [room_for(n, k)]. ``team``: meeting, part, parts, as of a step.
     """
     meeting, part, parts = team
     n, k = x.shape
-    n_pairs, place = out.shape[1] // (2 * SIDE), meeting.ctypes.data
-    split(x, room, n * part // parts, n * (part + 1) // parts)
+    n_groups, n_tiles, place = -(-n // SIDE), out.shape[1] // SIDE, meeting.ctypes.data
+    enter(stored, x, room, n_groups * part // parts, n_groups * (part + 1) // parts)
     n_met = meet(place, 0, parts)
-    times_tiles(room, k, weight, terms, out, False, n_pairs * part // parts, n_pairs * (part + 1) // parts)
+    times_rows(stored, room, k, weight, out, False, n_tiles * part // parts, n_tiles * (part + 1) // parts)
     meet(place, n_met, parts)
