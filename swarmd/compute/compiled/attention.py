@@ -17,7 +17,8 @@ from swarmd.compute.compiled.layout import (
     SCALE_BYTES,
     TINIEST,
 )
-from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer, widen
+from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer
+from swarmd.compute.compiled.products import largest, mix, times_rows
 
 LOWEST = np.float32(-1e30)  # below any logit
 
@@ -37,13 +38,9 @@ def _line_bytes(stored: Any, head: Any) -> Any:
 
 
 @fast
-def _read(stored: Any, address: Any, head: Any, out: Any) -> Any:
-    if stored != INT8:
-        widen(stored, address, head, out)
-        return
-    levels, scale = carray(pointer(address), (head,), np.int8), carray(pointer(address + head), (1,), np.float32)[0]
-    for i in range(head):
-        out[i] = np.float32(levels[i]) * scale
+def _scale(line: Any, head: Any) -> Any:
+    """Of a token's head that is kept in 8 bits."""
+    return carray(pointer(line + head), (1,), np.float32)[0]
 
 
 @fast
@@ -68,62 +65,55 @@ def _shares(seen: Any, logits: Any, mixed: Any, state: Any) -> Any:
     """Make shares of logits, those of what a query does not see nothing, and shrink what was mixed before."""
     n = seen[len(seen) - 1]
     for q in range(len(seen)):
-        most = state[q, 0]
-        for t in range(seen[q]):
-            most = max(most, logits[q, t])
+        row, total = logits[q, : seen[q]], np.float32(0)  # indices from 0: with others Numba makes no vectors
+        most = max(state[q, 0], largest(row.ctypes.data, len(row)))
+        for t in range(len(row)):
+            row[t] = exp(row[t] - most)
+            total += row[t]
         shrunk = exp(state[q, 0] - most)
-        total = state[q, 1] * shrunk
-        for t in range(seen[q]):
-            logits[q, t] = exp(logits[q, t] - most)
-        for t in range(seen[q]):
-            total += logits[q, t]
-        for t in range(seen[q], n + n % 2):
+        for t in range(seen[q], n):
             logits[q, t] = np.float32(0)
         for i in range(mixed.shape[1]):
             mixed[q, i] *= shrunk
-        state[q, 0], state[q, 1] = most, total
+        state[q, 0], state[q, 1] = most, state[q, 1] * shrunk + total
+
+
+@fast
+def _look_at(stored: Any, keys: Any, n: Any, query: Any, logits: Any) -> Any:
+    """Products of queries [q, head] and the keys of n tokens, two at a time, to logits [q, at least n, to be even]."""
+    n_queries, head = query.shape
+    line = _line_bytes(stored, head)
+    times_rows(stored, keys, line, n, query, logits)
+    if stored == INT8:
+        for t in range(n):
+            for q in range(n_queries):
+                logits[q, t] *= _scale(keys + t * line, head)
+
+
+@fast
+def _mix_values(stored: Any, values: Any, n: Any, logits: Any, mixed: Any) -> Any:
+    """Values of n tokens, added to ``mixed`` [q, head] by their shares."""
+    n_queries, head = mixed.shape
+    line = _line_bytes(stored, head)
+    if stored == INT8:
+        for t in range(n):
+            for q in range(n_queries):
+                logits[q, t] *= _scale(values + t * line, head)
+    mix(stored, values, line, n, logits, mixed)
 
 
 @fast
 def _attend_to(
-    stored: Any,
-    keys_at: Any,
-    values_at: Any,
-    seen: Any,
-    query: Any,
-    lines: Any,
-    logits: Any,
-    mixed: Any,
-    state: Any,
+    stored: Any, keys_at: Any, values_at: Any, seen: Any, query: Any, logits: Any, mixed: Any, state: Any
 ) -> Any:
     """Queries [q, head] of one kept head over its tokens, of which each sees the first ``seen`` [q].
 
     ``mixed`` [q, head] and ``state`` [q, 2] go on: the largest logit so far, and the sum of e to what is below it.
-    Two tokens at a time; ``lines`` [2, head] is room for them.
     """
-    n_queries, head = query.shape
-    n_bytes = _line_bytes(stored, head)
-    n = seen[n_queries - 1]
-    first, second = lines[0], lines[1]
-    for t in range(0, n, 2):
-        _read(stored, keys_at + t * n_bytes, head, first)
-        if t + 1 < n:
-            _read(stored, keys_at + (t + 1) * n_bytes, head, second)
-        for q in range(n_queries):
-            a, b = np.float32(0), np.float32(0)
-            for i in range(head):
-                a += query[q, i] * lines[0, i]
-                b += query[q, i] * lines[1, i]
-            logits[q, t], logits[q, t + 1] = a, b
+    n = seen[len(seen) - 1]
+    _look_at(stored, keys_at, n, query, logits)
     _shares(seen, logits, mixed, state)
-    for t in range(0, n, 2):
-        _read(stored, values_at + t * n_bytes, head, first)
-        if t + 1 < n:
-            _read(stored, values_at + (t + 1) * n_bytes, head, second)
-        for q in range(n_queries):
-            one, other = logits[q, t], logits[q, t + 1]
-            for i in range(head):
-                mixed[q, i] += one * lines[0, i] + other * lines[1, i]
+    _mix_values(stored, values_at, n, logits, mixed)
 
 
 @fast
@@ -141,7 +131,7 @@ def attend(
     n_queries = query.shape[0] * groups
     queries, mixed = np.empty((n_queries, head), np.float32), np.empty((n_queries, head), np.float32)
     state = np.empty((n_queries, 2), np.float32)
-    lines, shared, own = np.zeros((2, head), np.float32), np.empty(n_queries, np.int64), np.empty(n_queries, np.int64)
+    shared, own = np.empty(n_queries, np.int64), np.empty(n_queries, np.int64)
     begin = 0
     while begin < query.shape[0]:
         end = begin + 1
@@ -157,7 +147,7 @@ def attend(
                     for i in range(head):
                         queries[at, i] = scale * query[t, (h * groups + g) * head + i]
                         mixed[at, i] = np.float32(0)
-            room = (queries[:q], lines, logits, mixed, state)
+            room = (queries[:q], logits, mixed[:q], state)
             if counts[begin, 0]:
                 offset = h * kept[begin, 2] * size
                 _attend_to(stored, kept[begin, 0] + offset, kept[begin, 1] + offset, shared[:q], *room)

@@ -146,23 +146,6 @@ def exp(x: Any) -> Any:
 
 
 @fast
-def widen(stored: Any, address: Any, n: Any, out: Any) -> Any:
-    """Read n numbers of 16 or 32 bits."""
-    if stored == BFLOAT16:
-        halves = carray(pointer(address), (n,), np.uint16)
-        for i in range(n):
-            out[i] = of_bfloat16(halves[i])
-    elif stored == FLOAT16:
-        halves = carray(pointer(address), (n,), np.uint16)
-        for i in range(n):
-            out[i] = of_float16(halves[i])
-    else:
-        numbers = carray(pointer(address), (n,), np.float32)
-        for i in range(n):
-            out[i] = numbers[i]
-
-
-@fast
 def narrow(stored: Any, numbers: Any, address: Any) -> Any:
     """Write numbers in 16 or 32 bits."""
     n = len(numbers)
