@@ -23,7 +23,7 @@ from swarmd.values import Span
 from tests.families import FAMILIES, make
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
-    from swarmd.compute.compiled import machine
+    from swarmd.compute.compiled import machine, mixing
 
 BLOCKS = Span(0, 2)
 OF_THIS_KIND = ("llama", "qwen2", "qwen3", "gemma", "smollm3")  # with biases, norms of heads, other norms and curves
@@ -266,8 +266,31 @@ def test_what_the_loops_are_made_of() -> None:
     assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
     values = torch.randn(1_000, generator=torch.Generator().manual_seed(0)) * 10
     for stored, dtype in ((layout.BFLOAT16, torch.bfloat16), (layout.FLOAT16, torch.float16)):
-        out, back = torch.empty(1_000, dtype=dtype), np.empty(1_000, np.float32)
+        out = torch.empty(1_000, dtype=dtype)
         machine.narrow(stored, values.numpy(), out.data_ptr())
         assert torch.equal(out, values.to(dtype)), "rounded as torch does"
-        machine.widen(stored, out.data_ptr(), 1_000, back)
-        assert torch.equal(torch.from_numpy(back), out.float())
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("stored", list(mixing.BYTES))
+def test_rows_of_keys_and_values(stored: int, n_rows: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    dtype = next(dtype for dtype, number in STORED.items() if number == stored)
+    rows = (torch.randn(n_rows, 87, generator=rng) * 40).to(dtype)  # in the widest registers, in others, and alone
+    below, kept = rows.stride(0) * rows.itemsize, rows.double()
+    for n in range(1, 8):
+        queries, before = torch.randn(n, 87, generator=rng), torch.randn(n, 87, generator=rng)
+        products, sums = torch.zeros(n, n_rows + 1), before.clone()
+        mixing.look_at(stored, rows.data_ptr(), below, n_rows, queries.numpy(), products.numpy())
+        assert relative_error(products[:, :n_rows], queries.double() @ kept.T) < EXACT
+        assert not products[:, n_rows].any(), "what is beside them stays"
+        mixing.mix(stored, rows.data_ptr(), below, n_rows, products.numpy(), sums.numpy())
+        assert relative_error(sums, before + products[:, :n_rows].double() @ kept) < EXACT
+
+
+def test_the_largest_of_some_numbers() -> None:
+    for n in range(1, 70):
+        numbers = torch.randn(n, generator=torch.Generator().manual_seed(n)) - 9
+        assert mixing.largest(numbers.numpy()) == numbers.max()
+        numbers[n // 2] = float("nan")
+        assert mixing.largest(numbers.numpy()) == max([mixing.LEAST, *numbers[~numbers.isnan()].tolist()])

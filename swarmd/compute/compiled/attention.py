@@ -18,7 +18,7 @@ from swarmd.compute.compiled.layout import (
     TINIEST,
 )
 from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer
-from swarmd.compute.compiled.products import largest, mix, times_rows
+from swarmd.compute.compiled.mixing import largest, look_at, mix
 
 LOWEST = np.float32(-1e30)  # below any logit
 
@@ -66,7 +66,7 @@ def _shares(seen: Any, logits: Any, mixed: Any, state: Any) -> Any:
     n = seen[len(seen) - 1]
     for q in range(len(seen)):
         row, total = logits[q, : seen[q]], np.float32(0)  # indices from 0: with others Numba makes no vectors
-        most = max(state[q, 0], largest(row.ctypes.data, len(row)))
+        most = max(state[q, 0], largest(row))
         for t in range(len(row)):
             row[t] = exp(row[t] - most)
             total += row[t]
@@ -79,11 +79,11 @@ def _shares(seen: Any, logits: Any, mixed: Any, state: Any) -> Any:
 
 
 @fast
-def _look_at(stored: Any, keys: Any, n: Any, query: Any, logits: Any) -> Any:
-    """Products of queries [q, head] and the keys of n tokens, two at a time, to logits [q, at least n, to be even]."""
+def _multiply_keys(stored: Any, keys: Any, n: Any, query: Any, logits: Any) -> Any:
+    """Products of queries [q, head] and the keys of n tokens, to logits [q, at least n]."""
     n_queries, head = query.shape
     line = _line_bytes(stored, head)
-    times_rows(stored, keys, line, n, query, logits)
+    look_at(stored, keys, line, n, query, logits)
     if stored == INT8:
         for t in range(n):
             for q in range(n_queries):
@@ -111,7 +111,7 @@ def _attend_to(
     ``mixed`` [q, head] and ``state`` [q, 2] go on: the largest logit so far, and the sum of e to what is below it.
     """
     n = seen[len(seen) - 1]
-    _look_at(stored, keys_at, n, query, logits)
+    _multiply_keys(stored, keys_at, n, query, logits)
     _shares(seen, logits, mixed, state)
     _mix_values(stored, values_at, n, logits, mixed)
 

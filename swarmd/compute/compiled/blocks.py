@@ -130,7 +130,7 @@ def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, of_pass: 
     normed, rotary, most = np.empty((n, d), np.float32), _angles(positions, frequencies, floats[2]), 1
     for t in range(n):
         most = max(most, counts[t, 0], counts[t, 1] + 1)
-    logits = np.empty((n * shape[HEADS] // kept_heads, most + 1), np.float32)  # an even number is enough
+    logits = np.empty((n * shape[HEADS] // kept_heads, most), np.float32)
     heads = kept_heads * part // parts, kept_heads * (part + 1) // parts
     n_met, place = 0, meeting.ctypes.data
     for block in range(len(table)):

@@ -236,7 +236,7 @@ def enter(stored: Any, x: Any, room: Any, first: Any, last: Any) -> Any:
 @fast
 def _split_rows(stored: Any, weight: Any, below: Any, n_tiles: Any, place: Any) -> Any:
     """STEP numbers of each row of so many tiles of a weight, to tiles of its terms."""
-    for tile in range(n_tiles):
+    for _ in range(n_tiles):
         for row in range(SIDE):
             if stored == FLOAT32:
                 _split_row_of_32_bits(weight, place + row * ROW)
