@@ -33,7 +33,7 @@ from swarmd.compute.compiled.layout import (
     VALUE,
 )
 from swarmd.compute.compiled.machine import alone, carray, exp, fast, meet, pointer
-from swarmd.compute.compiled.matrices import multiply
+from swarmd.compute.compiled.matrices import layer_of, multiply
 
 
 @fast
@@ -136,21 +136,21 @@ def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, of_pass: 
     for block in range(len(table)):
         at = table[block]
         _normalise(x, at[NORM], floats[0], d, normed, 0, d)
-        multiply(stored, at, QUERY, normed, query, False, part, parts)
-        multiply(stored, at, KEY, normed, key, False, part, parts)
-        multiply(stored, at, VALUE, normed, value, False, part, parts)
+        multiply(stored, layer_of(at, QUERY), normed, query, False, part, parts)
+        multiply(stored, layer_of(at, KEY), normed, key, False, part, parts)
+        multiply(stored, layer_of(at, VALUE), normed, value, False, part, parts)
         n_met = meet(place, n_met, parts)
         _prepare(shape, floats, at, rotary, query, key, heads[0], heads[1])
         keep(shape, key, value, kept[block], counts, heads[0], heads[1])
         attend(shape, floats[1], query, kept[block], counts, logits, mixed, heads[0], heads[1])
         n_met = meet(place, n_met, parts)
-        multiply(stored, at, OUT, mixed, x, True, part, parts)
+        multiply(stored, layer_of(at, OUT), mixed, x, True, part, parts)
         n_met = meet(place, n_met, parts)
         _normalise(x, at[MLP_NORM], floats[0], d, normed, 0, d)
-        multiply(stored, at, GATE, normed, gate, False, part, parts)
-        multiply(stored, at, UP, normed, up, False, part, parts)
+        multiply(stored, layer_of(at, GATE), normed, gate, False, part, parts)
+        multiply(stored, layer_of(at, UP), normed, up, False, part, parts)
         n_met = meet(place, n_met, parts)
         _gated(gate, up, shape[CURVE], inner * part // parts, inner * (part + 1) // parts)
         n_met = meet(place, n_met, parts)
-        multiply(stored, at, DOWN, gate, x, True, part, parts)
+        multiply(stored, layer_of(at, DOWN), gate, x, True, part, parts)
         n_met = meet(place, n_met, parts)

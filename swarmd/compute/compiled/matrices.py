@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import BIAS, FLOAT16, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
+from swarmd.compute.compiled.layout import BFLOAT16, BIAS, FLOAT16, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
 from swarmd.compute.compiled.levels import (
     CHUNK,
     round_to_levels,
@@ -18,13 +18,19 @@ from swarmd.compute.compiled.machine import carray, fast, look_ahead, pointer
 from swarmd.compute.compiled.products import times_pair
 from swarmd.compute.tiles import has_tiles
 
-FEWEST_TOKENS = 6  # for which a unit for matrices takes less time, if there is one; it takes the same for up to SIDE
+FEWEST_TO_SPLIT, FEWEST = 8, 6  # tokens for which a unit for matrices takes less time, if a weight is split or not
 
 
 @fast
-def _biases(table: Any, which: Any, m: Any) -> Any:
+def layer_of(table: Any, which: Any) -> Any:
+    """Where a layer's weight lies, its scales and its bias; 0 is nothing."""
+    return table[which], table[SCALES + which], table[BIAS + which]
+
+
+@fast
+def _biases(layer: Any, m: Any) -> Any:
     """The bias of a layer; none where it has none."""
-    return carray(pointer(table[BIAS + which]), (m if table[BIAS + which] != 0 else 0,), np.float32)
+    return carray(pointer(layer[2]), (m if layer[2] != 0 else 0,), np.float32)
 
 
 @fast
@@ -36,11 +42,11 @@ def _put(biases: Any, number: Any, out: Any, t: Any, at: Any, adds: Any) -> Any:
 
 
 @fast
-def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def _times_4_bits(layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 4 bits, ROWS rows at a time: a level of 8 is nothing but its zero."""
     n, k = x.shape
     m, groups = out.shape[1], k // GROUP
-    biases = _biases(table, which, m)
+    biases = _biases(layer, m)
     levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
     round_to_levels(x, levels, units)
     sums, totals = np.zeros((groups, n), np.float32), np.empty((n, ROWS), np.float32)
@@ -48,7 +54,7 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any
         for group in range(groups):
             for i in range(GROUP):
                 sums[group, t] += levels[t, group * GROUP + i]
-    step, weight, units_at = 2 * k, table[which], table[SCALES + which]  # before what is written may be any of these
+    step, weight, units_at = 2 * k, layer[0], layer[1]  # before what is written may be any of these
     for r in range(m // ROWS * part // parts * ROWS, m // ROWS * (part + 1) // parts * ROWS, ROWS):
         totals[:] = np.float32(0)
         # here, not before: an array that is not used any more is given back, whoever has its address
@@ -69,15 +75,15 @@ def _times_4_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any
 
 
 @fast
-def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def _times_8_bits(layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 8 bits, with a scale for each row."""
     n, k = x.shape
     m = out.shape[1]
     half = m // 2
-    scales, biases = carray(pointer(table[SCALES + which]), (m,), np.float32), _biases(table, which, m)
+    scales, biases = carray(pointer(layer[1]), (m,), np.float32), _biases(layer, m)
     levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
     round_to_levels(x, levels, units)
-    totals, more, weight = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32), table[which]
+    totals, more, weight = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32), layer[0]
     for r in range(half * part // parts, half * (part + 1) // parts):
         first = weight + r * k
         second = first + half * k
@@ -96,14 +102,14 @@ def _times_8_bits(table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any
 
 
 @fast
-def _times_numbers(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def _times_numbers(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """``multiply`` for weights of 16 or 32 bits."""
     n, k = x.shape
     m = out.shape[1]
     half = m // 2
-    biases = _biases(table, which, m)
+    biases = _biases(layer, m)
     n_bytes = 4 * k if stored == FLOAT32 else 2 * k
-    products, weight = np.empty((n, 2), np.float32), table[which]
+    products, weight = np.empty((n, 2), np.float32), layer[0]
     for r in range(half * part // parts, half * (part + 1) // parts):
         first = weight + r * n_bytes  # no hints to read ahead: they cost on some machines what they bring on others
         times_pair(stored, first, first + half * n_bytes, x.ctypes.data, n, k, products.ctypes.data)
@@ -116,14 +122,14 @@ if has_tiles():
     from swarmd.compute.compiled.tiles import enter, room_for, times_rows
 
     @fast
-    def _times_tiles(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+    def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
         """``multiply`` by a unit for matrices."""
         n, k = x.shape
-        biases, room = _biases(table, which, out.shape[1]), np.empty(room_for(n, k), np.uint8)
+        biases, room = _biases(layer, out.shape[1]), np.empty(room_for(n, k), np.uint8)
         n_tiles = out.shape[1] // SIDE
         first, last = n_tiles * part // parts, n_tiles * (part + 1) // parts
         enter(stored, x, room, 0, -(-n // SIDE))
-        times_rows(stored, room, k, table[which], out, adds, first, last)
+        times_rows(stored, room, k, layer[0], out, adds, first, last)
         if len(biases):
             for t in range(n):
                 for i in range(first * SIDE, last * SIDE):
@@ -132,11 +138,16 @@ if has_tiles():
     @fast
     def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
         """Does the unit take less time?"""
-        return stored <= FLOAT16 and n >= FEWEST_TOKENS and k % STEP == 0 and m % SIDE == 0
+        return (
+            stored <= FLOAT16
+            and n >= (FEWEST if stored == BFLOAT16 else FEWEST_TO_SPLIT)
+            and k % STEP == 0
+            and m % SIDE == 0
+        )
 else:  # a compiler for another CPU knows no such instructions
 
     @fast
-    def _times_tiles(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+    def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
         """There are none."""
         raise NotImplementedError("tiles are for CPUs with AMX")
 
@@ -146,17 +157,17 @@ else:  # a compiler for another CPU knows no such instructions
 
 
 @fast
-def multiply(stored: Any, table: Any, which: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m].
 
     m is even, of 4 bits a multiple of ROWS. Two rows at a time, from both halves: two streams from memory are faster
     than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
     """
     if stored == INT4:
-        _times_4_bits(table, which, x, out, adds, part, parts)
+        _times_4_bits(layer, x, out, adds, part, parts)
     elif stored == INT8:
-        _times_8_bits(table, which, x, out, adds, part, parts)
+        _times_8_bits(layer, x, out, adds, part, parts)
     elif _by_tiles(stored, len(x), x.shape[1], out.shape[1]):
-        _times_tiles(stored, table, which, x, out, adds, part, parts)
+        _times_tiles(stored, layer, x, out, adds, part, parts)
     else:
-        _times_numbers(stored, table, which, x, out, adds, part, parts)
+        _times_numbers(stored, layer, x, out, adds, part, parts)

@@ -6,7 +6,7 @@ widens into memory first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
@@ -55,11 +55,11 @@ def row_of(builder: Any, rows: Any, below: Any, which: Any, kind: Any = number) 
     return builder.inttoptr(builder.add(rows, builder.mul(below, which)), kind.as_pointer())
 
 
-def in_each_way(write: Callable[..., None]) -> Made:
+def in_each_way(write: Callable[..., None], formats: Iterable[int] = tuple(IN_MEMORY)) -> Made:
     """What an instruction stands for that is told how rows are stored and for how many tokens it is, up to TOGETHER."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for stored in IN_MEMORY:
+        for stored in formats:
             with builder.if_then(builder.icmp_signed("==", args[0], args[0].type(stored))):
                 for n in range(1, TOGETHER + 1):
                     with builder.if_then(builder.icmp_signed("==", args[1], args[1].type(n))):
@@ -110,7 +110,7 @@ def _times_pair(
         for which, total in enumerate(products_of(builder, stored, rows, tokens, k)):
             builder.store(total, builder.gep(out, [word(which)]))
 
-    return types.void(*[types.int64] * 8), in_each_way(write)
+    return types.void(*[types.int64] * 8), in_each_way(write, (FLOAT32, FLOAT16, BFLOAT16))
 
 
 @fast
