@@ -25,7 +25,7 @@ TILE, ROW = 1_024, 64  # bytes
 BESIDE = 4  # tiles of a weight that are multiplied at the same time: a product takes 52 cycles, one begins in 16
 ENTERING, WEIGHT = BESIDE, BESIDE + TERMS  # registers, of what enters the first of three, beside those of sums
 TERMS_OF = {FLOAT32: TERMS, FLOAT16: 2, BFLOAT16: 1}
-RESPLIT = 2  # groups of SIDE tokens for which a weight is split each time: memory for more takes longer
+SPLIT_TILES = 24  # of a weight's terms, which many tokens read from the first cache
 byte, word, wide = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 words, floats = ir.VectorType(word, SIDE), ir.VectorType(ir.FloatType(), SIDE)
 
@@ -74,16 +74,21 @@ def _clear(typingctx: Any) -> Any:
     return types.void(), generate
 
 
-@instruction
-def _store(typingctx: Any, sums: Any) -> Any:
-    """All sums to an address, [BESIDE, SIDE, SIDE] float32."""
+def _with_sums(name: str) -> Made:
+    """An instruction between all sums and an address, [BESIDE, SIDE, SIDE] float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for total in range(BESIDE):
-            _call(builder, "tilestored64", byte(total), _at(builder, args[0], total * TILE), wide(ROW))
+            _call(builder, name, byte(total), _at(builder, args[0], total * TILE), wide(ROW))
         return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+    def made(typingctx: Any, sums: Any) -> Any:
+        return types.void(types.int64), generate
+
+    return instruction(made)
+
+
+_load, _store = _with_sums("tileloadd64"), _with_sums("tilestored64")
 
 
 def _add_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
@@ -101,8 +106,9 @@ def _add_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
             _call(builder, "tileloadd64", byte(WEIGHT), _at(builder, weight, place), below)
             for other in range(TERMS - term):
                 _call(builder, "tdpbf16ps", byte(tile), byte(WEIGHT), byte(ENTERING + other))
-            for hint in range(hints):
-                ask_for(builder, _at(builder, ahead, ((term * n_tiles + tile) * hints + hint) * ROW), cache=2)
+            with builder.if_then(builder.icmp_signed("!=", ahead, wide(0))):
+                for hint in range(hints):
+                    ask_for(builder, _at(builder, ahead, ((term * n_tiles + tile) * hints + hint) * ROW), cache=2)
 
 
 def _times(builder: Any, number: Any, factor: int) -> Any:
@@ -114,7 +120,7 @@ def _add(typingctx: Any, stored: Any, n_tiles: Any, x: Any, weight: Any, below: 
     """Add products of STEP numbers to the sums of up to BESIDE tiles of a weight.
 
     By addresses what enters, [TERMS, STEP / 2, SIDE, 2]; the weight's first tile, how far apart its rows are, how far
-    the next tile's are, and what will be read soon.
+    the next tile's are, and what will be read soon, if that is to be asked for.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -167,12 +173,17 @@ def _split_tokens(typingctx: Any, numbers: Any, is_in_order: Any, place: Any) ->
 
 
 def _split_row_of(stored: int) -> Made:
-    """STEP numbers of a row of a weight to a row of as many tiles as it has terms: pairs of i and i + STEP / 2."""
+    """STEP numbers of a row of a weight to a row of as many tiles as it has terms: pairs of i and i + STEP / 2, or of
+    neighbours, as they are, where it has one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        n_bytes = SIDE * (4 if stored == FLOAT32 else 2)
-        lower, upper = (widened(builder, stored, _at(builder, args[0], n_bytes * half), SIDE) for half in range(2))
-        _split(builder, lower, upper, TERMS_OF[stored], True, args[1])
+        if stored == BFLOAT16:
+            row = ir.VectorType(ir.IntType(16), STEP)
+            builder.store(builder.load(_at(builder, args[0], 0, row), align=2), _at(builder, args[1], 0, row), align=2)
+        else:
+            n_bytes = SIDE * (4 if stored == FLOAT32 else 2)
+            lower, upper = (widened(builder, stored, _at(builder, args[0], n_bytes * half), SIDE) for half in range(2))
+            _split(builder, lower, upper, TERMS_OF[stored], True, args[1])
         return context.get_dummy_value()
 
     def made(typingctx: Any, numbers: Any, place: Any) -> Any:
@@ -182,6 +193,7 @@ def _split_row_of(stored: int) -> Made:
 
 
 _split_row_of_32_bits, _split_row_of_16_bits = _split_row_of(FLOAT32), _split_row_of(FLOAT16)
+_copy_row = _split_row_of(BFLOAT16)
 
 
 @instruction
@@ -234,38 +246,54 @@ def enter(stored: Any, x: Any, room: Any, first: Any, last: Any) -> Any:
 
 
 @fast
-def _split_rows(stored: Any, weight: Any, below: Any, n_tiles: Any, place: Any) -> Any:
-    """STEP numbers of each row of so many tiles of a weight, to tiles of its terms."""
-    for _ in range(n_tiles):
-        for row in range(SIDE):
-            if stored == FLOAT32:
-                _split_row_of_32_bits(weight, place + row * ROW)
-            else:
-                _split_row_of_16_bits(weight, place + row * ROW)
-            weight += below
-        place += TILE * (TERMS if stored == FLOAT32 else 2)
+def _terms(stored: Any) -> Any:
+    return TERMS if stored == FLOAT32 else 2 if stored == FLOAT16 else 1
 
 
 @fast
-def _multiply_group(
-    stored: Any, x: Any, k: Any, weight: Any, n_tiles: Any, pieces: Any, is_split: Any, kept: Any
-) -> Any:
-    """A group of tokens times so many tiles of a weight, to sums. What is split is kept, or only for a moment."""
-    size = 4 if stored == FLOAT32 else 2
-    terms, below = TERMS if stored == FLOAT32 else 2, size * k
-    ahead = weight + SIDE * n_tiles * below
-    _clear()
-    for step in range(k // STEP):
-        if stored == BFLOAT16:
-            _add(stored, n_tiles, x, weight, below, SIDE * below, ahead)
+def _split_rows(stored: Any, weight: Any, below: Any, n_tiles: Any, place: Any) -> Any:
+    """STEP numbers of each row of so many tiles of a weight, to tiles of its terms."""
+    for tile in range(n_tiles):
+        to, rows = place + tile * TILE * _terms(stored), weight + tile * SIDE * below
+        if stored == FLOAT32:
+            for row in range(SIDE):
+                _split_row_of_32_bits(rows + row * below, to + row * ROW)
+        elif stored == FLOAT16:
+            for row in range(SIDE):
+                _split_row_of_16_bits(rows + row * below, to + row * ROW)
         else:
-            place = pieces + (step if kept else step & 1) * BESIDE * TERMS * TILE
-            if not is_split:
-                _split_rows(stored, weight, below, n_tiles, place)
-            _add(stored, n_tiles, x, place, ROW, terms * TILE, ahead)
-        x += TERMS * TILE
-        weight += STEP * size
-        ahead += STEP * size * SIDE * n_tiles
+            for row in range(SIDE):
+                _copy_row(rows + row * below, to + row * ROW)
+
+
+@fast
+def _multiply_block(
+    stored: Any, entered: Any, n_groups: Any, k: Any, weight: Any, n_tiles: Any, pieces: Any, sums: Any
+) -> Any:
+    """Groups of tokens times so many tiles of a weight, to sums [n_groups, BESIDE, SIDE, SIDE]."""
+    size, terms = 4 if stored == FLOAT32 else 2, _terms(stored)
+    n_steps, below, in_place = k // STEP, size * k, stored == BFLOAT16 and n_groups == 1
+    at_once = n_steps if in_place else SPLIT_TILES // (BESIDE * terms)  # steps, of one group after the other
+    ahead = weight + SIDE * n_tiles * below
+    for first in range(0, n_steps, at_once):
+        last = min(first + at_once, n_steps)
+        for group in range(n_groups):
+            if first == 0:
+                _clear()
+            elif n_groups > 1:
+                _load(sums + group * BESIDE * TILE)
+            for step in range(first, last):
+                x = entered + (group * n_steps + step) * TERMS * TILE
+                rows, place = weight + step * STEP * size, pieces + (step - first) * BESIDE * terms * TILE
+                soon = ahead + step * STEP * size * SIDE * n_tiles if group == 0 else 0
+                if in_place:
+                    _add(stored, n_tiles, x, rows, below, SIDE * below, soon)
+                    continue
+                if group == 0:
+                    _split_rows(stored, rows, below, n_tiles, place)
+                _add(stored, n_tiles, x, place, ROW, terms * TILE, soon)
+            if n_groups > 1 or last == n_steps:
+                _store(sums + group * BESIDE * TILE)
 
 
 @fast
@@ -292,9 +320,8 @@ def times_rows(stored: Any, room: Any, k: Any, weight: Any, out: Any, adds: Any,
     The weight [m, k] is stored as FLOAT32, FLOAT16 or BFLOAT16, by its address.
     """
     n_groups, n_steps = -(-len(out) // SIDE), k // STEP
-    kept = n_groups > RESPLIT
-    pieces = np.empty(ROW + (n_steps if kept else 2) * BESIDE * TERMS * TILE, np.uint8)
-    sums, flipped = np.empty((BESIDE * SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
+    pieces = np.empty(ROW + SPLIT_TILES * TILE, np.uint8)
+    sums, flipped = np.empty((n_groups, BESIDE * SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
     shapes, before = np.zeros(ROW, np.uint8), np.zeros(ROW, np.uint8)
     shapes[0] = 1  # the palette: all that there is yet
     for register in range(WEIGHT + 1):
@@ -304,11 +331,9 @@ def times_rows(stored: Any, room: Any, k: Any, weight: Any, out: Any, adds: Any,
     _restore(shapes)
     for tile in range(first, last, BESIDE):
         n_tiles, rows = min(BESIDE, last - tile), weight + tile * SIDE * k * (4 if stored == FLOAT32 else 2)
+        _multiply_block(stored, _place(room), n_groups, k, rows, n_tiles, _place(pieces), sums.ctypes.data)
         for group in range(n_groups):
-            x, to = _place(room) + group * n_steps * TERMS * TILE, _place(pieces)
-            _multiply_group(stored, x, k, rows, n_tiles, to, kept and group > 0, kept)
-            _store(sums.ctypes.data)
-            _put(sums, flipped, n_tiles, out, group * SIDE, tile * SIDE, adds)
+            _put(sums[group], flipped, n_tiles, out, group * SIDE, tile * SIDE, adds)
     _restore(before)  # others have shapes of their own, and may rely on them
 
 
