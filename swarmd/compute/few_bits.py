@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -62,11 +61,10 @@ class LevelsLinear(FrozenLinear):
         """In float32."""
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
-        table = np.zeros(layout.N_ADDRESSES, np.int64)  # anew: a copy of this layer has weights of its own
-        table[0], table[layout.SCALES] = self._levels.data_ptr(), self._scales.data_ptr()
+        layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
         for at in range(0, len(rows), MOST_ROWS):
             some = slice(at, at + MOST_ROWS)
-            self._multiply(self._stored, table, 0, rows[some].numpy(), out[some].numpy(), False, 0, 1)
+            self._multiply(self._stored, layer, rows[some].numpy(), out[some].numpy(), False, 0, 1)
         return out.view(*hidden.shape[:-1], self.out_features)
 
 
