@@ -36,7 +36,7 @@ from swarmd.compute.team import Team
 from swarmd.compute.tiles import has_tiles
 
 ALIGNED = 64  # bytes: where a weight may begin
-TIMED = (1, 2, 4, 8, 16)  # tokens: for more, operators are as fast
+TIMED = (1, 2, 4, 8, 16, 32)  # tokens: a prompt's pass, in which steps of others get in between, has more
 MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
 
 # What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.

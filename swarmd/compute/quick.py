@@ -98,7 +98,7 @@ class Quick:
 
     def find(self, fused: OneCall | None) -> None:
         """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up."""
-        right = fused if fused is not None and self._is_right(fused) else None
+        right = fused if fused is not None and self._is_right(fused, (*CHECKED, fused.timed[-1])) else None
         if right is None or not self._take(right, MUCH):
             self._capture()
             if right is not None:
