@@ -319,7 +319,7 @@ def times_rows(stored: Any, room: Any, k: Any, weight: Any, out: Any, adds: Any,
 
     The weight [m, k] is stored as FLOAT32, FLOAT16 or BFLOAT16, by its address.
     """
-    n_groups, n_steps = -(-len(out) // SIDE), k // STEP
+    n_groups = -(-len(out) // SIDE)
     pieces = np.empty(ROW + SPLIT_TILES * TILE, np.uint8)
     sums, flipped = np.empty((n_groups, BESIDE * SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
     shapes, before = np.zeros(ROW, np.uint8), np.zeros(ROW, np.uint8)
