@@ -285,7 +285,7 @@ class Engine:
         sessions = [self._sessions[share.key] for share in shares]
         n_tokens = sum(s.n_rows * share.t for s, share in zip(sessions, shares, strict=True))
         can_share = self.span.can_batch and all(s.can_share for s in sessions)
-        is_quick = can_share and self.span.is_quick(n_tokens, sessions[0].hop)
+        is_quick = can_share and self.span.is_quick(n_tokens, max(share.t for share in shares), sessions[0].hop)
         if len(sessions) == 1 and not is_quick and not (can_share and sessions[0].is_long):
             sessions[0].compute(shares[0].t)
             return

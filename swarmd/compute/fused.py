@@ -36,7 +36,8 @@ from swarmd.compute.team import Team
 from swarmd.compute.tiles import has_tiles
 
 ALIGNED = 64  # bytes: where a weight may begin
-TIMED = (1, 2, 4, 8, 16, 32)  # tokens: a prompt's pass, in which steps of others get in between, has more
+TIMED = (1, 2, 4, 8, 16, 32)  # tokens: more sessions than these seldom decode at once
+LONGEST = 16  # tokens of one session: between the blocks of a prompt's pass steps of others get in
 MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
 
 # What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
@@ -87,6 +88,11 @@ class FusedPass:
     def timed(self) -> Sequence[int]:
         """Tokens of passes that are worth timing, as many as it may be taken for."""
         return TIMED
+
+    @property
+    def longest(self) -> int:
+        """New tokens of one session that it is worth taking for."""
+        return LONGEST
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""

@@ -8,6 +8,7 @@ second to be faster than the first: both are found out when a span is loaded.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -42,6 +43,10 @@ class OneCall(Protocol):
     def timed(self) -> Sequence[int]:
         """Tokens of passes that are worth timing, as many as it may be taken for."""
 
+    @property
+    def longest(self) -> int:
+        """New tokens of one session that it is worth taking for."""
+
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Can it read how all of these are kept?"""
 
@@ -75,17 +80,24 @@ class Quick:
         self.n_fused = 0  # tokens of a pass up to which one call is the fastest
         self.why = ""
 
-    def knows(self, n_tokens: int) -> bool:
-        """Is there a quick way for so many new tokens?"""
-        return n_tokens <= self.n_fused or (self._captured is not None and n_tokens <= MAX_CAPTURED)
+    def knows(self, n_tokens: int, longest: int) -> bool:
+        """Is there a quick way for so many new tokens, so many of one session?"""
+        is_fused = self._fused is not None and n_tokens <= self.n_fused and longest <= self._fused.longest
+        return is_fused or (self._captured is not None and n_tokens <= MAX_CAPTURED)
 
-    def calls(self, n_tokens: int, caches: Sequence[SpanCache]) -> bool:
-        """Is one call the quickest way for so many new tokens of sessions with these caches?"""
-        return self._fused is not None and n_tokens <= self.n_fused and self._fused.takes(caches)
+    def calls(self, n_tokens: int, caches: Sequence[SpanCache], longest: int = 1) -> bool:
+        """Is one call the quickest way for so many new tokens of sessions with these caches, so many of one?"""
+        return (
+            self._fused is not None
+            and n_tokens <= self.n_fused
+            and longest <= self._fused.longest
+            and self._fused.takes(caches)
+        )
 
     def run(self, pieces: list[Piece], n_tokens: int) -> list[torch.Tensor] | None:
         """Compute ``n_tokens`` in all, by the quickest way that takes them; None where there is none."""
-        if self._fused is not None and self.calls(n_tokens, [piece.cache for piece in pieces]):
+        longest = max(piece.hidden.shape[1] for piece in pieces)
+        if self._fused is not None and self.calls(n_tokens, [piece.cache for piece in pieces], longest):
             return self._fused.run(pieces)
         if self._captured is not None and n_tokens <= MAX_CAPTURED:
             return self._ragged.run_captured(pieces, self._captured)
@@ -98,7 +110,7 @@ class Quick:
 
     def find(self, fused: OneCall | None) -> None:
         """Try both ways; where one call is much faster than the pass itself, a straight line would not catch up."""
-        right = fused if fused is not None and self._is_right(fused, (*CHECKED, fused.timed[-1])) else None
+        right = fused if fused is not None and self._is_right(fused) else None
         if right is None or not self._take(right, MUCH):
             self._capture()
             if right is not None:
@@ -158,6 +170,9 @@ class Quick:
             told.append(f"{ratio:.2f} for {n_tokens}")
             if ratio > (at_most if n_tokens <= MAX_CAPTURED else WORTH):
                 break
+            if n_tokens > MAX_CAPTURED and self._error_of_several(fused.run, n_tokens) > self._fused_tolerance:
+                told.append(f"for {n_tokens} it gives something else")
+                break
             self._fused, self.n_fused = fused, n_tokens
         self.why = f"time of one call against operators: {', '.join(told)}"
         return self.n_fused >= MAX_CAPTURED
@@ -179,7 +194,14 @@ class Quick:
                 got, expected = way(ours), self._by_pass(theirs)
                 errors += [relative_error(p, q) for p, q in zip(got, expected, strict=True)]
                 ours, theirs = _next(ours), _next(theirs)
-        return max(errors)
+        return _worst(errors)
+
+    @torch.inference_mode()
+    def _error_of_several(self, way: Way, n_tokens: int) -> float:
+        """The error of a pass over two sessions with half of so many new tokens each."""
+        ours, theirs = (_longer(self._examples(2, 0), n_tokens // 2) for _ in range(2))
+        errors = [relative_error(p, q) for p, q in zip(way(ours), self._by_pass(theirs), strict=True)]
+        return _worst(errors)
 
     @torch.inference_mode()
     def _ratio(self, way: Way, other: Way, n_tokens: int) -> float:
@@ -198,3 +220,15 @@ class Quick:
 def _next(pieces: Sequence[Piece]) -> list[Piece]:
     """The same sessions with a token more in their caches, and the same token again."""
     return [Piece(p.hidden, p.positions + 1, p.cache, p.n_past + p.hidden.shape[1]) for p in pieces]
+
+
+def _longer(pieces: Sequence[Piece], n_tokens: int) -> list[Piece]:
+    """The same sessions with so many new tokens, each another."""
+    steps = torch.arange(n_tokens, device=pieces[0].hidden.device)
+    hidden = [torch.stack([p.hidden[:, 0].roll(i, -1) for i in range(n_tokens)], 1) for p in pieces]
+    return [Piece(h, p.positions + steps, p.cache, p.n_past) for h, p in zip(hidden, pieces, strict=True)]
+
+
+def _worst(errors: Sequence[float]) -> float:
+    """The largest; what is no number is worse than any."""
+    return max(error if error == error else math.inf for error in errors)

@@ -131,9 +131,9 @@ class LoadedSpan:
         with self.adapters.using(sessions):
             return ragged.run(pieces, lambda h, p: self._decode(h, p, None, ragged.cache, hop))
 
-    def is_quick(self, n_tokens: int, hop: Span) -> bool:
-        """Is there a quick way to compute so many new tokens?"""
-        return self._quick is not None and hop == self.span and self._quick.knows(n_tokens)
+    def is_quick(self, n_tokens: int, longest: int, hop: Span) -> bool:
+        """Is there a quick way to compute so many new tokens, so many of one session?"""
+        return self._quick is not None and hop == self.span and self._quick.knows(n_tokens, longest)
 
     @property
     def n_by_one_call(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
-from swarmd.compute.fused import compiling
+from swarmd.compute.fused import STORED, compiling
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype
 from swarmd.compute.team import Team
@@ -19,7 +19,6 @@ from swarmd.compute.tiles import fits, has_tiles
 
 ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
 TOLERANCE = 1e-4  # as for other kernels in float32
-STORED = {torch.float32: layout.FLOAT32, torch.bfloat16: layout.BFLOAT16, torch.float16: layout.FLOAT16}
 
 
 class TiledLinear(PackedOnce):
@@ -31,7 +30,8 @@ class TiledLinear(PackedOnce):
     def __init__(self, linear: nn.Linear, cache_folder: Path) -> None:
         super().__init__(linear)
         weight = linear.weight.detach()
-        self._kept = weight.to(exact_dtype(weight)).contiguous()
+        self._kept_in = exact_dtype(weight)
+        self._kept = weight.to(self._kept_in).contiguous()
         split_bytes = 2 * layout.TERMS * layout.SIDE * self.in_features  # of as many tokens as are multiplied at a time
         self._most_rows = max(1, ROOM_BYTES // split_bytes) * layout.SIDE
         with compiling(cache_folder):

@@ -70,7 +70,7 @@ def test_an_adapter_and_captured_passes_do_not_mix(tmp_path: Path) -> None:
     span.self_test()
     lora = load(span, "one", tmp_path / "one")
     span.quicken()
-    assert span.is_quick(1, Span(0, 3))
+    assert span.is_quick(1, 1, Span(0, 3))
     hidden, positions = torch.randn(1, 1, 64), torch.zeros(1, 1, dtype=torch.long)
     for used in (lora, None):
         alone = span.forward(hidden, positions, None, span.new_cache(), 0, lora=used)

@@ -167,7 +167,7 @@ def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: py
     monkeypatch.setattr(span, "fused", span.fused if way == "one call" else None)
     span.quicken()
     assert ("one call" in span.kernels.action) == (way == "one call")
-    assert span.is_quick(1, BLOCKS)
+    assert span.is_quick(1, 1, BLOCKS)
     bench.open(key)
     for i in range(12):
         bench.put(key, hidden[:, i : i + 1], i)

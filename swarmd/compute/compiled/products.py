@@ -85,12 +85,16 @@ def products_of(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> li
 
     nothing, none = (ir.Constant(ir.VectorType(number, n), [0.0] * n) for n in (WIDTH, 1))
     wide = [[tools.alloca_once_value(builder, nothing) for _ in range(n_sums)] for _ in range(n_parts)]
-    whole = builder.sub(k, builder.srem(k, k.type(n_parts * WIDTH)))
-    with tools.for_range_slice(builder, k.type(0), whole, k.type(n_parts * WIDTH), inc=True) as (at, _):
-        for part, sums in enumerate(wide):
-            multiply(builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
+    done = k.type(0)
+    for some in dict.fromkeys((n_parts, 1)):  # what is left of k takes smaller steps
+        step = k.type(some * WIDTH)
+        end = builder.sub(k, builder.srem(k, step))
+        with tools.for_range_slice(builder, done, end, step, inc=True) as (at, _):
+            for part, sums in enumerate(wide[:some]):
+                multiply(builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
+        done = end
     left = [tools.alloca_once_value(builder, none) for _ in range(n_sums)]
-    with tools.for_range_slice(builder, whole, k, k.type(1), inc=True) as (at, _):
+    with tools.for_range_slice(builder, done, k, k.type(1), inc=True) as (at, _):
         multiply(at, 1, left)
     totals = [reduce(builder.fadd, map(builder.load, parts)) for parts in zip(*wide, strict=True)]
     rest = [builder.extract_element(builder.load(one), word(0)) for one in left]

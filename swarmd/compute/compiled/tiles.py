@@ -2,8 +2,8 @@
 
 A float32 has three times bfloat16's bits, and is the sum of three such numbers, its terms; what was written in float16
 is one of two. Of a product of two numbers six parts are computed and added up in float32, firsts with firsts to thirds:
-the others are less than what float32 rounds. What comes is as exact as by AVX-512, and sooner: 512 products a cycle for
-32. Weights are read where they lie, row by row, and split on the way, so one session's steps read them as they are.
+the others are less than what float32 rounds. What comes is as exact as by AVX-512 for numbers of usual sizes (to this
+unit what is below 1e-38 is nothing, terms too), and sooner: 512 products a cycle for 32. Weights are read where they lie, row by row, and split on the way, so one session's steps read them as they are.
 
 The unit has eight registers, *tiles* of SIDE rows of 64 bytes. In one are STEP numbers of SIDE rows of a weight; in one
 pairs of numbers of SIDE tokens; in one sums, of SIDE rows by SIDE tokens.
@@ -95,9 +95,8 @@ def _add_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
     """STEP numbers of SIDE tokens times those of so many tiles of a weight: see ``_add``."""
     x, weight, below, beside, ahead = args
     terms = TERMS_OF[stored]
-    hints = -(
-        -SIDE * STEP * (4 if stored == FLOAT32 else 2) // (ROW * terms)
-    )  # after each tile, as many as are read of it
+    n_lines = SIDE * STEP * (4 if stored == FLOAT32 else 2) // ROW
+    hints = -(-n_lines // terms)  # after each tile, as many as are read of it
     for term in range(TERMS):
         _call(builder, "tileloadd64", byte(ENTERING + term), _at(builder, x, term * TILE), wide(ROW))
     for term in range(terms):

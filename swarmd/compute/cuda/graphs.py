@@ -67,6 +67,11 @@ class GraphedPass:
         """Tokens of passes that are worth timing, as many as it may be taken for."""
         return SIZES
 
+    @property
+    def longest(self) -> int:
+        """New tokens of one session that it is worth taking for."""
+        return SIZES[-1]
+
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values, and have some, on their own?"""
         return all(
