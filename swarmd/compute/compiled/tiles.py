@@ -3,7 +3,8 @@
 A float32 has three times bfloat16's bits, and is the sum of three such numbers, its terms; what was written in float16
 is one of two. Of a product of two numbers six parts are computed and added up in float32, firsts with firsts to thirds:
 the others are less than what float32 rounds. What comes is as exact as by AVX-512 for numbers of usual sizes (to this
-unit what is below 1e-38 is nothing, terms too), and sooner: 512 products a cycle for 32. Weights are read where they lie, row by row, and split on the way, so one session's steps read them as they are.
+unit what is below 1e-38 is nothing, terms too), and sooner: 512 products a cycle for 32. Weights are read where they
+lie, row by row, and split on the way, so one session's steps read them as they are.
 
 The unit has eight registers, *tiles* of SIDE rows of 64 bytes. In one are STEP numbers of SIDE rows of a weight; in one
 pairs of numbers of SIDE tokens; in one sums, of SIDE rows by SIDE tokens.
