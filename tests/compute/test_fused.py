@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import STORED, FusedPass, NotFused, compiling, fuse
+from swarmd.compute.fused import LONGEST, STORED, TIMED, FusedPass, NotFused, compiling, fuse
 from swarmd.compute.kvcache import SHARED_TOKENS
 from swarmd.compute.quantize import relative_error
-from swarmd.compute.quick import FUSED_TOLERANCE
+from swarmd.compute.quick import FUSED_TOLERANCE, MAX_CAPTURED, Quick
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.team import Team, Worth
@@ -269,6 +270,32 @@ def test_what_the_loops_are_made_of() -> None:
         out = torch.empty(1_000, dtype=dtype)
         machine.narrow(stored, values.numpy(), out.data_ptr())
         assert torch.equal(out, values.to(dtype)), "rounded as torch does"
+
+
+class WrongForSeveral(FusedPass):
+    """Gives no numbers where a session has several new tokens."""
+
+    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        wrong = max(piece.hidden.shape[1] for piece in pieces) > 1
+        return [out * float("nan") if wrong else out for out in super().run(pieces)]
+
+
+def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = load("llama", tmp_path)
+    fused = fused_of(span)
+    span.quicken()
+    known = span._quick
+    assert known is not None
+    monkeypatch.setattr(Quick, "_ratio", lambda quick, way, other, n_tokens: 0.1)
+    known.find(WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused))))
+    assert known.n_fused == MAX_CAPTURED
+    assert "for 16 it gives something else" in known.why
+    known.find(fused)
+    assert known.n_fused == TIMED[-1]
+    assert known.knows(TIMED[-1], LONGEST)
+    assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 16])
