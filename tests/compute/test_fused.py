@@ -298,7 +298,7 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("n_rows", [1, 2, 5, 16, mixing.ROWS_AT_ONCE + 3])
 @pytest.mark.parametrize("stored", list(mixing.BYTES))
 def test_rows_of_keys_and_values(stored: int, n_rows: int) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -26,6 +26,7 @@ from swarmd.compute.compiled.products import (
 
 BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 VECTORS = {n: 4 if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}[n] for n in range(1, TOGETHER + 1)}  # of sums: registers
+ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries
 LEAST = float(np.finfo(np.float32).min)
 
 
@@ -73,10 +74,12 @@ def _look_at(
 def look_at(stored: Any, rows: Any, below: Any, n_rows: Any, x: Any, sums: Any) -> Any:
     """Products of each row of k numbers, from an address on, with each query of x [n, k]: sums [n, at least n_rows]."""
     n, k = x.shape
-    step, apart = 4 * k, 4 * sums.shape[1]
-    for t in range(0, n, TOGETHER):
-        query, to = x.ctypes.data + t * step, sums.ctypes.data + t * apart
-        _look_at(stored, min(TOGETHER, n - t), rows, below, n_rows, query, step, k, to, apart)
+    step, apart, at_once = 4 * k, 4 * sums.shape[1], n_rows if n <= TOGETHER else ROWS_AT_ONCE
+    for row in range(0, n_rows, at_once):
+        some, first = min(at_once, n_rows - row), rows + row * below
+        for t in range(0, n, TOGETHER):
+            query, to = x.ctypes.data + t * step, sums.ctypes.data + t * apart + 4 * row
+            _look_at(stored, min(TOGETHER, n - t), first, below, some, query, step, k, to, apart)
 
 
 def _everywhere(builder: Any, one: Any, n: int) -> Any:
@@ -147,10 +150,12 @@ def _mix(
 def mix(stored: Any, rows: Any, below: Any, n_rows: Any, shares: Any, sums: Any) -> Any:
     """Rows of k numbers, from an address on, by shares [n, at least n_rows], onto sums [n, k]."""
     n, k = sums.shape
-    step, apart = 4 * shares.shape[1], 4 * k
-    for t in range(0, n, TOGETHER):
-        share, to = shares.ctypes.data + t * step, sums.ctypes.data + t * apart
-        _mix(stored, min(TOGETHER, n - t), rows, below, n_rows, share, step, k, to, apart)
+    step, apart, at_once = 4 * shares.shape[1], 4 * k, n_rows if n <= TOGETHER else ROWS_AT_ONCE
+    for row in range(0, n_rows, at_once):
+        some, first = min(at_once, n_rows - row), rows + row * below
+        for t in range(0, n, TOGETHER):
+            share, to = shares.ctypes.data + t * step + 4 * row, sums.ctypes.data + t * apart
+            _mix(stored, min(TOGETHER, n - t), first, below, some, share, step, k, to, apart)
 
 
 @instruction
