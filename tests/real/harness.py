@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,6 +73,12 @@ class Volunteer:
         if what in ("daemon", "both"):
             os.kill(self.process.pid, number)
 
+    @property
+    def is_listening(self) -> bool:
+        """Does its control socket take connections? A moment before that it is there and does not."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            return connection.connect_ex(str(self.home.socket)) == 0
+
     def ask(self, path: str, method: str = "GET", **query: str) -> dict[str, Any]:
         unencrypted = httpx.HTTPTransport(uds=str(self.home.socket), verify=False)  # else it reads certificates: 20 ms
         with httpx.Client(transport=unencrypted, timeout=20) as http:
@@ -114,7 +121,7 @@ class LocalSwarm:
         volunteer = self.prepare(*arguments, models=models, listen=listen, **environment)
         volunteer.inside = inside
         volunteer.start()
-        self.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
+        self.wait(lambda: volunteer.is_listening, "its control socket", volunteer)
         return volunteer
 
     def prepare(
@@ -149,7 +156,7 @@ class LocalSwarm:
     def addresses(self) -> tuple[str, ...]:
         found = []
         for volunteer in self.volunteers:
-            if volunteer.process is not None and volunteer.home.socket.exists():
+            if volunteer.process is not None and volunteer.is_listening:
                 found += volunteer.ask("status")["addresses"]
         return tuple(found)[:MAX_INVITED_BY]
 
