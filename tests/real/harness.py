@@ -190,7 +190,7 @@ class LocalSwarm:
         try:
             self.wait(all_online, "all volunteers online in all views")
         except AssertionError as error:
-            says = {v.peer: v.ask("status")["directory"] for v in live if v.home.socket.exists()}
+            says = {v.peer: v.ask("status")["directory"] for v in live if v.is_listening}
             error.add_note(f"what each of them sees: {views}, and says of it: {says}")
             raise
 

@@ -49,7 +49,7 @@ def joined(swarm: LocalSwarm, invite: str, *arguments: str) -> Volunteer:
     volunteer = Volunteer(home, arguments or QUIET, {})
     swarm.volunteers.append(volunteer)
     volunteer.start()
-    swarm.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
+    swarm.wait(lambda: volunteer.is_listening, "its control socket", volunteer)
     return volunteer
 
 
@@ -78,7 +78,7 @@ def test_who_waits_is_shown_and_let_in_once_a_founder_says_so(swarm: LocalSwarm)
     guest = Volunteer(home, QUIET, {})
     swarm.volunteers.append(guest)
     guest.start()
-    swarm.wait(lambda: guest.home.socket.exists(), "its control socket", guest)
+    swarm.wait(lambda: guest.is_listening, "its control socket", guest)
     swarm.wait(lambda: [row["peer"] for row in founder.ask("peers")["waiting"]] == [guest.peer], "it to knock")
     assert guest.peer[-8:] in says(founder.home, "members", "ls")
     assert guest.peer not in members(founder)

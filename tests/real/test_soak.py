@@ -130,7 +130,7 @@ def churn(swarm: LocalSwarm, volunteer: Volunteer, load: Load) -> None:
     volunteer.signal(signal.SIGKILL)
     volunteer.stop()
     volunteer.start()
-    swarm.wait(lambda: volunteer.home.socket.exists(), "its control socket", volunteer)
+    swarm.wait(lambda: volunteer.is_listening, "its control socket", volunteer)
 
 
 def everything(stay: list[Volunteer], gateway: RealGateway) -> dict[str, psutil.Process]:
