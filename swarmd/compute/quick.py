@@ -82,17 +82,19 @@ class Quick:
 
     def knows(self, n_tokens: int, longest: int) -> bool:
         """Is there a quick way for so many new tokens, so many of one session?"""
-        is_fused = self._fused is not None and n_tokens <= self.n_fused and longest <= self._fused.longest
-        return is_fused or (self._captured is not None and n_tokens <= MAX_CAPTURED)
+        return self._may_call(n_tokens, longest) is not None or (
+            self._captured is not None and n_tokens <= MAX_CAPTURED
+        )
 
     def calls(self, n_tokens: int, caches: Sequence[SpanCache], longest: int = 1) -> bool:
         """Is one call the quickest way for so many new tokens of sessions with these caches, so many of one?"""
-        return (
-            self._fused is not None
-            and n_tokens <= self.n_fused
-            and longest <= self._fused.longest
-            and self._fused.takes(caches)
-        )
+        fused = self._may_call(n_tokens, longest)
+        return fused is not None and fused.takes(caches)
+
+    def _may_call(self, n_tokens: int, longest: int) -> OneCall | None:
+        """The one call, if it is the quickest way for so many tokens."""
+        fused = self._fused
+        return fused if fused is not None and n_tokens <= self.n_fused and longest <= fused.longest else None
 
     def run(self, pieces: list[Piece], n_tokens: int) -> list[torch.Tensor] | None:
         """Compute ``n_tokens`` in all, by the quickest way that takes them; None where there is none."""

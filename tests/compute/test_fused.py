@@ -24,7 +24,7 @@ from swarmd.values import Span
 from tests.families import FAMILIES, make
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
-    from swarmd.compute.compiled import machine, mixing
+    from swarmd.compute.compiled import machine, mixing, products
 
 BLOCKS = Span(0, 2)
 OF_THIS_KIND = ("llama", "qwen2", "qwen3", "gemma", "smollm3")  # with biases, norms of heads, other norms and curves
@@ -299,13 +299,12 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 16, mixing.ROWS_AT_ONCE + 3])
-@pytest.mark.parametrize("stored", list(mixing.BYTES))
+@pytest.mark.parametrize("stored", list(products.BYTES))
 def test_rows_of_keys_and_values(stored: int, n_rows: int) -> None:
     rng = torch.Generator().manual_seed(0)
     dtype = next(dtype for dtype, number in STORED.items() if number == stored)
-    rows = (
-        (torch.randn(n_rows, 87, generator=rng) * 40).clamp(-127, 127).to(dtype)
-    )  # in the widest registers, in others, and alone
+    rows = torch.randn(n_rows, 87, generator=rng) * 40  # 87: in the widest registers, in others, and alone
+    rows = rows.clamp(-127, 127).to(dtype)
     below, kept = rows.stride(0) * rows.itemsize, rows.double()
     for n in range(1, 8):
         queries, before = torch.randn(n, 87, generator=rng), torch.randn(n, 87, generator=rng)

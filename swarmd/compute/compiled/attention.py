@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from swarmd.compute.compiled.layout import (
-    FLOAT32,
     HEAD,
     HEADS,
     INT8,
@@ -17,24 +16,16 @@ from swarmd.compute.compiled.layout import (
     SCALE_BYTES,
     TINIEST,
 )
-from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, pointer
+from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, number_bytes, pointer
 from swarmd.compute.compiled.mixing import largest, look_at, mix
 
 LOWEST = np.float32(-1e30)  # below any logit
 
 
 @exact
-def _number_bytes(stored: Any) -> Any:
-    """Of one number that is kept."""
-    if stored == INT8:
-        return 1
-    return 4 if stored == FLOAT32 else 2
-
-
-@exact
 def _line_bytes(stored: Any, head: Any) -> Any:
     """Of a token's head that is kept: ``kvcache.RoundedLayer`` has a scale behind the levels."""
-    return head * _number_bytes(stored) + (SCALE_BYTES if stored == INT8 else 0)
+    return head * number_bytes(stored) + (SCALE_BYTES if stored == INT8 else 0)
 
 
 @fast
@@ -127,7 +118,7 @@ def attend(
     """
     kept_heads, head, stored = shape[KEPT_HEADS], shape[HEAD], shape[KEPT]
     groups = shape[HEADS] // kept_heads
-    size = _number_bytes(stored)
+    size = number_bytes(stored)
     n_queries = query.shape[0] * groups
     queries, mixed = np.empty((n_queries, head), np.float32), np.empty((n_queries, head), np.float32)
     state = np.empty((n_queries, 2), np.float32)
@@ -165,7 +156,7 @@ def attend(
 def keep(shape: Any, keys: Any, values: Any, kept: Any, counts: Any, first: Any, last: Any) -> Any:
     """Write new keys and values [n, kept heads * head] of these heads behind what is there."""
     head, stored = shape[HEAD], shape[KEPT]
-    size, line = _number_bytes(stored), _line_bytes(stored, head)
+    size, line = number_bytes(stored), _line_bytes(stored, head)
     for t in range(keys.shape[0]):
         for h in range(first, last):
             offset = h * kept[t, 5] * size + counts[t, 1] * line

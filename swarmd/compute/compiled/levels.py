@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, TINIEST, WIDTH
 from swarmd.compute.compiled.machine import AHEAD_BYTES, Made, ask_for, fast, instruction
-from swarmd.compute.compiled.products import plus, total_of, widened
+from swarmd.compute.compiled.products import everywhere, in_steps, plus, row_of, tools, total_of, widened
 
-tools: Any = cgutils  # untyped
 MOST = 32_767  # of 16 bits
 CHUNK = 4_096  # of a row's levels of 8 bits: so many products with such levels fit in 32 bits, added up in 8 places
 LANE = 8  # numbers of 16 bits: within so many a CPU of wider registers puts two beside each other
@@ -61,17 +59,9 @@ def _pairs(builder: Any, some: Any, others: Any) -> Any:
     return builder.add(first, second)
 
 
-def _everywhere(builder: Any, kind: Any, address: Any, n: int) -> Any:
-    """What is read there, n times."""
-    wide = ir.VectorType(kind, n)
-    one = builder.insert_element(ir.Constant(wide, ir.Undefined), builder.load(address, align=1), word(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(word, n), [0] * n))
-
-
 def _tokens(builder: Any, first: Any, step: Any, n: int) -> list[Any]:
     """Where the levels of n tokens are."""
-    places = [builder.add(first, builder.mul(step, step.type(t))) for t in range(n)]
-    return [builder.inttoptr(place, half.as_pointer()) for place in places]
+    return [row_of(builder, first, step, t, half) for t in range(n)]
 
 
 def _add_products(builder: Any, rows: Any, tokens: Any, at: Any, width: int, sums: Any) -> None:
@@ -102,16 +92,11 @@ def _times_pair(n: int) -> Made:
         nothing = ir.Constant(ir.VectorType(word, WIDTH), [0] * WIDTH)
         parts = [[tools.alloca_once_value(builder, nothing) for _ in range(2 * n)] for _ in range(n_parts)]
         left = [tools.alloca_once_value(builder, ir.Constant(ir.VectorType(word, 1), [0])) for _ in range(2 * n)]
-        done = k.type(0)
-        for some in dict.fromkeys((n_parts, 1)):  # what is left of k takes smaller steps
-            step = k.type(some * width)
-            end = builder.sub(k, builder.srem(k, step))
-            with tools.for_range_slice(builder, done, end, step, inc=True) as (at, _):
-                for part, sums in enumerate(parts[:some]):
-                    _add_products(builder, rows, tokens, builder.add(at, k.type(part * width)), width, sums)
-            done = end
-        with tools.for_range_slice(builder, done, k, k.type(1), inc=True) as (at, _):
-            _add_products(builder, rows, tokens, at, 1, left)
+        for step, at in in_steps(builder, k, (n_parts * width, width, 1)):
+            if step == 1:
+                _add_products(builder, rows, tokens, at, 1, left)
+            for part, sums in enumerate(parts[: step // width]):
+                _add_products(builder, rows, tokens, builder.add(at, k.type(part * width)), width, sums)
         out = builder.inttoptr(args[5], number.as_pointer())
         for which, column in enumerate(zip(*parts, strict=True)):
             total = reduce(builder.add, map(builder.load, column))
@@ -160,7 +145,7 @@ def _products_of_group(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
         sides = [*both, *(builder.lshr(pairs, four) for pairs in both)]
         for token, totals in zip(tokens, sums, strict=True):
             two = builder.bitcast(builder.gep(token, [k]), word.as_pointer())
-            x = builder.bitcast(_everywhere(builder, word, two, n_bytes // 2), wide)
+            x = builder.bitcast(everywhere(builder, builder.load(two, align=1), n_bytes // 2), wide)
             for pairs, total in zip(sides, totals, strict=True):
                 builder.store(builder.add(builder.load(total), _pairs(builder, pairs, x)), total)
     products = []
@@ -194,7 +179,7 @@ def _times_group(n: int) -> Made:
             shifted = plus(builder, zero, scale, ir.Constant(some_numbers, [-float(LEVEL_OF_ZERO)] * n_bytes))
             for t in range(n):
                 total = builder.gep(totals, [word(2 * t + side)])
-                of_token = _everywhere(builder, number, builder.gep(sums, [word(t)]), n_bytes)
+                of_token = everywhere(builder, builder.load(builder.gep(sums, [word(t)]), align=1), n_bytes)
                 so_far = plus(builder, builder.load(total, align=4), shifted, of_token)
                 product = builder.sitofp(products[t][side], some_numbers)
                 builder.store(plus(builder, so_far, scale, product), total, align=4)

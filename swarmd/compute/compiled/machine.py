@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
 CACHE_LINE = 64  # bytes
@@ -74,28 +74,19 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
+@exact
+def number_bytes(stored: Any) -> Any:
+    """Of one number of 8 bits or more, as it lies in memory."""
+    if stored == INT8:
+        return 1
+    return 4 if stored == FLOAT32 else 2
+
+
 @fast
 def look_ahead(address: Any, n_bytes: Any) -> Any:
     """Ask for what will be read in a moment: what the machine guesses by itself comes late at page ends."""
     for line in range(0, n_bytes, CACHE_LINE):
         prefetch(address + AHEAD_BYTES + line)
-
-
-@instruction
-def of_bfloat16(typingctx: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@instruction
-def of_float16(typingctx: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
 
 
 @instruction

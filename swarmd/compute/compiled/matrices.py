@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import BFLOAT16, BIAS, FLOAT16, FLOAT32, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
+from swarmd.compute.compiled.layout import BFLOAT16, BIAS, FLOAT16, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
 from swarmd.compute.compiled.levels import (
     CHUNK,
     round_to_levels,
@@ -14,7 +14,7 @@ from swarmd.compute.compiled.levels import (
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import carray, fast, look_ahead, pointer
+from swarmd.compute.compiled.machine import carray, fast, look_ahead, number_bytes, pointer
 from swarmd.compute.compiled.products import times_pair
 from swarmd.compute.tiles import has_tiles
 
@@ -108,7 +108,7 @@ def _times_numbers(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: A
     m = out.shape[1]
     half = m // 2
     biases = _biases(layer, m)
-    n_bytes = 4 * k if stored == FLOAT32 else 2 * k
+    n_bytes = number_bytes(stored) * k
     products, weight = np.empty((n, 2), np.float32), layer[0]
     for r in range(half * part // parts, half * (part + 1) // parts):
         first = weight + r * n_bytes  # no hints to read ahead: they cost on some machines what they bring on others

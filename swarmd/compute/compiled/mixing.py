@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8, WIDTH
-from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, ask_for, fast, instruction
+from swarmd.compute.compiled.layout import FLOAT32, WIDTH
+from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, Made, ask_for, fast, instruction
 from swarmd.compute.compiled.products import (
+    BYTES,
     IN_MEMORY,
     TOGETHER,
+    everywhere,
     in_each_way,
+    in_steps,
     number,
     plus,
     products_of,
@@ -24,7 +28,6 @@ from swarmd.compute.compiled.products import (
     word,
 )
 
-BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 VECTORS = {n: 4 if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}[n] for n in range(1, TOGETHER + 1)}  # of sums: registers
 ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries
 LEAST = float(np.finfo(np.float32).min)
@@ -35,39 +38,46 @@ def _look_ahead(builder: Any, place: Any) -> None:
     ask_for(builder, builder.inttoptr(builder.add(place, place.type(AHEAD_BYTES)), ir.IntType(8).as_pointer()))
 
 
-@instruction
-def _look_at(
-    typingctx: Any,
-    stored: Any,
-    n: Any,
-    rows: Any,
-    below: Any,
-    n_rows: Any,
-    x: Any,
-    step: Any,
-    k: Any,
-    sums: Any,
-    apart: Any,
-) -> Any:
-    """See ``look_at``: rows are ``below`` bytes apart, n queries ``step``, and rows of sums ``apart``."""
+def _over_rows(write: Callable[..., None]) -> Made:
+    """An instruction about rows ``below`` bytes apart, n rows of numbers ``step`` bytes and of sums ``apart``."""
 
-    def write(builder: Any, stored: int, n: int, *about: Any) -> None:
-        rows, below, n_rows, x, step, k, sums, apart = about
-        queries, outs = ([row_of(builder, at, by, t) for t in range(n)] for at, by in ((x, step), (sums, apart)))
-        one = n_rows.type(1)
-        half, last = builder.ashr(builder.add(n_rows, one), one), builder.sub(n_rows, one)
-        with tools.for_range(builder, half) as loop:  # two streams from memory are faster than one
-            other = builder.add(loop.index, half)
-            other = builder.select(builder.icmp_signed("<", other, n_rows), other, last)
-            places = [builder.add(rows, builder.mul(below, row)) for row in (loop.index, other)]
-            with tools.for_range_slice(builder, one.type(0), below, one.type(CACHE_LINE), inc=True) as (line, _):
-                for place in places:
-                    _look_ahead(builder, builder.add(place, line))
-            pair = [builder.inttoptr(place, IN_MEMORY[stored].as_pointer()) for place in places]
-            for which, total in enumerate(products_of(builder, stored, pair, queries, k)):
-                builder.store(total, builder.gep(outs[which // 2], [(loop.index, other)[which % 2]]))
+    def typed(
+        typingctx: Any,
+        stored: Any,
+        n: Any,
+        rows: Any,
+        below: Any,
+        n_rows: Any,
+        numbers: Any,
+        step: Any,
+        k: Any,
+        sums: Any,
+        apart: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 10), in_each_way(write)
 
-    return types.void(*[types.int64] * 10), in_each_way(write)
+    return instruction(typed)
+
+
+def _write_products(builder: Any, stored: int, n: int, *about: Any) -> None:
+    """See ``look_at``."""
+    rows, below, n_rows, x, step, k, sums, apart = about
+    queries, outs = ([row_of(builder, at, by, t) for t in range(n)] for at, by in ((x, step), (sums, apart)))
+    one = n_rows.type(1)
+    half, last = builder.ashr(builder.add(n_rows, one), one), builder.sub(n_rows, one)
+    with tools.for_range(builder, half) as loop:  # two streams from memory are faster than one
+        other = builder.add(loop.index, half)
+        other = builder.select(builder.icmp_signed("<", other, n_rows), other, last)
+        places = [builder.add(rows, builder.mul(below, row)) for row in (loop.index, other)]
+        with tools.for_range_slice(builder, one.type(0), below, one.type(CACHE_LINE), inc=True) as (line, _):
+            for place in places:
+                _look_ahead(builder, builder.add(place, line))
+        pair = [builder.inttoptr(place, IN_MEMORY[stored].as_pointer()) for place in places]
+        for which, total in enumerate(products_of(builder, stored, pair, queries, k)):
+            builder.store(total, builder.gep(outs[which // 2], [(loop.index, other)[which % 2]]))
+
+
+_look_at = _over_rows(_write_products)
 
 
 @fast
@@ -80,12 +90,6 @@ def look_at(stored: Any, rows: Any, below: Any, n_rows: Any, x: Any, sums: Any) 
         for t in range(0, n, TOGETHER):
             query, to = x.ctypes.data + t * step, sums.ctypes.data + t * apart + 4 * row
             _look_at(stored, min(TOGETHER, n - t), first, below, some, query, step, k, to, apart)
-
-
-def _everywhere(builder: Any, one: Any, n: int) -> Any:
-    """A number, n times."""
-    wide = builder.insert_element(ir.Constant(ir.VectorType(number, n), ir.Undefined), one, word(0))
-    return builder.shuffle_vector(wide, wide, ir.Constant(ir.VectorType(word, n), [0] * n))
 
 
 def _mix_some(builder: Any, stored: int, at: Any, widths: list[int], rows: Any, shares: Any, sums: Any) -> None:
@@ -109,7 +113,7 @@ def _mix_some(builder: Any, stored: int, at: Any, widths: list[int], rows: Any, 
         for share, of_token in zip(shares, totals, strict=True):
             one = builder.load(builder.gep(share, [loop.index]))
             for wide, total in zip(numbers, of_token, strict=True):
-                every = _everywhere(builder, one, wide.type.count)
+                every = everywhere(builder, one, wide.type.count)
                 builder.store(plus(builder, builder.load(total), wide, every), total)
     for row, of_token in zip(sums, totals, strict=True):
         for (place, width), total in zip(parts(row), of_token, strict=True):
@@ -117,33 +121,16 @@ def _mix_some(builder: Any, stored: int, at: Any, widths: list[int], rows: Any, 
             builder.store(builder.load(total), to, align=4)
 
 
-@instruction
-def _mix(
-    typingctx: Any,
-    stored: Any,
-    n: Any,
-    rows: Any,
-    below: Any,
-    n_rows: Any,
-    shares: Any,
-    step: Any,
-    k: Any,
-    sums: Any,
-    apart: Any,
-) -> Any:
-    """See ``mix``: rows are ``below`` bytes apart, those of n tokens' shares ``step``, and of their sums ``apart``."""
+def _write_sums(builder: Any, stored: int, n: int, *about: Any) -> None:
+    """See ``mix``."""
+    rows, below, n_rows, shares, step, k, sums, apart = about
+    places = [[row_of(builder, at, by, t) for t in range(n)] for at, by in ((shares, step), (sums, apart))]
+    for width, at in in_steps(builder, k, (VECTORS[n] * WIDTH, WIDTH, 1)):
+        widths = [1] if width == 1 else [WIDTH] * (width // WIDTH)
+        _mix_some(builder, stored, at, widths, (rows, below, n_rows), *places)
 
-    def write(builder: Any, stored: int, n: int, *about: Any) -> None:
-        rows, below, n_rows, shares, step, k, sums, apart = about
-        places = [[row_of(builder, at, by, t) for t in range(n)] for at, by in ((shares, step), (sums, apart))]
-        at = k.type(0)
-        for widths in ([WIDTH] * VECTORS[n], [WIDTH], [1]):
-            end = builder.sub(k, builder.srem(k, k.type(sum(widths))))
-            with tools.for_range_slice(builder, at, end, k.type(sum(widths)), inc=True) as (index, _):
-                _mix_some(builder, stored, index, widths, (rows, below, n_rows), *places)
-            at = end
 
-    return types.void(*[types.int64] * 10), in_each_way(write)
+_mix = _over_rows(_write_sums)
 
 
 @fast
@@ -167,15 +154,12 @@ def _largest(typingctx: Any, numbers: Any, n: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         numbers, n = builder.inttoptr(args[0], number.as_pointer()), args[1]
-        at, most = n.type(0), []
-        for width in (WIDTH, 1):
-            known = tools.alloca_once_value(builder, ir.Constant(ir.VectorType(number, width), [LEAST] * width))
-            end = builder.sub(n, builder.srem(n, n.type(width)))
-            with tools.for_range_slice(builder, at, end, n.type(width), inc=True) as (index, _):
-                some = widened(builder, FLOAT32, builder.gep(numbers, [index]), width)
-                builder.store(larger(builder, some, builder.load(known)), known)
-            at = end
-            most.append(builder.load(known))
+        least = {width: ir.Constant(ir.VectorType(number, width), [LEAST] * width) for width in (WIDTH, 1)}
+        known = {width: tools.alloca_once_value(builder, constant) for width, constant in least.items()}
+        for width, at in in_steps(builder, n, known):
+            some = widened(builder, FLOAT32, builder.gep(numbers, [at]), width)
+            builder.store(larger(builder, some, builder.load(known[width])), known[width])
+        most = [builder.load(place) for place in known.values()]
         kind = ir.FunctionType(number, [most[0].type])
         choose = tools.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fmax.v{WIDTH}f32")
         return larger(builder, builder.call(choose, most[:1]), builder.extract_element(most[1], word(0)))

@@ -6,7 +6,7 @@ widens into memory first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -21,6 +21,7 @@ tools: Any = cgutils  # untyped
 SUMS = 8  # at the same time: an addition takes 4 cycles, and 2 begin in each
 TOGETHER = 4  # tokens at the same time, at most
 IN_MEMORY = {FLOAT32: ir.FloatType(), FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}
+BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 number, word = ir.FloatType(), ir.IntType(32)
 
 
@@ -47,6 +48,25 @@ def total_of(builder: Any, first: Any, numbers: Any) -> Any:
 def plus(builder: Any, total: Any, one: Any, other: Any) -> Any:
     """Vectors: a total, and one times the other."""
     return builder.fadd(builder.fmul(one, other, flags=["contract"]), total, flags=["contract"])
+
+
+def everywhere(builder: Any, one: Any, n: int) -> Any:
+    """A number, n times."""
+    wide = builder.insert_element(ir.Constant(ir.VectorType(one.type, n), ir.Undefined), one, word(0))
+    return builder.shuffle_vector(wide, wide, ir.Constant(ir.VectorType(word, n), [0] * n))
+
+
+def in_steps(builder: Any, k: Any, steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Write loops from 0 to k, each with the next of these steps over what is left: yields the step, and where it is.
+
+    Steps become smaller, and the last is 1.
+    """
+    done = k.type(0)
+    for step in dict.fromkeys(steps):
+        end = builder.sub(k, builder.srem(k, k.type(step)))
+        with tools.for_range_slice(builder, done, end, k.type(step), inc=True) as (at, _):
+            yield step, at
+        done = end
 
 
 def row_of(builder: Any, rows: Any, below: Any, which: Any, kind: Any = number) -> Any:
@@ -85,17 +105,12 @@ def products_of(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> li
 
     nothing, none = (ir.Constant(ir.VectorType(number, n), [0.0] * n) for n in (WIDTH, 1))
     wide = [[tools.alloca_once_value(builder, nothing) for _ in range(n_sums)] for _ in range(n_parts)]
-    done = k.type(0)
-    for some in dict.fromkeys((n_parts, 1)):  # what is left of k takes smaller steps
-        step = k.type(some * WIDTH)
-        end = builder.sub(k, builder.srem(k, step))
-        with tools.for_range_slice(builder, done, end, step, inc=True) as (at, _):
-            for part, sums in enumerate(wide[:some]):
-                multiply(builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
-        done = end
     left = [tools.alloca_once_value(builder, none) for _ in range(n_sums)]
-    with tools.for_range_slice(builder, done, k, k.type(1), inc=True) as (at, _):
-        multiply(at, 1, left)
+    for step, at in in_steps(builder, k, (n_parts * WIDTH, WIDTH, 1)):
+        if step == 1:
+            multiply(at, 1, left)
+        for part, sums in enumerate(wide[: step // WIDTH]):
+            multiply(builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
     totals = [reduce(builder.fadd, map(builder.load, parts)) for parts in zip(*wide, strict=True)]
     rest = [builder.extract_element(builder.load(one), word(0)) for one in left]
     return [total_of(builder, first, total) for first, total in zip(rest, totals, strict=True)]

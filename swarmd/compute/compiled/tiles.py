@@ -19,8 +19,8 @@ from llvmlite import ir
 from numba import types
 
 from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, SIDE, STEP, TERMS
-from swarmd.compute.compiled.machine import Made, alone, ask_for, fast, instruction, meet
-from swarmd.compute.compiled.products import widened
+from swarmd.compute.compiled.machine import Made, alone, ask_for, fast, instruction, meet, number_bytes
+from swarmd.compute.compiled.products import BYTES, widened
 
 TILE, ROW = 1_024, 64  # bytes
 BESIDE = 4  # tiles of a weight that are multiplied at the same time: a product takes 52 cycles, one begins in 16
@@ -96,23 +96,19 @@ def _add_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
     """STEP numbers of SIDE tokens times those of so many tiles of a weight: see ``_add``."""
     x, weight, below, beside, ahead = args
     terms = TERMS_OF[stored]
-    n_lines = SIDE * STEP * (4 if stored == FLOAT32 else 2) // ROW
+    n_lines = SIDE * STEP * BYTES[stored] // ROW
     hints = -(-n_lines // terms)  # after each tile, as many as are read of it
     for term in range(TERMS):
         _call(builder, "tileloadd64", byte(ENTERING + term), _at(builder, x, term * TILE), wide(ROW))
     for term in range(terms):
         for tile in range(n_tiles):
-            place = builder.add(_times(builder, beside, tile), wide(term * TILE))
+            place = builder.add(builder.mul(beside, wide(tile)), wide(term * TILE))
             _call(builder, "tileloadd64", byte(WEIGHT), _at(builder, weight, place), below)
             for other in range(TERMS - term):
                 _call(builder, "tdpbf16ps", byte(tile), byte(WEIGHT), byte(ENTERING + other))
             with builder.if_then(builder.icmp_signed("!=", ahead, wide(0))):
                 for hint in range(hints):
                     ask_for(builder, _at(builder, ahead, ((term * n_tiles + tile) * hints + hint) * ROW), cache=2)
-
-
-def _times(builder: Any, number: Any, factor: int) -> Any:
-    return builder.mul(number, number.type(factor))
 
 
 @instruction
@@ -181,7 +177,7 @@ def _split_row_of(stored: int) -> Made:
             row = ir.VectorType(ir.IntType(16), STEP)
             builder.store(builder.load(_at(builder, args[0], 0, row), align=2), _at(builder, args[1], 0, row), align=2)
         else:
-            n_bytes = SIDE * (4 if stored == FLOAT32 else 2)
+            n_bytes = SIDE * BYTES[stored]
             lower, upper = (widened(builder, stored, _at(builder, args[0], n_bytes * half), SIDE) for half in range(2))
             _split(builder, lower, upper, TERMS_OF[stored], True, args[1])
         return context.get_dummy_value()
@@ -271,7 +267,7 @@ def _multiply_block(
     stored: Any, entered: Any, n_groups: Any, k: Any, weight: Any, n_tiles: Any, pieces: Any, sums: Any
 ) -> Any:
     """Groups of tokens times so many tiles of a weight, to sums [n_groups, BESIDE, SIDE, SIDE]."""
-    size, terms = 4 if stored == FLOAT32 else 2, _terms(stored)
+    size, terms = number_bytes(stored), _terms(stored)
     n_steps, below, in_place = k // STEP, size * k, stored == BFLOAT16 and n_groups == 1
     at_once = n_steps if in_place else SPLIT_TILES // (BESIDE * terms)  # steps, of one group after the other
     ahead = weight + SIDE * n_tiles * below
@@ -330,7 +326,7 @@ def times_rows(stored: Any, room: Any, k: Any, weight: Any, out: Any, adds: Any,
     _what_shape(before.ctypes.data)
     _restore(shapes)
     for tile in range(first, last, BESIDE):
-        n_tiles, rows = min(BESIDE, last - tile), weight + tile * SIDE * k * (4 if stored == FLOAT32 else 2)
+        n_tiles, rows = min(BESIDE, last - tile), weight + tile * SIDE * k * number_bytes(stored)
         _multiply_block(stored, _place(room), n_groups, k, rows, n_tiles, _place(pieces), sums.ctypes.data)
         for group in range(n_groups):
             _put(sums[group], flipped, n_tiles, out, group * SIDE, tile * SIDE, adds)
