@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -72,22 +73,25 @@ OpenSession = Callable[[int, int, OwnParameters | None], Session]
 
 
 class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
-    """One layer of a RemoteCache: reports the session's length and holds nothing."""
+    """One layer of a RemoteCache: reports the session's length and holds nothing, not even the cache itself.
+
+    So a cache is freed, and its session closed, when its last user drops it, not when Python looks for cycles.
+    """
 
     def __init__(self, owner: RemoteCache, is_sliding: bool) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner = weakref.proxy(owner)
         self.is_sliding = is_sliding
 
     def get_seq_length(self) -> int:
-        return self.owner.n_tokens
+        return int(self.owner.n_tokens)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.n_tokens + query_length, 0
+        return int(self.owner.n_tokens) + query_length, 0
 
 
 class RemoteCache(Cache):  # type: ignore[misc]
-    """The caches of one session, on the servers. Closing it frees them; so does garbage collection."""
+    """The caches of one session, on the servers. Closing it frees them; so does dropping it."""
 
     def __init__(self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int) -> None:
         n = skeleton.text_config(config).num_hidden_layers

@@ -73,6 +73,7 @@ class ChainSession:
         self._is_broken = False  # one broke off: nobody knows what its servers did
         self._is_closed = False
         self._quiet_repair: trio.Event | None = None
+        self._repairing = trio.CancelScope()
 
     @property
     def key(self) -> bytes:
@@ -189,6 +190,9 @@ class ChainSession:
     async def close(self) -> None:
         self._is_closed = True
         self.history.close()
+        self._repairing.cancel()
+        while self._quiet_repair is not None:  # until it ends, it may open more
+            await self._quiet_repair.wait()
         await self.hops.give_back(set())
 
     # --- what peers say --------------------------------------------------------------------------------------
@@ -225,18 +229,17 @@ class ChainSession:
 
     async def _repair_quietly(self) -> None:
         """Repair between two steps; the next step waits for it, and tries again if it failed."""
-        if self._is_busy or self._quiet_repair is not None:
+        if self._is_busy or self._quiet_repair is not None or self._is_closed:
             return
         self._quiet_repair = trio.Event()
         try:
-            await self._repairs.run()
+            with trio.CancelScope() as self._repairing:
+                await self._repairs.run()
         except SwarmError as error:
             self.hops.worry(str(error))
         finally:
             self._quiet_repair.set()
             self._quiet_repair = None
-        if self._is_closed:
-            await self.hops.give_back(set())
 
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
@@ -292,13 +295,9 @@ class ChainSession:
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
         index = self.hops.index_at(message.start)
-        is_neighbour = bool(index) and self.hops.links[(index or 1) - 1].hop.peer == peer
-        if (
-            index is not None
-            and is_neighbour
-            and message.epoch == self.hops.epoch
-            and message.seq > self._position.answered
-        ):
+        if not index or self.hops.links[index - 1].hop.peer != peer:
+            return  # who says it is no neighbour
+        if message.epoch == self.hops.epoch and message.seq > self._position.answered:
             self.hops.lose(self.hops.links[index], f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:

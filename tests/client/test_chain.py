@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,23 @@ from swarmd.protocol import messages
 from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import AnyMessage, Op, Opened, OpenSession, Refusal, Replay, Replayed, Reroute, Rerouted
+from swarmd.protocol.messages import (
+    AnyMessage,
+    CloseSession,
+    HandedOver,
+    HandOver,
+    Inherited,
+    Leaving,
+    Op,
+    Opened,
+    OpenSession,
+    Refusal,
+    Replay,
+    Replayed,
+    Reroute,
+    Rerouted,
+    WantReceipt,
+)
 from swarmd.protocol.records import SpanRecord
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.wire.history import Budget
@@ -36,6 +53,17 @@ def serves(peer: PeerId, start: int, end: int) -> SpanRecord:
     return SpanRecord(peer=peer, model=MODEL, start=start, end=end, state="online", free_cache_tokens=10_000, **times)
 
 
+@dataclass
+class Told:
+    """A channel to one peer, which keeps what is told."""
+
+    swarm: PlayedSwarm
+    peer: PeerId
+
+    async def send(self, message: AnyMessage) -> None:
+        self.swarm.told.append((self.peer, message))
+
+
 class PlayedSwarm:
     """Stands for the swarm and its rpc: answers calls by ``received``, and keeps what was asked."""
 
@@ -47,11 +75,14 @@ class PlayedSwarm:
         self.identity = Identity(bytes(32))
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []
+        self.told: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
         self.relayed: set[PeerId] = set()
         self.doubted: list[PeerId] = []
         self.refuse: dict[PeerId, Refused] = {}
         self.received: dict[PeerId, int] = {}
+        self.reached_after_s: dict[PeerId, float] = {}
+        self.reached: set[PeerId] = set()
         self.on_replay: Callable[[PeerId], None] = lambda peer: None
         self.session: ChainSession
         self._spans = spans
@@ -75,7 +106,11 @@ class PlayedSwarm:
 
     def learn(self, *args: Any) -> None: ...
 
-    def existing(self, peer: PeerId) -> None: ...
+    def existing(self, peer: PeerId) -> Told | None:
+        return Told(self, peer) if peer in self.reached else None
+
+    def start_soon(self, run: Callable[[], Any]) -> None:
+        trio.lowlevel.spawn_system_task(run)
 
     def doubt(self, peer: PeerId) -> bool:
         self.doubted.append(peer)
@@ -104,11 +139,17 @@ class PlayedSwarm:
         op = messages.decode_untrusted(frame.header)
         await self.session.on_message(self.session.hops.links[-1].hop.peer, op, frame)
 
+    async def hear(self, peer: PeerId, message: messages.Message) -> None:
+        """Have the session hear what a hop says."""
+        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
+        await self.session.on_message(peer, messages.decode_untrusted(frame.header), frame)
+
     async def call(self, peer: PeerId, request: Callable[[int], Any], timeout_s: float) -> tuple[AnyMessage, None]:
         message = request(1)
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(0 if peer in self.reached else self.reached_after_s.get(peer, 0))
         if peer in self.dead:
             raise PeerError(f"{peer} is dead")
+        self.reached.add(peer)
         self.asked.append((peer, message))
         if peer in self.refuse:
             raise self.refuse[peer]
@@ -117,6 +158,12 @@ class PlayedSwarm:
             return Opened(re=1, push=True, why="", numerics="", layer_arity=0), None
         if isinstance(message, Reroute):
             return Rerouted(re=1, received=self.received[peer], push=True, why=""), None
+        if isinstance(message, HandOver):
+            done = Inherited(session=message.session, start=message.start, epoch=message.epoch, seq=self.received[peer])
+            trio.lowlevel.spawn_system_task(self.hear, PeerId(message.to), done)
+            return HandedOver(re=1, n_bytes=1), None
+        if isinstance(message, WantReceipt):
+            raise PeerError(f"{peer} signs nothing")
         assert isinstance(message, Replay)
         self.on_replay(peer)
         return Replayed(re=1, ops=1, tokens=3), None
@@ -199,6 +246,27 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     assert not session.statistics.repairs
     await session.on_message(B, refusal, frame)
     assert session.hops.links[1].is_lost
+
+
+@pytest.mark.parametrize("ends_after_s", [0.0, 0.05, 0.2, 1.0])
+async def test_a_session_that_ends_while_it_moves_gives_back_what_it_opened(
+    ends_after_s: float, virtual_time: MockClock
+) -> None:
+    """A hop that is opened after all were given back keeps its server's room for as long as its client is there."""
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), serves(C, 4, 6))
+    swarm.reached_after_s = {C: 0.1}
+    chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=chain), Budget())
+    await session.open()
+    await step(session)
+    swarm.received = {A: 1, B: 1}
+    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.hops.epoch))
+    await trio.sleep(ends_after_s)
+    await session.close()
+    await trio.sleep(60)
+    opened = {peer for peer, message in swarm.asked if isinstance(message, OpenSession)}
+    assert opened == ({A, B} if ends_after_s < 0.1 else {A, B, C})
+    assert {peer for peer, message in swarm.told if isinstance(message, CloseSession)} == opened
 
 
 async def test_unsupported_is_final_for_that_server_and_others_are_asked(virtual_time: MockClock) -> None:

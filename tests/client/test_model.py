@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,38 @@ class Chain:
     """A chain whose blocks halve what they are given."""
 
     layer_arity = 0
+    is_closed = False
 
     def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
         return hidden / 2
 
     def finish(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def client(folder: Path) -> Any:
     return remote_model(folder, lambda *about: Chain(), lanes=None)  # type: ignore[arg-type, return-value]
+
+
+def test_dropped_caches_are_freed_at_once(tmp_path: Path) -> None:
+    """Not when Python next looks for cycles: a server keeps room for them until then."""
+    chains: list[Chain] = []
+
+    def open_session(*about: Any) -> Chain:
+        chains.append(Chain())
+        return chains[-1]
+
+    folder = checkpoints.make("llama", tmp_path, n_layers=2)
+    model = remote_model(folder, open_session, lanes=None)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        logits = model(torch.arange(3, 9).unsqueeze(0)).logits
+    finally:
+        gc.enable()
+    assert logits.shape[1] == 6
+    assert [chain.is_closed for chain in chains] == [True]
 
 
 class TestSteps:
