@@ -37,6 +37,7 @@ MAX_LANES = 512  # of all clients: each costs a record here and some parameters 
 MAX_LANES_PER_CLIENT = 64  # a client has one for each chain that it goes through
 LEASE_S = 600.0  # a client that evaluates between two steps is not gone
 LOOK_INTERVAL_S = 1.0  # as often clients hear that work goes on; they give up after 20 s of silence
+FAREWELL_S = 1.0  # for clients to hear that they are to go elsewhere, and neighbours the last of what was computed
 DRAIN_LOOK_S = 0.05  # a few micro-batches are left, each some tens of ms
 RETRY_AFTER_S = 1.0  # some micro-batches: then there is room again
 
@@ -252,13 +253,15 @@ class Lanes:
                 self._refuse(key, lane, Code.SESSION_LOST, f"the link to {peer[-8:]} failed: {reason}")
 
     async def drain(self, timeout_s: float) -> None:
-        """Let what was begun come to its end for a while; then tell clients to go elsewhere."""
+        """Let what was begun come to its end for a while; then tell clients to go elsewhere, who hear it yet."""
         with trio.move_on_after(timeout_s):
             while any(lane.waiting for lane in self._lanes):
                 await trio.sleep(DRAIN_LOOK_S)
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
             self._refuse(key, lane, Code.SESSION_LOST, "this server stops serving these blocks")
+        with trio.move_on_after(FAREWELL_S):
+            await self._outbox.flush()
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""

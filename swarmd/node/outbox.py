@@ -56,6 +56,7 @@ class Outbox:
         self._to_self = to_self
         self._purpose = purpose
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._is_sent = trio.Event()  # something that waited, or its peer is lost
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks that send, until cancelled."""
@@ -96,6 +97,11 @@ class Outbox:
         """Are frames for ``peer`` on their way?"""
         return peer in self._waiting
 
+    async def flush(self) -> None:
+        """Wait until all that was queued has left."""
+        while self._waiting:
+            await self._is_sent.wait()
+
     async def send(self, peer: PeerId, frame: bytes) -> None:
         """Send at once what need not wait for anybody, which saves a task switch on the way of every token."""
         channel = self._rpc.existing(peer, self._purpose)
@@ -123,6 +129,8 @@ class Outbox:
             self._failed(peer, str(error))
         finally:
             del self._waiting[peer]
+            self._is_sent.set()
+            self._is_sent = trio.Event()
 
     async def _send(self, peer: PeerId, frame: bytes) -> None:
         if peer == self._rpc.network.peer_id:

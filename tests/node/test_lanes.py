@@ -59,6 +59,7 @@ class World:
 
     def existing(self, peer: PeerId, purpose: str) -> Any:
         async def send_raw(raw: bytes) -> None:
+            await trio.lowlevel.checkpoint()
             for frame in FrameDecoder().feed_untrusted(raw):
                 message = messages.decode_untrusted(frame.header)
                 if isinstance(message, Opened):
@@ -178,6 +179,14 @@ async def test_a_server_that_drains_takes_backwards_only() -> None:
         world.server.is_draining = True
         assert await refused(world, CLIENT, forward()) is Code.NOT_SERVING
         await world.give(CLIENT, Backward(KEY, 3, 1))
+
+
+async def test_clients_hear_that_a_server_stops_before_it_does() -> None:
+    """Else a micro-batch that waits for one further down the chain waits until silence is suspicious."""
+    async with lanes() as world:
+        await world.lanes.drain(0.0)
+    ((peer, refusal),) = world.heard
+    assert (peer, Code(refusal.code)) == (CLIENT, Code.SESSION_LOST)  # type: ignore[union-attr]
 
 
 async def test_parameters_are_answered_to_whoever_gave_them_and_only_the_last_piece_asks() -> None:
