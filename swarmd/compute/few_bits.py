@@ -6,8 +6,10 @@ and is read for each token. Its logits are off by half a percent (docs/models.md
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,23 +17,27 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.fused import LINEARS, NotFused, compiling, scales_of
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear
+from swarmd.compute.team import common_team
+from swarmd.compute.tiles import has_tiles
 from swarmd.errors import ConfigError
 
-MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
+MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache,
+MOST_ROWS_OF_TILES = 256  # or in the second one
 TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
 
 
 class LevelsLinear(FrozenLinear):
-    """Another way to compute such a layer, in one thread. Raises NotFused where nothing can be compiled."""
+    """Another way to compute such a layer. Raises NotFused where nothing can be compiled."""
 
     def __init__(self, layer: Int8Linear | Int4Linear, cache_folder: Path) -> None:
         super().__init__(layer)
         self._stored = layout.INT4 if isinstance(layer, Int4Linear) else layout.INT8
         self._levels, self._scales = layer.levels.detach(), scales_of(layer)
+        self._most_rows = MOST_ROWS_OF_TILES if has_tiles() else MOST_ROWS
         with compiling(cache_folder):
-            from swarmd.compute.compiled.matrices import multiply
+            from swarmd.compute.compiled.matrices import multiply_together
 
-            self._multiply = multiply
+            self._multiply = multiply_together
             self._multiplied(torch.zeros(1, self.in_features))
 
     @property
@@ -62,9 +68,10 @@ class LevelsLinear(FrozenLinear):
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
         layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
-        for at in range(0, len(rows), MOST_ROWS):
-            some = slice(at, at + MOST_ROWS)
-            self._multiply(self._stored, layer, rows[some].numpy(), out[some].numpy(), False, 0, 1)
+        for some, there in zip(rows.split(self._most_rows), out.split(self._most_rows), strict=True):
+            about, meeting = (self._stored, layer, some.numpy(), there.numpy()), np.zeros(1, np.int64)
+            team = common_team(torch.get_num_threads())
+            team.run(there.numel() * self.in_features, partial(self._multiply, *about, meeting))
         return out.view(*hidden.shape[:-1], self.out_features)
 
 

@@ -6,6 +6,7 @@ faster alone. Which it is now, is measured all the time.
 
 from __future__ import annotations
 
+import functools
 import queue
 import statistics
 import threading
@@ -48,6 +49,7 @@ class Team:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        self._is_taken = threading.Lock()
         self._worth: defaultdict[int, Worth] = defaultdict(Worth)
         self._calls: list[queue.SimpleQueue[Call]] = [queue.SimpleQueue() for _ in range(1, n)]
         for part, calls in enumerate(self._calls, 1):
@@ -56,17 +58,26 @@ class Team:
     def run(self, size: int, call: Call) -> None:
         """Have a call made by all threads at once, which wait for each other in there, or by this one alone.
 
-        Calls of one ``size`` take about as long.
+        Calls of one ``size`` take about as long. One that comes while the others are at another call is made alone.
         """
-        if self.n == 1:
+        if self.n == 1 or not self._is_taken.acquire(blocking=False):
             call(0, 1)
             return
-        is_together = self._worth[size].is_together()
-        begun = time.perf_counter()
-        for calls in self._calls if is_together else ():
-            calls.put(call)
-        call(0, self.n if is_together else 1)
-        self._worth[size].took(is_together, time.perf_counter() - begun)
+        try:
+            is_together = self._worth[size].is_together()
+            begun = time.perf_counter()
+            for calls in self._calls if is_together else ():
+                calls.put(call)
+            call(0, self.n if is_together else 1)
+            self._worth[size].took(is_together, time.perf_counter() - begun)
+        finally:
+            self._is_taken.release()
+
+
+@functools.cache
+def common_team(n: int) -> Team:
+    """Threads that all layers of a process share."""
+    return Team(n)
 
 
 def _serve(calls: queue.SimpleQueue[Call], part: int, parts: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.fused import STORED, compiling
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype
-from swarmd.compute.team import Team
+from swarmd.compute.team import common_team
 from swarmd.compute.tiles import fits, has_tiles
 
 ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
@@ -59,16 +58,11 @@ class TiledLinear(PackedOnce):
         return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
 
     def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        room, meeting = np.empty(self._room_for(*rows.shape), np.uint8), np.zeros(1, np.int64)
-        about = STORED[self._kept.dtype], rows.numpy(), self._kept.data_ptr(), room, out.numpy()
-        team = _team(torch.get_num_threads())
+        stored, meeting = STORED[self._kept.dtype], np.zeros(1, np.int64)
+        room = np.empty(self._room_for(stored, *rows.shape), np.uint8)
+        about = stored, rows.numpy(), self._kept.data_ptr(), room, out.numpy()
+        team = common_team(torch.get_num_threads())
         team.run(out.numel() * self.in_features, lambda part, parts: self._multiply(*about, (meeting, part, parts)))
-
-
-@functools.cache
-def _team(n: int) -> Team:
-    """Threads that all layers share."""
-    return Team(n)
 
 
 def kernels(cache_folder: Path) -> Kernels:

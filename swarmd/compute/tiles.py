@@ -22,7 +22,7 @@ def has_tiles() -> bool:
     except ImportError:
         return False
     features = llvm.get_host_cpu_features()
-    return bool(features.get("amx-tile") and features.get("amx-bf16"))
+    return all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8"))
 
 
 def fits(weight: torch.Tensor) -> bool:

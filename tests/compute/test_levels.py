@@ -56,18 +56,52 @@ def test_products_are_right(kind: type[Int8Linear | Int4Linear], k: int) -> None
         assert torch.allclose(got, alone[:n], rtol=1e-6, atol=1e-6), "whoever is beside it"
 
 
+@pytest.mark.parametrize(
+    ("kind", "k"), [(Int8Linear, k) for k in (64, 576, 4_096)] + [(Int4Linear, 32), (Int4Linear, 1_536)]
+)
+def test_products_of_many_tokens_are_right(kind: type[Int8Linear | Int4Linear], k: int) -> None:
+    """By a unit for matrices, where there is one: 4 bits to the bit, of 8 sums are made numbers at other places."""
+    layer, x = layer_of(kind, k), text(70, k)
+    expected = exact(layer, x)
+    alone = torch.cat([multiplied(layer, row) for row in x.split(1)])
+    for n in (8, 16, 17, 33, 70):
+        got = multiplied(layer, x[:n])
+        assert ((got - expected[:n]).norm(dim=1) < ROUNDING * expected[:n].norm(dim=1)).all()
+        if kind is Int4Linear:
+            assert torch.equal(got, alone[:n]), "whoever is beside it"
+        assert torch.allclose(got, alone[:n], rtol=1e-6, atol=1e-5), "whoever is beside it"
+
+
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
-def test_what_is_no_number_does_not_get_lost(kind: type[Int8Linear | Int4Linear]) -> None:
-    x = text(4, 64)
+@pytest.mark.parametrize("n", [2, 20])
+def test_threads_share_rows_and_add_them_to_what_is_there(n: int, kind: type[Int8Linear | Int4Linear]) -> None:
+    layer, x, bias, there = layer_of(kind, 128), text(n, 128), torch.randn(N_ROWS), torch.randn(n, N_ROWS)
+    scales, out = scales_of(layer), there.clone()
+    stored = layout.INT8 if kind is Int8Linear else layout.INT4
+    addresses = layer.levels.data_ptr(), scales.data_ptr(), bias.data_ptr()
+    for part in range(3):
+        matrices.multiply(stored, addresses, x.numpy(), out.numpy(), True, part, 3)
+    assert torch.allclose(out, multiplied(layer, x) + bias + there, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [4, 20])
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_what_is_no_number_does_not_get_lost(kind: type[Int8Linear | Int4Linear], n: int) -> None:
+    x = text(n, 64)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
-    assert torch.isfinite(multiplied(layer_of(kind, 64), x)).all(1).tolist() == [True, False, False, True]
+    finite = torch.isfinite(multiplied(layer_of(kind, 64), x))
+    assert finite.all(1).tolist() == [True, False, False] + [True] * (n - 3)
+    assert not finite[1:3].any()
 
 
-@pytest.mark.parametrize("k", [1, 576, 14_336, 1 << 18])
-def test_sums_fit(k: int) -> None:
-    """Every level the largest one, in weights and in what enters."""
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("k", [1, 576, 14_336, layout.MOST_LEVELS, 1 << 18])
+def test_sums_fit(k: int, n: int, sign: int) -> None:
+    """Every level the largest one, in weights and in what enters, or the one whose lower byte is the largest."""
     assert levels.CHUNK // layout.WIDTH * 127 * levels.MOST < 2**31
     layer = layer_of(Int8Linear, k)
     layer.levels.fill_(127)
-    got, expected = multiplied(layer, torch.ones(1, k)), exact(layer, torch.ones(1, k))
-    assert torch.allclose(got.double(), expected, rtol=1e-5)
+    x = torch.full((n, k), float(sign))
+    x[n // 2 :, 1:] *= 255 / levels.MOST
+    assert torch.allclose(multiplied(layer, x).double(), exact(layer, x), rtol=1e-5)

@@ -67,7 +67,7 @@ def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
     whole = layer(hidden)
     assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
     team = Team(3)
-    monkeypatch.setattr(tiled, "_team", lambda n: team)
+    monkeypatch.setattr(tiled, "common_team", lambda n: team)
     assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
 
 

@@ -12,6 +12,8 @@ from swarmd.compute.linear import PACKED_ROWS
 # Of a unit for matrices (``tiles``).
 SIDE = 16  # rows of a weight that are multiplied at a time, and tokens
 STEP = 32  # numbers of each
+LEVEL_STEP = 64  # levels
+MOST_LEVELS = 65_536  # of a row: products of so many bytes, 255 and 127 at most, fit in 32 bits
 TERMS = 3  # numbers of bfloat16 for any float32: 8 bits each
 
 # How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by

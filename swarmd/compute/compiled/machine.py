@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import carray as carray  # type: ignore[attr-defined]  # its list of exports lacks it
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8
 
@@ -23,6 +23,11 @@ CACHE_LINE = 64  # bytes
 AHEAD_BYTES = 4096  # 1,024 to 16,384 are alike within a tenth
 PATIENCE = 4_000  # looks, some 20 microseconds: then a thread that is waited for may have no processor
 Made = Callable[..., Any]
+
+
+def anywhere(function: Made) -> Made:
+    """Called by compiled code, and by what writes instructions."""
+    return cast(Made, register_jitable(function))
 
 
 def exact(function: Made) -> Made:
@@ -111,6 +116,18 @@ def _of_bits(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+@fast
+def magnitude(numbers: Any) -> Any:
+    """The largest of float32 without their signs; no number, if one is none.
+
+    By their bits, which are in the same order: of whole numbers Numba makes vectors here.
+    """
+    bits, most = numbers.view(np.int32), np.int32(0)
+    for i in range(len(bits)):
+        most = max(most, bits[i] & np.int32(0x7FFF_FFFF))
+    return _of_bits(most)
 
 
 @exact

@@ -6,7 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.layout import BFLOAT16, BIAS, FLOAT16, GROUP, INT4, INT8, ROWS, SCALES, SIDE, STEP
+from swarmd.compute.compiled.layout import (
+    BFLOAT16,
+    BIAS,
+    FLOAT16,
+    GROUP,
+    INT4,
+    INT8,
+    LEVEL_STEP,
+    MOST_LEVELS,
+    ROWS,
+    SCALES,
+    SIDE,
+    STEP,
+)
 from swarmd.compute.compiled.levels import (
     CHUNK,
     round_to_levels,
@@ -14,11 +27,11 @@ from swarmd.compute.compiled.levels import (
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import carray, fast, look_ahead, number_bytes, pointer
+from swarmd.compute.compiled.machine import alone, carray, fast, look_ahead, meet, number_bytes, pointer
 from swarmd.compute.compiled.products import times_pair
 from swarmd.compute.tiles import has_tiles
 
-FEWEST_TO_SPLIT, FEWEST = 8, 6  # tokens for which a unit for matrices takes less time, if a weight is split or not
+FEWEST_TO_SPLIT, FEWEST, FEWEST_LEVELS = 8, 6, 4  # tokens for which a unit for matrices takes less time
 
 
 @fast
@@ -119,31 +132,43 @@ def _times_numbers(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: A
 
 
 if has_tiles():
+    from swarmd.compute.compiled.grouped import times_groups
     from swarmd.compute.compiled.tiles import enter, room_for, times_rows
 
     @fast
     def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
         """``multiply`` by a unit for matrices."""
         n, k = x.shape
-        biases, room = _biases(layer, out.shape[1]), np.empty(room_for(n, k), np.uint8)
-        n_tiles = out.shape[1] // SIDE
-        first, last = n_tiles * part // parts, n_tiles * (part + 1) // parts
-        enter(stored, x, room, 0, -(-n // SIDE))
-        times_rows(stored, room, k, layer[0], out, adds, first, last)
+        m, is_level = out.shape[1], stored in (INT4, INT8)
+        biases, side = _biases(layer, m), ROWS if stored == INT4 else SIDE
+        first, last = m // side * part // parts, m // side * (part + 1) // parts
+        levels, units = np.empty((n, k if is_level else 0), np.int16), np.empty(n, np.float32)
+        if is_level:
+            round_to_levels(x, levels, units)
+        if stored == INT4:
+            times_groups(layer[0], layer[1], levels, units, out, adds, first * side, last * side)
+        else:
+            room = np.empty(room_for(stored, n, k), np.uint8)
+            scales = carray(pointer(layer[1]), (m if is_level else 0,), np.float32)
+            if is_level:
+                enter(stored, levels, room, 0, -(-n // SIDE))
+            else:
+                enter(stored, x, room, 0, -(-n // SIDE))
+            times_rows(stored, room, k, layer[0], (scales, units), out, adds, first, last)
         if len(biases):
             for t in range(n):
-                for i in range(first * SIDE, last * SIDE):
+                for i in range(first * side, last * side):
                     out[t, i] += biases[i]
 
     @fast
     def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
         """Does the unit take less time?"""
-        return (
-            stored <= FLOAT16
-            and n >= (FEWEST if stored == BFLOAT16 else FEWEST_TO_SPLIT)
-            and k % STEP == 0
-            and m % SIDE == 0
-        )
+        if stored == INT4:
+            return n >= FEWEST
+        if stored == INT8:
+            return n >= FEWEST_LEVELS and k % LEVEL_STEP == 0 and k <= MOST_LEVELS and m % SIDE == 0
+        fewest = FEWEST if stored == BFLOAT16 else FEWEST_TO_SPLIT
+        return stored <= FLOAT16 and n >= fewest and k % STEP == 0 and m % SIDE == 0
 else:  # a compiler for another CPU knows no such instructions
 
     @fast
@@ -163,11 +188,18 @@ def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, pa
     m is even, of 4 bits a multiple of ROWS. Two rows at a time, from both halves: two streams from memory are faster
     than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
     """
-    if stored == INT4:
+    if _by_tiles(stored, len(x), x.shape[1], out.shape[1]):
+        _times_tiles(stored, layer, x, out, adds, part, parts)
+    elif stored == INT4:
         _times_4_bits(layer, x, out, adds, part, parts)
     elif stored == INT8:
         _times_8_bits(layer, x, out, adds, part, parts)
-    elif _by_tiles(stored, len(x), x.shape[1], out.shape[1]):
-        _times_tiles(stored, layer, x, out, adds, part, parts)
     else:
         _times_numbers(stored, layer, x, out, adds, part, parts)
+
+
+@alone
+def multiply_together(stored: Any, layer: Any, x: Any, out: Any, meeting: Any, part: Any, parts: Any) -> Any:
+    """The same to ``out``, by as many threads, which wait for each other."""
+    multiply(stored, layer, x, out, False, part, parts)
+    meet(meeting.ctypes.data, 0, parts)

@@ -1,0 +1,206 @@
+"""Several tokens times a weight in 4 bits by a CPU's unit for matrices: whole numbers, as in ``levels``, to the bit.
+
+Each GROUP of a row's levels has a scale and a zero of its own, so sums leave the unit after each, where they are made
+numbers and added up. Tokens come row by row here, and a weight as fours of levels of SIDE rows beside each other, which
+is near to how it lies in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, SIDE
+from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, ask_for, fast, instruction
+from swarmd.compute.compiled.products import everywhere, plus, tools, widened
+from swarmd.compute.compiled.tiles import put_levels
+from swarmd.compute.compiled.unit import (
+    ROW,
+    TILE,
+    aligned,
+    byte,
+    call,
+    floats,
+    get_shapes,
+    has_shape,
+    new_shapes,
+    pointer_to,
+    reshape,
+    wide,
+    word,
+    words,
+)
+
+FOUR = 4  # levels of a row that one instruction multiplies in each place
+PART = GROUP // FOUR * ROW  # bytes of a group's levels of SIDE rows
+PARTS = ROWS // SIDE
+ALL = PARTS * TILE  # bytes of totals of SIDE tokens and ROWS rows
+SIDES = 4  # of SIDE tokens at a time: their totals stay in the first cache
+SUMS = 2  # of each part
+TOGETHER = 2  # parts that are multiplied with what is read of tokens
+UPPER, LOWER = range(2)  # bytes of a token's level
+ENTERING = 2 * TOGETHER  # registers, of upper bytes and of lower ones, beside those of sums
+WEIGHT = ENTERING + 2
+
+
+@instruction
+def _unpack(typingctx: Any, packed: Any, place: Any) -> Any:
+    """A group of ROWS rows, as they lie in memory, to PARTS parts for the unit: by addresses."""
+    n_bytes = FOUR // 2 * ROWS // 2  # of levels that lie before the other two of each four
+    two, four = ir.VectorType(byte, n_bytes), ir.VectorType(byte, ROW)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for row in range(GROUP // FOUR):
+            at = row * 2 * n_bytes
+            both = [builder.load(pointer_to(builder, args[0], at + i * n_bytes, two), align=1) for i in range(2)]
+            for line in range(0, 2 * n_bytes, CACHE_LINE):
+                ask_for(builder, pointer_to(builder, args[0], at + line + AHEAD_BYTES))
+            for part in range(PARTS // 2):
+                places = [part * SIDE + r + i * ROWS // 2 for r in range(SIDE) for i in range(FOUR)]
+                levels = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(word, ROW), places))
+                lower = builder.and_(levels, ir.Constant(four, [15] * ROW))
+                upper = builder.lshr(levels, ir.Constant(four, [4] * ROW))
+                for which, some in ((part, lower), (part + PARTS // 2, upper)):
+                    to = pointer_to(builder, args[1], which * PART + row * ROW, four)
+                    builder.store(some, to, align=ROW)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@instruction
+def _multiply(typingctx: Any, tokens: Any, below: Any, lower: Any, weight: Any, sums: Any) -> Any:
+    """A group's levels of SIDE tokens times TOGETHER parts of it, to sums of upper bytes and of lower ones for each.
+
+    By addresses; how far apart tokens are, and how far their lower bytes are from the upper ones.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tokens, below, lower, weight, sums = args
+        call(builder, "tileloadd64", byte(ENTERING + UPPER), pointer_to(builder, tokens, 0), below)
+        call(builder, "tileloadd64", byte(ENTERING + LOWER), pointer_to(builder, tokens, lower), below)
+        for part in range(TOGETHER):
+            call(builder, "tileloadd64", byte(WEIGHT), pointer_to(builder, weight, part * PART), wide(ROW))
+            for term, name in ((UPPER, "tdpbssd"), (LOWER, "tdpbusd")):  # signed bytes, or unsigned, times signed ones
+                total = 2 * part + term
+                call(builder, "tilezero", byte(total))
+                call(builder, name, byte(total), byte(ENTERING + term), byte(WEIGHT))
+                call(builder, "tilestored64", byte(total), pointer_to(builder, sums, total * TILE), wide(ROW))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@instruction
+def _add(typingctx: Any, sums: Any, scales: Any, of_tokens: Any, n: Any, totals: Any) -> Any:
+    """Add what a group's sums of n tokens are worth to totals [TOGETHER, SIDE tokens, SIDE] float32.
+
+    By addresses of the sums, of the scales of SIDE rows, ROWS further on their zeros, and of what the group's levels of
+    each token add up to.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, scales, of_tokens, n, totals = args
+        worth = []
+        for part in range(TOGETHER):
+            places = [2 * (ROWS * i + part * SIDE) for i in range(2)]
+            scale, zero = (widened(builder, BFLOAT16, pointer_to(builder, scales, at), SIDE) for at in places)
+            worth.append((scale, plus(builder, zero, scale, ir.Constant(floats, [-float(LEVEL_OF_ZERO)] * SIDE))))
+        with tools.for_range(builder, n) as loop:
+            row = builder.mul(loop.index, wide(ROW))
+            sums, totals = builder.add(sums, row), builder.add(totals, row)
+            one = pointer_to(builder, of_tokens, builder.mul(loop.index, wide(4)), ir.FloatType())
+            of_token = everywhere(builder, builder.load(one, align=4), SIDE)
+            for part, (scale, shifted) in enumerate(worth):
+                upper, lower = (
+                    builder.load(pointer_to(builder, sums, (2 * part + term) * TILE, words), align=ROW)
+                    for term in (UPPER, LOWER)
+                )
+                product = builder.sitofp(builder.add(builder.shl(upper, ir.Constant(words, [8] * SIDE)), lower), floats)
+                total = pointer_to(builder, totals, part * TILE, floats)
+                so_far = plus(builder, builder.load(total, align=ROW), shifted, of_token)
+                builder.store(plus(builder, so_far, scale, product), total, align=ROW)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@fast
+def _enter(levels: Any, tokens: Any, of_tokens: Any) -> Any:
+    """Levels [n, k] of 16 bits to their upper and lower bytes, [2, tokens, below], and sums of each group's."""
+    n, k = levels.shape
+    for t in range(n):
+        row, upper, lower = levels[t], tokens[0, t], tokens[1, t]
+        for i in range(k):
+            upper[i], lower[i] = np.uint8((row[i] >> 8) & 255), np.uint8(row[i] & 255)
+        for group in range(k // GROUP):
+            total, some = np.int32(0), row[group * GROUP : (group + 1) * GROUP]
+            for i in range(GROUP):
+                total += np.int32(some[i])
+            of_tokens[t // SIDE, group, t % SIDE] = np.float32(total)
+
+
+@fast
+def _multiply_side(
+    tokens: Any, below: Any, lower: Any, n: Any, tiles: Any, scales: Any, of_tokens: Any, sums: Any, totals: Any
+) -> Any:
+    """A group's levels of n tokens times those of ROWS rows: by addresses, as ``_multiply`` and ``_add`` take them."""
+    for part in range(0, PARTS, TOGETHER):
+        _multiply(tokens, below, lower, tiles + part * PART, sums + part * SUMS * TILE)
+    for part in range(0, PARTS, TOGETHER):
+        _add(sums + part * SUMS * TILE, scales + 2 * part * SIDE, of_tokens, n, totals + part * TILE)
+
+
+@fast
+def _put(totals: Any, units: Any, ones: Any, out: Any, first: Any, row: Any, adds: Any) -> Any:
+    """Totals of SIDE tokens from the first on and ROWS rows of the weight, by their address, to or onto out [n, m]."""
+    n, m = out.shape
+    for t in range(first, min(first + SIDE, n)):
+        for part in range(PARTS):
+            some, to = totals + part * TILE + (t - first) * ROW, out.ctypes.data + 4 * (t * m + row + part * SIDE)
+            put_levels(some, to, adds, ones.ctypes.data, units[t])
+
+
+@fast
+def _shapes(n: Any) -> Any:
+    """Of the registers that are used here, for n tokens at a time."""
+    shapes = new_shapes()
+    for register in range(WEIGHT):
+        has_shape(shapes, register, n, ROW if register < ENTERING else GROUP)
+    has_shape(shapes, WEIGHT, GROUP // FOUR, ROW)
+    return shapes
+
+
+@fast
+def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, adds: Any, first: Any, last: Any) -> Any:
+    """Levels [n, k] of 16 bits, of these units [n], times rows ``first`` to ``last`` of a weight, to or onto out.
+
+    The weight [m, k] and its scales by their addresses (``layout``); ROWS rows at a time.
+    """
+    n, k = levels.shape
+    groups, below, n_sides = k // GROUP, k + ROW, -(-n // SIDE)  # tokens not where a cache has one place for all
+    tokens, of_tokens = np.empty((2, n_sides * SIDE, below), np.uint8), np.zeros((n_sides, groups, SIDE), np.float32)
+    _enter(levels, tokens, of_tokens)
+    unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + SUMS * PARTS * TILE, np.uint8)
+    totals, ones = np.empty(ROW + SIDES * ALL, np.uint8), np.ones(SIDE, np.float32)
+    shapes, before = _shapes(min(n, SIDE)), new_shapes()
+    get_shapes(before.ctypes.data)
+    reshape(shapes)
+    for row in range(first, last, ROWS):
+        for side in range(0, n_sides, SIDES):
+            totals[:] = 0
+            tiles, here = aligned(unpacked), min(SIDES, n_sides - side)  # here, not before: see ``reshape``
+            for group in range(groups):
+                _unpack(weight + (row * k + group * GROUP * ROWS) // 2, tiles)
+                of_rows = scales + 4 * (row * groups + group * ROWS)
+                for i in range(here):
+                    x = tokens.ctypes.data + (side + i) * SIDE * below + group * GROUP
+                    of_x = of_tokens.ctypes.data + ((side + i) * groups + group) * ROW
+                    to, lower = aligned(totals) + i * ALL, n_sides * SIDE * below
+                    _multiply_side(x, below, lower, min(n, SIDE), tiles, of_rows, of_x, aligned(sums), to)
+            for i in range(here):
+                _put(aligned(totals) + i * ALL, units, ones, out, (side + i) * SIDE, row, adds)
+    reshape(before)  # others have shapes of their own, and may rely on them
