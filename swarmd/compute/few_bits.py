@@ -68,7 +68,7 @@ class LevelsLinear(FrozenLinear):
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
         layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
-        for some, there in zip(rows.split(self._most_rows), out.split(self._most_rows), strict=True):
+        for some, there in zip(*(torch.split(whole, self._most_rows) for whole in (rows, out)), strict=True):
             about, meeting = (self._stored, layer, some.numpy(), there.numpy()), np.zeros(1, np.int64)
             team = common_team(torch.get_num_threads())
             team.run(there.numel() * self.in_features, partial(self._multiply, *about, meeting))

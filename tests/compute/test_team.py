@@ -36,6 +36,18 @@ def ways(worth: Worth, n: int, together_s: float, alone_s: float) -> list[bool]:
     return made
 
 
+def test_a_call_that_comes_while_the_others_are_at_one_is_made_alone() -> None:
+    """Two calls in turn among three threads would wait for each other."""
+    team, made = Team(2), list[tuple[int, int]]()
+
+    def call(part: int, parts: int) -> None:
+        if part == 0:
+            team.run(1, lambda part, parts: made.append((part, parts)))
+
+    team.run(1, call)
+    assert made == [(0, 1)]
+
+
 @pytest.mark.parametrize("is_worth", [True, False])
 def test_it_is_made_the_faster_way_and_now_and_then_the_other(is_worth: bool) -> None:
     worth = Worth()

@@ -27,7 +27,8 @@ Made = Callable[..., Any]
 
 def anywhere(function: Made) -> Made:
     """Called by compiled code, and by what writes instructions."""
-    return cast(Made, register_jitable(function))
+    made: Made = register_jitable(function)
+    return made
 
 
 def exact(function: Made) -> Made:
