@@ -22,10 +22,11 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import Given, Statistics, Terms
 from swarmd.client.model import remote_model
 from swarmd.client.own import OwnParameters
-from swarmd.client.pipeline import Pipeline, PipelineStatistics, Ticket
+from swarmd.client.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
 from swarmd.client.swarm_head import Checks, head_called
+from swarmd.client.ticket import Ticket
 from swarmd.config import FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,14 +22,12 @@ import trio
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.links import CHANGES, Swarm, Terms
+from swarmd.client.ticket import Ticket, Twin
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, through_hops, two_of_three
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
 from swarmd.values import Decision, PeerId, Span
-
-if TYPE_CHECKING:
-    from swarmd.client.pipeline import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +77,37 @@ class LaneAudits:
     has_told_alone: bool = False
     undecided: set[tuple[Hop, ...]] = field(default_factory=set)
 
-    async def forward(self, ticket: Ticket, took_s: float) -> Ticket:
-        """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it."""
-        checks, hops = self.judged.checks, ticket.lane.hops
-        due = [hop for hop in hops if checks.is_due(self._key(hop), self.terms.verify).action]
-        if not due or self.terms.codec == CHANGES:
-            return ticket
-        least = min(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
+    async def forward(self, ticket: Ticket, took_s: float) -> Ticket | None:
+        """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it.
+
+        None: nothing does, for whoever is banned for wrong results had a part in it.
+        """
+        due, limit_s = self._due(ticket.lane), _limit_s(took_s)
         try:
-            if self._format(*hops) == MIXED:
-                return await self._looked_at(least, ticket, _limit_s(took_s))
-            twin = await self._twin(ticket, least, _limit_s(took_s))
-            verdict, third = await self._verdict(
-                ticket, twin, ticket.batch.hidden, (ticket.out, {}), (twin.out, {}), None
-            )
+            if due and self._format(*ticket.lane.hops) == MIXED:
+                return await self._looked_at(due[0], ticket, limit_s)
+            for twin in await self._twins(ticket, due, limit_s) if due else ():
+                answers: tuple[Answer, Answer] = (ticket.out, {}), (twin.ticket.out, {})
+                verdict, third = await self._verdict(ticket, twin.ticket, ticket.batch.hidden, *answers, None)
+                if verdict is Verdict.WRONG and self._banned(twin.ticket.lane) is None:
+                    twin.ticket.twins = [Twin(third, twin.ticket.lane.hops)] if third is not None else []
+                    twin.ticket.others = ticket.others
+                    return twin.ticket
+                if verdict is Verdict.RIGHT and not ticket.batch.keep:
+                    self._is_right(twin.audited)
+                kept = twin.ticket if verdict is Verdict.RIGHT else third
+                ticket.twins += [Twin(kept, twin.audited)] if ticket.batch.keep and kept is not None else []
         except SwarmError as error:
             self._tell_nothing(ticket.lane, error)
-            return ticket
-        if verdict is Verdict.WRONG:
-            twin.twin, twin.audited, twin.others = third, twin.lane.hops, ticket.others
-            return twin
-        if ticket.batch.keep:
-            ticket.twin = twin if verdict is Verdict.RIGHT else third
-        elif verdict is Verdict.RIGHT:
-            self._is_right(ticket)
-        return ticket
+        return ticket if self._banned(ticket.lane) is None else None
+
+    def _due(self, lane: Lane) -> list[Hop]:
+        """Hops whose turn it is to be looked at, those first that were so the least."""
+        if self.terms.codec == CHANGES:
+            return []
+        checks = self.judged.checks
+        due = [hop for hop in lane.hops if checks.is_due(self._key(hop), self.terms.verify).action]
+        return sorted(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
 
     async def _looked_at(self, hop: Hop, ticket: Ticket, limit_s: float) -> Ticket:
         """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
@@ -111,43 +115,61 @@ class LaneAudits:
         if verdict is Verdict.WRONG:
             self._convict((hop,), "alone, beside two others")
             return await self.lanes.again(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
-        ticket.audited = (hop,)
-        self._is_right(ticket)
+        self._is_right((hop,))
         return ticket
 
-    async def _twin(self, ticket: Ticket, least: Hop, limit_s: float) -> Ticket:
-        """The same micro-batch through others: instead of all hops or, where there are too few, of one that is due.
+    async def _twins(self, ticket: Ticket, due: list[Hop], limit_s: float) -> list[Twin]:
+        """The same micro-batch through others: instead of all hops or, where there are too few, of each that is due.
 
         Who does not answer in time is left out for a while, and others are asked.
         """
-        choices = [ticket.lane.hops] if len(ticket.lane.hops) == 1 else [ticket.lane.hops, (least,)]
+        hops, twins = ticket.lane.hops, list[Twin]()
         failed: SwarmError | None = None
-        for ticket.audited in [choices[0], *choices]:
+        for audited in [hops, hops, *((hop,) for hop in due if len(hops) > 1)]:
             try:
-                without = frozenset(hop.peer for hop in ticket.audited)
-                return await self.lanes.again(ticket.batch, without, self._format(*ticket.lane.hops), limit_s)
+                without = frozenset(hop.peer for hop in audited)
+                again = await self.lanes.again(ticket.batch, without, self._format(*hops), limit_s)
             except SwarmError as error:
                 failed = error
-        assert failed is not None
-        raise failed
+                continue
+            twins.append(Twin(again, audited))
+            if audited == hops:
+                break
+        if not twins:
+            assert failed is not None
+            raise failed
+        return twins
 
-    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer, took_s: float) -> Answer:
-        """Compare the gradients of a micro-batch that went forward twice; returns what counts."""
-        twin, ticket.twin = ticket.twin, None
-        if twin is None or not ticket.audited:  # its lane ended meanwhile: it came back another way
-            return found
+    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer, took_s: float) -> Answer | None:
+        """Compare the gradients of a micro-batch that went forward twice; returns what counts, None as ``forward``."""
+        twins, ticket.twins, limit_s = ticket.twins, [], _limit_s(took_s)
         try:
-            with trio.fail_after(_limit_s(took_s)):
-                again = await self.lanes.back(twin, gradient)
-            verdict, _ = await self._verdict(ticket, twin, gradient, found, again, gradient)
-        except (SwarmError, trio.TooSlowError) as error:
+            if ticket.went_again and (due := self._due(ticket.lane)) and self._format(*ticket.lane.hops) != MIXED:
+                twins = await self._twins(ticket, due, limit_s)
+            for twin in twins:
+                if (again := await self._back(twin, gradient, limit_s)) is None:
+                    continue
+                verdict, _ = await self._verdict(ticket, twin.ticket, gradient, found, again, gradient)
+                if verdict is Verdict.RIGHT:
+                    self._is_right(twin.audited)
+                elif verdict is Verdict.WRONG and self._banned(twin.ticket.lane) is None:
+                    return again
+        except SwarmError as error:
             self._tell_nothing(ticket.lane, error)
-            if isinstance(error, trio.TooSlowError):
-                self.lanes.decline(_peers(twin.lane))
-            return found
-        if verdict is Verdict.RIGHT:
-            self._is_right(ticket)
-        return again if verdict is Verdict.WRONG else found
+        return found if self._banned(ticket.lane) is None else None
+
+    async def _back(self, twin: Twin, gradient: torch.Tensor, limit_s: float) -> Answer | None:
+        """The gradients of a twin, if they come; who takes too long is left out for a while."""
+        lane = twin.ticket.lane
+        try:
+            with trio.fail_after(limit_s):
+                return await self.lanes.back(twin.ticket, gradient)
+        except trio.TooSlowError:
+            self._tell(lane.hops, "inconclusive", "others did not answer in time")
+            self.lanes.decline(_peers(lane))
+        except SwarmError as error:
+            self._tell_nothing(lane, error)
+        return None
 
     # --- deciding --------------------------------------------------------------------------------------------
 
@@ -291,16 +313,16 @@ class LaneAudits:
     def _key(self, hop: Hop) -> str:
         return f"{hop.peer}/{self.terms.model[:16]}/{hop.span.start}:{hop.span.end}/tuning"
 
-    def _is_right(self, ticket: Ticket) -> None:
-        for hop in ticket.audited:
+    def _is_right(self, audited: tuple[Hop, ...]) -> None:
+        for hop in audited:
             self.judged.checks.note(self._key(hop), is_right=True)
-        self._tell(ticket.audited, str(Verdict.RIGHT), "a micro-batch, there and back")
+        self._tell(audited, str(Verdict.RIGHT), "a micro-batch, there and back")
 
-    def _tell_nothing(self, lane: Lane, error: SwarmError | trio.TooSlowError) -> None:
+    def _tell_nothing(self, lane: Lane, error: SwarmError) -> None:
         """Of an audit that came to nothing; where nobody else holds the blocks, once."""
         if not isinstance(error, NoRoute) or not self.has_told_alone:
             self.has_told_alone |= isinstance(error, NoRoute)
-            self._tell(lane.hops, "inconclusive", str(error) or "others did not answer in time")
+            self._tell(lane.hops, "inconclusive", str(error))
 
     def _tell(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
         level = logging.INFO if outcome in (Verdict.RIGHT, "inconclusive") else logging.WARNING

@@ -23,6 +23,7 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.lane_audit import Judged, LaneAudits
 from swarmd.client.lane_failure import LaneFailed
 from swarmd.client.links import Declined, Listeners, Swarm, Terms, suits, understands
+from swarmd.client.ticket import Others, Ticket
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.routing import Hop, least_loaded
@@ -43,36 +44,10 @@ AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
+WRONG = "who computed it is banned for wrong results"  # of a micro-batch that is sent again
 T = TypeVar("T")
 # nf4 is packed for some CPUs in a way that has no backward
 WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)
-
-
-@dataclass(frozen=True, slots=True)
-class Others:
-    """Whom an audit does without, and how the weights of whoever computes again are kept."""
-
-    without: frozenset[PeerId] = frozenset()
-    quantize: str = ""
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A micro-batch that went forward: what left the last block, and where its backward should go.
-
-    One that is audited went another way too: its ``twin``, for these hops of its lane.
-    """
-
-    batch: MicroBatch
-    out: torch.Tensor
-    lane: Lane
-    seq: int
-    others: Others
-    twin: Ticket | None = None
-    audited: tuple[Hop, ...] = ()
-
-    def __del__(self) -> None:
-        self.lane.live.discard(self.seq)  # its backward will never come
 
 
 @dataclass(slots=True)
@@ -148,19 +123,27 @@ class Pipeline:
     # --- one micro-batch -------------------------------------------------------------------------------------
 
     async def _forward(self, batch: MicroBatch) -> Ticket:
-        async with self._slot(is_backward=False):
-            begun = trio.current_time()
-            ticket = await self._with_retries(partial(self._try_forward, batch))
-            took_s = trio.current_time() - begun
-        return ticket if self._audits is None else await self._audits.forward(ticket, took_s)
+        while True:
+            async with self._slot(is_backward=False):
+                begun = trio.current_time()
+                ticket = await self._with_retries(partial(self._try_forward, batch))
+                took_s = trio.current_time() - begun
+            counted = ticket if self._audits is None else await self._audits.forward(ticket, took_s)
+            if counted is not None:
+                return counted
+            self.statistics.retries.append(WRONG)
 
     async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        async with self._slot(is_backward=True):
-            begun = trio.current_time()
-            found = await self._with_retries(partial(self.back, ticket, gradient))
-            took_s = trio.current_time() - begun
-        self.statistics.backwards += 1
-        return found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
+        while True:
+            async with self._slot(is_backward=True):
+                begun = trio.current_time()
+                found = await self._with_retries(partial(self.back, ticket, gradient))
+                took_s = trio.current_time() - begun
+            counted = found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
+            if counted is not None:
+                self.statistics.backwards += 1
+                return counted
+            self.statistics.retries.append(WRONG)
 
     async def _try_forward(self, batch: MicroBatch, others: Others = Others(), limit_s: float = math.inf) -> Ticket:
         lane: Lane | None = None
@@ -181,7 +164,7 @@ class Pipeline:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
             again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
-            ticket.lane, ticket.seq, ticket.audited = again.lane, again.seq, ()
+            ticket.lane, ticket.seq, ticket.twins, ticket.went_again = again.lane, again.seq, [], True
         seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
         with _Load(self._of_peer, ticket.lane):
             return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))

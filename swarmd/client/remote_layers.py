@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from swarmd.client.lane import MicroBatch
 from swarmd.client.own import gather
-from swarmd.client.pipeline import Ticket
+from swarmd.client.ticket import Ticket
 from swarmd.errors import ConfigError
 from swarmd.plan.training import micro_batches
 

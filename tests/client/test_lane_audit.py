@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,22 @@ import torch
 from trio.testing import MockClock
 
 from swarmd.client.checks import Checks
-from swarmd.client.lane_audit import same
+from swarmd.client.lane import MicroBatch
+from swarmd.client.lane_audit import LaneAudits, same
+from swarmd.client.links import Terms
 from swarmd.client.own import OwnParameters
-from swarmd.errors import Code
+from swarmd.client.ticket import Others, Ticket
+from swarmd.errors import Code, NoRoute
+from swarmd.net.standing import Standing
 from swarmd.plan.audits import ALWAYS_BELOW
 from swarmd.plan.equality import BOUNDS
+from swarmd.plan.routing import Hop
+from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
+from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.tuning import Backward, Forward, Gradients
-from swarmd.values import PeerId
+from swarmd.values import PeerId, Span
 from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 from tests.client.test_pipeline import MODEL, Answer, World, batches, both_ways, doubling, pipeline, refusing
@@ -88,6 +96,79 @@ async def test_who_computes_wrongly_is_named_and_nothing_wrong_is_trained_with(
         assert all(world.standing.allows(PeerId(peer)) for peer in "acd")
         assert [said for said in lanes.statistics.doubts if "b[0,2)" in said or "b " in said]
         assert client.checks.outcomes["wrong"] >= 1
+
+
+class Chains:
+    """Lanes as a table: chains of hops whose servers double, on the way back too, but for "l", and whoever is free."""
+
+    def __init__(self, *free: tuple[Hop, ...]) -> None:
+        about = {"sequence": 1, "issued_at": 0, "expires_at": 10, "certificate": (), "state": "online"}
+        spans = tuple(SpanRecord(peer=p, model=MODEL, start=0, end=3, training_bytes=1, **about) for p in "ablcd")  # type: ignore[arg-type]
+        self.standing, self.client, self.free = Standing(), Client(), free
+        rpc, view = SimpleNamespace(standing=self.standing), SwarmView({}, spans, Catalog())
+        swarm: Any = SimpleNamespace(rpc=rpc, view=lambda: view)
+        self.audits = LaneAudits(swarm, self.client, Terms(MODEL, 3, 1, 1, codec="raw"), self, [])
+
+    def ticket(self, batch: MicroBatch, hops: tuple[Hop, ...]) -> Ticket:
+        lane: Any = SimpleNamespace(hops=hops, codec=SimpleNamespace(action="raw"), live=set())
+        return Ticket(batch, 2 * batch.hidden, lane, 1, Others())
+
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
+        for hops in self.free:
+            if not without & {hop.peer for hop in hops}:
+                return self.ticket(batch, hops)
+        raise NoRoute("nobody else")
+
+    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        lies = sum(len(hop.span) for hop in ticket.lane.hops if hop.peer == "l")
+        return (2 + lies / 10) * gradient, {}
+
+    async def alone(
+        self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        back = await self.back(self.ticket(batch, (Hop(peer, span),)), gradient)
+        return [(2 * batch.hidden, {}), back]
+
+    def decline(self, peers: Any) -> None: ...
+
+    async def counted(self, ticket: Ticket) -> Any:
+        gradient = torch.ones(1, 3, 4)
+        return await self.audits.backward(ticket, gradient, await self.back(ticket, gradient), 1.0)
+
+
+A, L, B = (Hop(PeerId(peer), Span(at, at + 1)) for at, peer in enumerate("alb"))
+
+
+async def test_no_answer_counts_where_the_liar_had_a_part_in_both(virtual_time: MockClock) -> None:
+    """Too few are free to do without all of a chain; there the liar stands for others, too."""
+    lanes = Chains((Hop(PeerId("l"), Span(0, 3)),))
+    ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
+    assert ticket is not None
+    assert {twin.audited for twin in ticket.twins} == {(A,), (B,)}, "the liar itself stands in for these"
+    assert await lanes.counted(ticket) is None
+    assert not lanes.standing.allows(PeerId("l"))
+
+
+async def test_each_hop_is_looked_at_where_there_are_too_few_for_all(virtual_time: MockClock) -> None:
+    """One that was not, because its neighbour was, could go on with what it does."""
+    before, at, behind = (Hop(PeerId("c"), Span(i, i + 1)) for i in range(3))
+    lanes = Chains((A, L, behind), (A, at, B), (before, L, B))
+    ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
+    assert ticket is not None
+    assert {twin.audited for twin in ticket.twins} == {(A,), (L,), (B,)}
+    (entering, _) = await lanes.counted(ticket)
+    assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
+    assert not lanes.standing.allows(PeerId("l"))
+
+
+async def test_what_went_another_way_than_was_looked_at_is_looked_at(virtual_time: MockClock) -> None:
+    """Else whoever ends his lanes after each forward would never be."""
+    lanes = Chains((Hop(PeerId("c"), Span(0, 3)),), (Hop(PeerId("d"), Span(0, 3)),))
+    ticket = lanes.ticket(batches(1)[0], (A, L, B))
+    ticket.went_again = True
+    (entering, _) = await lanes.counted(ticket)
+    assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
+    assert not lanes.standing.allows(PeerId("l"))
 
 
 async def test_a_record_beside_the_one_that_serves_hides_nobody(virtual_time: MockClock) -> None:

@@ -18,7 +18,8 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.lane_audit import Judged
 from swarmd.client.links import Terms
 from swarmd.client.own import OwnParameters
-from swarmd.client.pipeline import Pipeline, Ticket
+from swarmd.client.pipeline import Pipeline
+from swarmd.client.ticket import Ticket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.standing import Standing
 from swarmd.plan.trust import Trust
