@@ -39,11 +39,8 @@ PART = GROUP // FOUR * ROW  # bytes of a group's levels of SIDE rows
 PARTS = ROWS // SIDE
 ALL = PARTS * TILE  # bytes of totals of SIDE tokens and ROWS rows
 SIDES = 4  # of SIDE tokens at a time: their totals stay in the first cache
-SUMS = 2  # of each part
-TOGETHER = 2  # parts that are multiplied with what is read of tokens
-UPPER, LOWER = range(2)  # bytes of a token's level
-ENTERING = 2 * TOGETHER  # registers, of upper bytes and of lower ones, beside those of sums
-WEIGHT = ENTERING + 2
+UPPER, LOWER, TERMS = range(3)  # bytes of a token's level; registers with the sums of either; how many
+ENTERING, WEIGHT = TERMS, 2 * TERMS  # the first register of a token's bytes, and that of a weight
 
 
 @instruction
@@ -73,22 +70,19 @@ def _unpack(typingctx: Any, packed: Any, place: Any) -> Any:
 
 @instruction
 def _multiply(typingctx: Any, tokens: Any, below: Any, lower: Any, weight: Any, sums: Any) -> Any:
-    """A group's levels of SIDE tokens times TOGETHER parts of it, to sums of upper bytes and of lower ones for each.
+    """A group's levels of SIDE tokens times one part of it, to sums of upper bytes and of lower ones.
 
     By addresses; how far apart tokens are, and how far their lower bytes are from the upper ones.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tokens, below, lower, weight, sums = args
-        call(builder, "tileloadd64", byte(ENTERING + UPPER), pointer_to(builder, tokens, 0), below)
-        call(builder, "tileloadd64", byte(ENTERING + LOWER), pointer_to(builder, tokens, lower), below)
-        for part in range(TOGETHER):
-            call(builder, "tileloadd64", byte(WEIGHT), pointer_to(builder, weight, part * PART), wide(ROW))
-            for term, name in ((UPPER, "tdpbssd"), (LOWER, "tdpbusd")):  # signed bytes, or unsigned, times signed ones
-                total = 2 * part + term
-                call(builder, "tilezero", byte(total))
-                call(builder, name, byte(total), byte(ENTERING + term), byte(WEIGHT))
-                call(builder, "tilestored64", byte(total), pointer_to(builder, sums, total * TILE), wide(ROW))
+        call(builder, "tileloadd64", byte(WEIGHT), pointer_to(builder, weight, 0), wide(ROW))
+        for term, offset, name in ((UPPER, 0, "tdpbssd"), (LOWER, lower, "tdpbusd")):  # signed bytes, unsigned ones
+            call(builder, "tilezero", byte(term))
+            call(builder, "tileloadd64", byte(ENTERING + term), pointer_to(builder, tokens, offset), below)
+            call(builder, name, byte(term), byte(ENTERING + term), byte(WEIGHT))
+            call(builder, "tilestored64", byte(term), pointer_to(builder, sums, term * TILE), wide(ROW))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -96,7 +90,7 @@ def _multiply(typingctx: Any, tokens: Any, below: Any, lower: Any, weight: Any, 
 
 @instruction
 def _add(typingctx: Any, sums: Any, scales: Any, of_tokens: Any, n: Any, totals: Any) -> Any:
-    """Add what a group's sums of n tokens are worth to totals [TOGETHER, SIDE tokens, SIDE] float32.
+    """Add what a group's sums of n tokens are worth to totals [SIDE tokens, SIDE] float32.
 
     By addresses of the sums, of the scales of SIDE rows, ROWS further on their zeros, and of what the group's levels of
     each token add up to.
@@ -104,25 +98,18 @@ def _add(typingctx: Any, sums: Any, scales: Any, of_tokens: Any, n: Any, totals:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, scales, of_tokens, n, totals = args
-        worth = []
-        for part in range(TOGETHER):
-            places = [2 * (ROWS * i + part * SIDE) for i in range(2)]
-            scale, zero = (widened(builder, BFLOAT16, pointer_to(builder, scales, at), SIDE) for at in places)
-            worth.append((scale, plus(builder, zero, scale, ir.Constant(floats, [-float(LEVEL_OF_ZERO)] * SIDE))))
+        scale, zero = (widened(builder, BFLOAT16, pointer_to(builder, scales, 2 * ROWS * i), SIDE) for i in range(2))
+        shifted = plus(builder, zero, scale, ir.Constant(floats, [-float(LEVEL_OF_ZERO)] * SIDE))
         with tools.for_range(builder, n) as loop:
             row = builder.mul(loop.index, wide(ROW))
-            sums, totals = builder.add(sums, row), builder.add(totals, row)
+            places = [pointer_to(builder, sums, builder.add(row, wide(term * TILE)), words) for term in range(TERMS)]
+            upper, lower = (builder.load(place, align=ROW) for place in places)
+            product = builder.sitofp(builder.add(builder.shl(upper, ir.Constant(words, [8] * SIDE)), lower), floats)
             one = pointer_to(builder, of_tokens, builder.mul(loop.index, wide(4)), ir.FloatType())
             of_token = everywhere(builder, builder.load(one, align=4), SIDE)
-            for part, (scale, shifted) in enumerate(worth):
-                upper, lower = (
-                    builder.load(pointer_to(builder, sums, (2 * part + term) * TILE, words), align=ROW)
-                    for term in (UPPER, LOWER)
-                )
-                product = builder.sitofp(builder.add(builder.shl(upper, ir.Constant(words, [8] * SIDE)), lower), floats)
-                total = pointer_to(builder, totals, part * TILE, floats)
-                so_far = plus(builder, builder.load(total, align=ROW), shifted, of_token)
-                builder.store(plus(builder, so_far, scale, product), total, align=ROW)
+            total = pointer_to(builder, totals, row, floats)
+            so_far = plus(builder, builder.load(total, align=ROW), shifted, of_token)
+            builder.store(plus(builder, so_far, scale, product), total, align=ROW)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -148,10 +135,10 @@ def _multiply_side(
     tokens: Any, below: Any, lower: Any, n: Any, tiles: Any, scales: Any, of_tokens: Any, sums: Any, totals: Any
 ) -> Any:
     """A group's levels of n tokens times those of ROWS rows: by addresses, as ``_multiply`` and ``_add`` take them."""
-    for part in range(0, PARTS, TOGETHER):
-        _multiply(tokens, below, lower, tiles + part * PART, sums + part * SUMS * TILE)
-    for part in range(0, PARTS, TOGETHER):
-        _add(sums + part * SUMS * TILE, scales + 2 * part * SIDE, of_tokens, n, totals + part * TILE)
+    for part in range(PARTS):
+        _multiply(tokens, below, lower, tiles + part * PART, sums + part * TERMS * TILE)
+    for part in range(PARTS):
+        _add(sums + part * TERMS * TILE, scales + 2 * part * SIDE, of_tokens, n, totals + part * TILE)
 
 
 @fast
@@ -184,7 +171,7 @@ def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, ad
     groups, below, n_sides = k // GROUP, k + ROW, -(-n // SIDE)  # tokens not where a cache has one place for all
     tokens, of_tokens = np.empty((2, n_sides * SIDE, below), np.uint8), np.zeros((n_sides, groups, SIDE), np.float32)
     _enter(levels, tokens, of_tokens)
-    unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + SUMS * PARTS * TILE, np.uint8)
+    unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + TERMS * ALL, np.uint8)
     totals, ones = np.empty(ROW + SIDES * ALL, np.uint8), np.ones(SIDE, np.float32)
     shapes, before = _shapes(min(n, SIDE)), new_shapes()
     get_shapes(before.ctypes.data)
