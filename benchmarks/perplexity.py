@@ -28,6 +28,7 @@ from swarmd.compute.few_bits import Int8Head, LevelsLinear
 from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.rates import decode_rates, last, prefill_rates
 from swarmd.compute.span import LoadedSpan
+from swarmd.compute.tiled import TiledLinear
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -71,7 +72,7 @@ SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of pl
 
 
 def _weight_bytes(module: Any) -> int:
-    if isinstance(module, LevelsLinear):
+    if isinstance(module, LevelsLinear | TiledLinear):
         return module.n_bytes
     n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
     return n_bytes + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)

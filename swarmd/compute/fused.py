@@ -294,11 +294,13 @@ def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def _lay_out(weight: nn.Parameter, kept: torch.dtype, there: torch.Tensor) -> None:
-    """Put a weight into memory of its own; the model uses it there, if it can read it so."""
+    """Put a weight into memory of its own; the model uses it there, if it can read it so, and so may other kernels."""
     whole = there.view(kept).view(weight.shape)
     whole.copy_(weight.detach())
     if kept == weight.dtype:
         weight.data = whole
+    else:
+        weight.laid_out = whole  # type: ignore[attr-defined]
 
 
 def scales_of(layer: Int8Linear | Int4Linear) -> torch.Tensor:

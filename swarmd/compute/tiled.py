@@ -30,7 +30,8 @@ class TiledLinear(PackedOnce):
         super().__init__(linear)
         weight = linear.weight.detach()
         self._kept_in = exact_dtype(weight)
-        self._kept = weight.to(self._kept_in).contiguous()
+        there = getattr(linear.weight, "laid_out", weight)  # for one call (``fused``): nothing is kept twice
+        self._kept = (there if there.dtype == self._kept_in else weight.to(self._kept_in)).contiguous()
         split_bytes = 2 * layout.TERMS * layout.SIDE * self.in_features  # of as many tokens as are multiplied at a time
         self._most_rows = max(1, ROOM_BYTES // split_bytes) * layout.SIDE
         with compiling(cache_folder):
@@ -38,6 +39,10 @@ class TiledLinear(PackedOnce):
 
             self._multiply, self._room_for = multiply, room_for
             self.compute(torch.zeros(1, self.in_features))
+
+    @property
+    def n_bytes(self) -> int:
+        return self._kept.nbytes
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute import tiled
+from swarmd.compute import fused, tiled
 from swarmd.compute.kernels import works
 from swarmd.compute.linear import exact_dtype
 from swarmd.compute.quantize import relative_error
@@ -103,3 +103,17 @@ def test_gradients_flow_through_it(tmp_path: Path) -> None:
     (got,) = torch.autograd.grad(TiledLinear(plain, tmp_path)(hidden).square().sum(), hidden)
     (expected,) = torch.autograd.grad(plain(hidden).square().sum(), hidden)
     assert relative_error(got, expected) < 2 * LOSS
+
+
+@needs_tiles
+@torch.no_grad()
+def test_a_weight_that_lies_there_for_one_call_is_not_kept_twice(tmp_path: Path) -> None:
+    linear = layer_of(64, 32, written_in=torch.float16)
+    expected, there = linear(torch.ones(9, 64)), torch.empty(2 * linear.weight.numel(), dtype=torch.uint8)
+    fused._lay_out(linear.weight, torch.float16, there)
+    layer = TiledLinear(linear, tmp_path)
+    assert layer._kept.data_ptr() == there.data_ptr()
+    assert torch.allclose(layer(torch.ones(9, 64)), expected, atol=1e-5)
+    assert torch.equal(layer.weight, linear.weight)
+    linear.weight.laid_out = linear.weight.bfloat16()  # type: ignore[attr-defined]  # which loses something
+    assert layer._kept.dtype == TiledLinear(linear, tmp_path)._kept.dtype == torch.float16
