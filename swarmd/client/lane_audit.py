@@ -80,25 +80,27 @@ class LaneAudits:
     async def forward(self, ticket: Ticket, took_s: float) -> Ticket | None:
         """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it.
 
-        None: nothing does, for whoever is banned for wrong results had a part in it.
+        None: nothing does, for somebody who is banned now had a part in it.
         """
         due, limit_s = self._due(ticket.lane), _limit_s(took_s)
         try:
             if due and self._format(*ticket.lane.hops) == MIXED:
-                return await self._looked_at(due[0], ticket, limit_s)
+                ticket, due = await self._looked_at(due[0], ticket, limit_s), []
             for twin in await self._twins(ticket, due, limit_s) if due else ():
                 answers: tuple[Answer, Answer] = (ticket.out, {}), (twin.ticket.out, {})
                 verdict, third = await self._verdict(ticket, twin.ticket, ticket.batch.hidden, *answers, None)
-                if verdict is Verdict.WRONG and self._banned(twin.ticket.lane) is None:
+                if verdict is Verdict.WRONG:
                     twin.ticket.twins = [Twin(third, twin.ticket.lane.hops)] if third is not None else []
                     twin.ticket.others = ticket.others
-                    return twin.ticket
+                    return twin.ticket if self._banned(twin.ticket.lane) is None else None
+                if verdict is Verdict.UNDECIDED:
+                    break
                 if verdict is Verdict.RIGHT and not ticket.batch.keep:
                     self._is_right(twin.audited)
                 kept = twin.ticket if verdict is Verdict.RIGHT else third
                 ticket.twins += [Twin(kept, twin.audited)] if ticket.batch.keep and kept is not None else []
         except SwarmError as error:
-            self._tell_nothing(ticket.lane, error)
+            self._tell_nothing(ticket.lane.hops, error)
         return ticket if self._banned(ticket.lane) is None else None
 
     def _due(self, lane: Lane) -> list[Hop]:
@@ -121,23 +123,25 @@ class LaneAudits:
     async def _twins(self, ticket: Ticket, due: list[Hop], limit_s: float) -> list[Twin]:
         """The same micro-batch through others: instead of all hops or, where there are too few, of each that is due.
 
-        Who does not answer in time is left out for a while, and others are asked.
+        Who does not answer in time is left out for a while, and others are asked. Raises SwarmError.
         """
-        hops, twins = ticket.lane.hops, list[Twin]()
-        failed: SwarmError | None = None
-        for audited in [hops, hops, *((hop,) for hop in due if len(hops) > 1)]:
+        hops, failed = ticket.lane.hops, list[SwarmError]()
+
+        async def without(*audited: Hop) -> list[Twin]:
             try:
-                without = frozenset(hop.peer for hop in audited)
-                again = await self.lanes.again(ticket.batch, without, self._format(*hops), limit_s)
+                peers = frozenset(hop.peer for hop in audited)
+                again = await self.lanes.again(ticket.batch, peers, self._format(*hops), limit_s)
             except SwarmError as error:
-                failed = error
-                continue
-            twins.append(Twin(again, audited))
-            if audited == hops:
-                break
+                failed.append(error)
+                return []
+            return [Twin(again, audited)]
+
+        twins = await without(*hops) or await without(*hops)
+        with trio.move_on_after(limit_s):  # for all of them
+            for hop in due if not twins and len(hops) > 1 else ():
+                twins += await without(hop)
         if not twins:
-            assert failed is not None
-            raise failed
+            raise failed[-1]
         return twins
 
     async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer, took_s: float) -> Answer | None:
@@ -152,23 +156,24 @@ class LaneAudits:
                 verdict, _ = await self._verdict(ticket, twin.ticket, gradient, found, again, gradient)
                 if verdict is Verdict.RIGHT:
                     self._is_right(twin.audited)
-                elif verdict is Verdict.WRONG and self._banned(twin.ticket.lane) is None:
-                    return again
+                elif verdict is Verdict.WRONG:
+                    return again if self._banned(twin.ticket.lane) is None else None
+                elif verdict is Verdict.UNDECIDED:
+                    break
         except SwarmError as error:
-            self._tell_nothing(ticket.lane, error)
+            self._tell_nothing(ticket.lane.hops, error)
         return found if self._banned(ticket.lane) is None else None
 
     async def _back(self, twin: Twin, gradient: torch.Tensor, limit_s: float) -> Answer | None:
         """The gradients of a twin, if they come; who takes too long is left out for a while."""
-        lane = twin.ticket.lane
         try:
             with trio.fail_after(limit_s):
                 return await self.lanes.back(twin.ticket, gradient)
         except trio.TooSlowError:
-            self._tell(lane.hops, "inconclusive", "others did not answer in time")
-            self.lanes.decline(_peers(lane))
+            self._tell(twin.audited, "inconclusive", "others did not answer in time")
+            self.lanes.decline(_peers(twin.ticket.lane))
         except SwarmError as error:
-            self._tell_nothing(lane, error)
+            self._tell_nothing(twin.audited, error)
         return None
 
     # --- deciding --------------------------------------------------------------------------------------------
@@ -318,11 +323,11 @@ class LaneAudits:
             self.judged.checks.note(self._key(hop), is_right=True)
         self._tell(audited, str(Verdict.RIGHT), "a micro-batch, there and back")
 
-    def _tell_nothing(self, lane: Lane, error: SwarmError) -> None:
+    def _tell_nothing(self, hops: tuple[Hop, ...], error: SwarmError) -> None:
         """Of an audit that came to nothing; where nobody else holds the blocks, once."""
         if not isinstance(error, NoRoute) or not self.has_told_alone:
             self.has_told_alone |= isinstance(error, NoRoute)
-            self._tell(lane.hops, "inconclusive", str(error))
+            self._tell(hops, "inconclusive", str(error))
 
     def _tell(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
         level = logging.INFO if outcome in (Verdict.RIGHT, "inconclusive") else logging.WARNING

@@ -181,6 +181,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
         positions = torch.arange(self.n_tokens, self.n_tokens + n).unsqueeze(0)
         return positions, lambda hidden: self.append(hidden, positions, None, want or n, vocabulary)
 
+    def __deepcopy__(self, memo: Any) -> RemoteCache:
+        raise TypeError(
+            "a remote cache is one session on servers, and is not copied: make another by model.new_cache()"
+        )
+
     def close(self) -> None:
         if self.session is not None:
             self.session.close()

@@ -44,7 +44,7 @@ AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
-WRONG = "who computed it is banned for wrong results"  # of a micro-batch that is sent again
+WRONG = "somebody who computed it is banned now"  # of a micro-batch that is sent again
 T = TypeVar("T")
 # nf4 is packed for some CPUs in a way that has no backward
 WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)

@@ -129,8 +129,8 @@ class ChainSession:
         """
         while self._quiet_repair is not None:
             await self._quiet_repair.wait()
-        if self._is_broken:
-            raise ConfigError("this session ended with an error: start a new one")
+        if self._is_broken or self._is_closed:
+            raise ConfigError("this session ended with an error, or was closed: start a new one")
         self._is_busy = self._is_broken = True  # until the answers are here
         self.given, self._vocabulary = None, vocabulary
         self._fatal, self._n_wrong = None, 0
@@ -190,6 +190,7 @@ class ChainSession:
     async def close(self) -> None:
         self._is_closed = True
         self.history.close()
+        self.hops.notify()
         self._repairing.cancel()
         while self._quiet_repair is not None:  # until it ends, it may open more
             await self._quiet_repair.wait()
@@ -354,6 +355,8 @@ class ChainSession:
         """Wait for news, repair what broke, suspect who is silent. Raises SwarmError when it is hopeless."""
         if self._fatal is not None:
             raise self._fatal
+        if self._is_closed:
+            raise ConfigError("this session was closed")
         waited_s = trio.current_time() - self._moved_at
         is_stuck = self.hops.trouble is None and waited_s > LONGEST_S and waited_s > self._longest_s()
         if is_stuck:

@@ -173,8 +173,8 @@ class AsyncSwarm:
             with trio.CancelScope(shield=True):
                 for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
-                if session.second is not None and session.second.session is not None:
-                    await self.close_session(session.second.session)
+                if session.second is not None and (second := await session.second.stop()) is not None:
+                    await self.close_session(second)
                 self._listeners.pop(session.key, None)
                 await session.close()
 

@@ -41,9 +41,14 @@ class Second:
         self._failure: SwarmError | None = None
         self._idle = trio.Event()
         self._idle.set()
+        self._looking = trio.CancelScope()
+        self._is_stopped = False
 
-    @property
-    def session(self) -> ChainSession | None:
+    async def stop(self) -> ChainSession | None:
+        """Check nothing more; returns the second chain, which is to be closed."""
+        self._is_stopped = True
+        self._looking.cancel()
+        await self._idle.wait()
         return self._session
 
     def follow(self, sent: Sent, out: torch.Tensor | None, want: int | None) -> None:
@@ -72,8 +77,9 @@ class Second:
     async def _look(self) -> None:
         try:
             waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-            for sent, out in merged(waiting):
-                await self._check(sent, out)
+            with trio.CancelScope() as self._looking:
+                for sent, out in merged(waiting) if not self._is_stopped else ():
+                    await self._check(sent, out)
         except SwarmError as error:
             self._failure = error
         except BaseException:

@@ -14,31 +14,33 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import LINEARS, NotFused, compiling, scales_of
+from swarmd.compute.fused import LINEARS, MOST_THREADS, NotFused, compiling, scales_of
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear
-from swarmd.compute.team import common_team
-from swarmd.compute.tiles import has_tiles
+from swarmd.compute.team import Team, common_team
 from swarmd.errors import ConfigError
 
-MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache,
-MOST_ROWS_OF_TILES = 256  # or in the second one
+MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
+ENTERING_BYTES = 2**20  # of a unit for matrices: in the second one
 TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
 
 
 class LevelsLinear(FrozenLinear):
     """Another way to compute such a layer. Raises NotFused where nothing can be compiled."""
 
+    _most_rows = MOST_ROWS
+
     def __init__(self, layer: Int8Linear | Int4Linear, cache_folder: Path) -> None:
         super().__init__(layer)
         self._stored = layout.INT4 if isinstance(layer, Int4Linear) else layout.INT8
         self._levels, self._scales = layer.levels.detach(), scales_of(layer)
-        self._most_rows = MOST_ROWS_OF_TILES if has_tiles() else MOST_ROWS
         with compiling(cache_folder):
-            from swarmd.compute.compiled.matrices import multiply_together
+            from swarmd.compute.compiled.matrices import by_tiles, multiply_together
 
             self._multiply = multiply_together
-            self._multiplied(torch.zeros(1, self.in_features))
+            if by_tiles(self._stored, MOST_ROWS, self.in_features, self.out_features):
+                self._most_rows = max(1, ENTERING_BYTES // (4 * self.in_features) // MOST_ROWS) * MOST_ROWS
+            self._compute_some(torch.zeros(1, self.in_features), torch.empty(1, self.out_features), Team(1))
 
     @property
     def n_bytes(self) -> int:
@@ -67,12 +69,17 @@ class LevelsLinear(FrozenLinear):
         """In float32."""
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
-        layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
-        for some, there in zip(*(torch.split(whole, self._most_rows) for whole in (rows, out)), strict=True):
-            about, meeting = (self._stored, layer, some.numpy(), there.numpy()), np.zeros(1, np.int64)
-            team = common_team(torch.get_num_threads())
-            team.run(there.numel() * self.in_features, partial(self._multiply, *about, meeting))
+        n_threads = torch.get_num_threads()
+        team = common_team(n_threads if len(rows) > MOST_ROWS else min(n_threads, MOST_THREADS))
+        for at in range(0, len(rows), self._most_rows):
+            some = slice(at, at + self._most_rows)
+            self._compute_some(rows[some], out[some], team)
         return out.view(*hidden.shape[:-1], self.out_features)
+
+    def _compute_some(self, rows: torch.Tensor, out: torch.Tensor, team: Team) -> None:
+        layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
+        about, meeting = (self._stored, layer, rows.numpy(), out.numpy()), np.zeros(1, np.int64)
+        team.run(out.numel() * self.in_features, partial(self._multiply, *about, meeting))
 
 
 class Int8Head(LevelsLinear):

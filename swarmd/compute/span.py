@@ -27,6 +27,7 @@ from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.linear import has_bfloat16
 from swarmd.compute.quick import OneCall, Quick
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
+from swarmd.compute.tiles import has_tiles
 from swarmd.errors import ConfigError
 from swarmd.values import Decision, Span
 
@@ -235,7 +236,7 @@ class LoadedSpan:
             torch.__version__,
             transformers.__version__,
             device,
-            f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()}",
+            f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()} {has_tiles()}",
             str(torch.get_num_threads()),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -7,6 +7,7 @@ faster alone. Which it is now, is measured all the time.
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import statistics
 import threading
@@ -70,6 +71,9 @@ class Team:
                 calls.put(call)
             call(0, self.n if is_together else 1)
             self._worth[size].took(is_together, time.perf_counter() - begun)
+        except BaseException:  # interrupted, or out of memory: nobody knows where the others are
+            self.n = 1
+            raise
         finally:
             self._is_taken.release()
 
@@ -78,6 +82,9 @@ class Team:
 def common_team(n: int) -> Team:
     """Threads that all layers of a process share."""
     return Team(n)
+
+
+os.register_at_fork(after_in_child=common_team.cache_clear)  # which has no threads but one
 
 
 def _serve(calls: queue.SimpleQueue[Call], part: int, parts: int) -> None:

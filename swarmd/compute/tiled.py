@@ -13,7 +13,7 @@ from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.fused import STORED, compiling
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype
-from swarmd.compute.team import common_team
+from swarmd.compute.team import Team, common_team
 from swarmd.compute.tiles import fits, has_tiles
 
 ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
@@ -38,7 +38,7 @@ class TiledLinear(PackedOnce):
             from swarmd.compute.compiled.tiles import multiply, room_for
 
             self._multiply, self._room_for = multiply, room_for
-            self.compute(torch.zeros(1, self.in_features))
+            self._compute_some(torch.zeros(1, self.in_features), torch.empty(1, self.out_features), Team(1))
 
     @property
     def n_bytes(self) -> int:
@@ -55,18 +55,18 @@ class TiledLinear(PackedOnce):
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
         out = torch.empty(len(rows), self.out_features)
+        team = common_team(torch.get_num_threads())
         for at in range(0, len(rows), self._most_rows):
             some = slice(at, at + self._most_rows)
-            self._compute_some(rows[some], out[some])
+            self._compute_some(rows[some], out[some], team)
         if self.bias is not None:
             out += self.bias.detach()
         return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
 
-    def _compute_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _compute_some(self, rows: torch.Tensor, out: torch.Tensor, team: Team) -> None:
         stored, meeting = STORED[self._kept.dtype], np.zeros(1, np.int64)
         room = np.empty(self._room_for(stored, *rows.shape), np.uint8)
         about = stored, rows.numpy(), self._kept.data_ptr(), room, out.numpy()
-        team = common_team(torch.get_num_threads())
         team.run(out.numel() * self.in_features, lambda part, parts: self._multiply(*about, (meeting, part, parts)))
 
 

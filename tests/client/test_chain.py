@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from swarmd.client.links import Terms
 from swarmd.client.session import ChainSession
-from swarmd.errors import Code, PeerError, Refused, Unreachable
+from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.routing import Hop
 from swarmd.plan.trust import Trust
@@ -267,6 +267,27 @@ async def test_a_session_that_ends_while_it_moves_gives_back_what_it_opened(
     opened = {peer for peer, message in swarm.asked if isinstance(message, OpenSession)}
     assert opened == ({A, B} if ends_after_s < 0.1 else {A, B, C})
     assert {peer for peer, message in swarm.told if isinstance(message, CloseSession)} == opened
+
+
+async def test_a_step_of_a_session_that_is_closed_ends(virtual_time: MockClock) -> None:
+    """Else it would repair what nobody gives back any more."""
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
+    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    await session.open()
+
+    async def no_answer(seq: int) -> None: ...
+
+    swarm.answer = no_answer  # type: ignore[method-assign]
+
+    async def close() -> None:
+        await trio.sleep(1)
+        await session.close()
+
+    trio.lowlevel.spawn_system_task(close)
+    with trio.fail_after(5), pytest.raises(ConfigError, match="closed"):
+        await step(session)
+    with pytest.raises(ConfigError, match="closed"):
+        await step(session)
 
 
 async def test_unsupported_is_final_for_that_server_and_others_are_asked(virtual_time: MockClock) -> None:

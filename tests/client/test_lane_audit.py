@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from swarmd.net.standing import Standing
 from swarmd.plan.audits import ALWAYS_BELOW
 from swarmd.plan.equality import BOUNDS
 from swarmd.plan.routing import Hop
+from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
 from swarmd.protocol import messages
 from swarmd.protocol.catalog import Catalog
@@ -101,9 +102,15 @@ async def test_who_computes_wrongly_is_named_and_nothing_wrong_is_trained_with(
 class Chains:
     """Lanes as a table: chains of hops whose servers double, on the way back too, but for "l", and whoever is free."""
 
-    def __init__(self, *free: tuple[Hop, ...]) -> None:
+    lies_alone = True  # "l": where it is asked for its blocks only, too
+
+    def __init__(self, *free: tuple[Hop, ...], formats: Mapping[str, str] = MappingProxyType({})) -> None:
         about = {"sequence": 1, "issued_at": 0, "expires_at": 10, "certificate": (), "state": "online"}
-        spans = tuple(SpanRecord(peer=p, model=MODEL, start=0, end=3, training_bytes=1, **about) for p in "ablcd")  # type: ignore[arg-type]
+        kept = {"start": 0, "end": 3, "training_bytes": 1}
+        spans = tuple(
+            SpanRecord(peer=p, model=MODEL, quantize=formats.get(p, "none"), **kept, **about)  # type: ignore[arg-type]
+            for p in "ablcd"
+        )
         self.standing, self.client, self.free = Standing(), Client(), free
         rpc, view = SimpleNamespace(standing=self.standing), SwarmView({}, spans, Catalog())
         swarm: Any = SimpleNamespace(rpc=rpc, view=lambda: view)
@@ -127,7 +134,7 @@ class Chains:
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         back = await self.back(self.ticket(batch, (Hop(peer, span),)), gradient)
-        return [(2 * batch.hidden, {}), back]
+        return [(2 * batch.hidden, {}), back if self.lies_alone else (2 * gradient, {})]
 
     def decline(self, peers: Any) -> None: ...
 
@@ -169,6 +176,32 @@ async def test_what_went_another_way_than_was_looked_at_is_looked_at(virtual_tim
     (entering, _) = await lanes.counted(ticket)
     assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
     assert not lanes.standing.allows(PeerId("l"))
+
+
+async def test_what_was_found_wrong_does_not_count_because_the_other_is_banned_meanwhile(
+    virtual_time: MockClock,
+) -> None:
+    """It took a third chain to tell, so nobody of the first is banned."""
+    whole = [(Hop(PeerId(peer), Span(0, 3)),) for peer in "cd"]
+    lanes = Chains(*whole)
+    ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
+    assert ticket is not None
+    lanes.lies_alone = False
+    third = lanes.again
+
+    async def again(*about: Any) -> Ticket:
+        lanes.standing.fault(PeerId("c"), Fault.WRONG_RESULTS, "elsewhere")
+        return await third(*about)
+
+    lanes.again = again  # type: ignore[method-assign]
+    assert await lanes.counted(ticket) is None
+    assert not lanes.standing.ban_left_s(PeerId("l"))
+
+
+async def test_where_formats_differ_nothing_counts_of_who_is_banned_either(virtual_time: MockClock) -> None:
+    lanes = Chains(formats={"l": "int8"})
+    lanes.standing.fault(PeerId("l"), Fault.WRONG_RESULTS, "elsewhere")
+    assert await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0) is None
 
 
 async def test_a_record_beside_the_one_that_serves_hides_nobody(virtual_time: MockClock) -> None:

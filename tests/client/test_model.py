@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def test_dropped_caches_are_freed_at_once(tmp_path: Path) -> None:
         gc.enable()
     assert logits.shape[1] == 6
     assert [chain.is_closed for chain in chains] == [True]
+
+
+def test_a_remote_cache_is_not_copied(tmp_path: Path) -> None:
+    cache = client(checkpoints.make("llama", tmp_path, n_layers=2)).new_cache()
+    with pytest.raises(TypeError, match="is not copied"):
+        copy.deepcopy(cache)
 
 
 class TestSteps:

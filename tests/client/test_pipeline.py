@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from swarmd.client.lane import Lane, MicroBatch
 from swarmd.client.lane_audit import Judged
 from swarmd.client.links import Terms
 from swarmd.client.own import OwnParameters
-from swarmd.client.pipeline import Pipeline
+from swarmd.client.pipeline import WRONG, Pipeline
 from swarmd.client.ticket import Ticket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.standing import Standing
@@ -209,6 +210,28 @@ async def pipeline(world: World, codec: str = "auto", judged: Judged | None = No
 def batches(n: int, own: OwnParameters = NOTHING) -> list[MicroBatch]:
     positions = torch.arange(3, dtype=torch.int32).expand(1, 3)
     return [MicroBatch(torch.randn(1, 3, 4), positions, None, own, keep=True) for _ in range(n)]
+
+
+async def test_what_does_not_count_is_sent_again(virtual_time: MockClock) -> None:
+    """There and back, until audits say that it does."""
+    said = {"forward": [False, True], "backward": [False, False, True]}
+    world = World({"a": doubling, "b": doubling})
+    async with pipeline(world) as lanes:
+
+        async def forward(ticket: Ticket, took_s: float) -> Ticket | None:
+            return ticket if said["forward"].pop(0) else None
+
+        async def backward(ticket: Ticket, gradient: torch.Tensor, found: Any, took_s: float) -> Any:
+            return found if said["backward"].pop(0) else None
+
+        lanes._audits = SimpleNamespace(forward=forward, backward=backward)
+        (ticket,) = await lanes.forward(batches(1))
+        ((entering, _),) = await lanes.backward([ticket], [torch.ones(1, 3, 4)])
+        assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
+        assert ticket.went_again, "so that it is looked at"
+        assert lanes.statistics.retries == [WRONG] * 3
+        assert lanes.statistics.backwards == 1
+    assert said == {"forward": [], "backward": []}
 
 
 async def both_ways(lanes: Pipeline, given: list[MicroBatch]) -> list[Ticket]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -46,6 +48,41 @@ def test_a_call_that_comes_while_the_others_are_at_one_is_made_alone() -> None:
 
     team.run(1, call)
     assert made == [(0, 1)]
+
+
+def test_whoever_is_interrupted_goes_on_alone() -> None:
+    """Where the others are then, nobody knows."""
+    team, made = Team(2), list[int]()
+
+    def interrupted(part: int, parts: int) -> None:
+        if part == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(1, interrupted)
+    team.run(1, lambda part, parts: made.append(parts))
+    assert made == [1]
+
+
+FORKED = """
+import os, threading
+from swarmd.compute.team import common_team
+
+both = threading.Barrier(2)
+common_team(2).run(1, lambda part, parts: parts == 1 or both.wait(20))
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+both = threading.Barrier(2)
+try:
+    common_team(2).run(1, lambda part, parts: parts == 1 or both.wait(20))
+    os._exit(0)
+finally:
+    os._exit(1)
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("is_worth", [True, False])

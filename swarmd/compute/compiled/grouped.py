@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, SIDE
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, LEVEL_TERMS, ROWS, SIDE
 from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, ask_for, fast, instruction
 from swarmd.compute.compiled.products import everywhere, plus, tools, widened
 from swarmd.compute.compiled.tiles import put_levels
@@ -39,8 +39,8 @@ PART = GROUP // FOUR * ROW  # bytes of a group's levels of SIDE rows
 PARTS = ROWS // SIDE
 ALL = PARTS * TILE  # bytes of totals of SIDE tokens and ROWS rows
 SIDES = 4  # of SIDE tokens at a time: their totals stay in the first cache
-UPPER, LOWER, TERMS = range(3)  # bytes of a token's level; registers with the sums of either; how many
-ENTERING, WEIGHT = TERMS, 2 * TERMS  # the first register of a token's bytes, and that of a weight
+UPPER, LOWER = range(LEVEL_TERMS)  # bytes of a token's level, and registers with the sums of either
+ENTERING, WEIGHT = LEVEL_TERMS, 2 * LEVEL_TERMS  # the first register of a token's bytes, and that of a weight
 
 
 @instruction
@@ -102,7 +102,9 @@ def _add(typingctx: Any, sums: Any, scales: Any, of_tokens: Any, n: Any, totals:
         shifted = plus(builder, zero, scale, ir.Constant(floats, [-float(LEVEL_OF_ZERO)] * SIDE))
         with tools.for_range(builder, n) as loop:
             row = builder.mul(loop.index, wide(ROW))
-            places = [pointer_to(builder, sums, builder.add(row, wide(term * TILE)), words) for term in range(TERMS)]
+            places = [
+                pointer_to(builder, sums, builder.add(row, wide(term * TILE)), words) for term in range(LEVEL_TERMS)
+            ]
             upper, lower = (builder.load(place, align=ROW) for place in places)
             product = builder.sitofp(builder.add(builder.shl(upper, ir.Constant(words, [8] * SIDE)), lower), floats)
             one = pointer_to(builder, of_tokens, builder.mul(loop.index, wide(4)), ir.FloatType())
@@ -136,9 +138,9 @@ def _multiply_side(
 ) -> Any:
     """A group's levels of n tokens times those of ROWS rows: by addresses, as ``_multiply`` and ``_add`` take them."""
     for part in range(PARTS):
-        _multiply(tokens, below, lower, tiles + part * PART, sums + part * TERMS * TILE)
+        _multiply(tokens, below, lower, tiles + part * PART, sums + part * LEVEL_TERMS * TILE)
     for part in range(PARTS):
-        _add(sums + part * TERMS * TILE, scales + 2 * part * SIDE, of_tokens, n, totals + part * TILE)
+        _add(sums + part * LEVEL_TERMS * TILE, scales + 2 * part * SIDE, of_tokens, n, totals + part * TILE)
 
 
 @fast
@@ -171,7 +173,7 @@ def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, ad
     groups, below, n_sides = k // GROUP, k + ROW, -(-n // SIDE)  # tokens not where a cache has one place for all
     tokens, of_tokens = np.empty((2, n_sides * SIDE, below), np.uint8), np.zeros((n_sides, groups, SIDE), np.float32)
     _enter(levels, tokens, of_tokens)
-    unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + TERMS * ALL, np.uint8)
+    unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + LEVEL_TERMS * ALL, np.uint8)
     totals, ones = np.empty(ROW + SIDES * ALL, np.uint8), np.ones(SIDE, np.float32)
     shapes, before = _shapes(min(n, SIDE)), new_shapes()
     get_shapes(before.ctypes.data)
@@ -179,15 +181,18 @@ def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, ad
     for row in range(first, last, ROWS):
         for side in range(0, n_sides, SIDES):
             totals[:] = 0
-            tiles, here = aligned(unpacked), min(SIDES, n_sides - side)  # here, not before: see ``reshape``
+            tiles, n_here = (
+                aligned(unpacked),
+                min(SIDES, n_sides - side),
+            )  # now: an array is given back after its last use
             for group in range(groups):
                 _unpack(weight + (row * k + group * GROUP * ROWS) // 2, tiles)
                 of_rows = scales + 4 * (row * groups + group * ROWS)
-                for i in range(here):
+                for i in range(n_here):
                     x = tokens.ctypes.data + (side + i) * SIDE * below + group * GROUP
                     of_x = of_tokens.ctypes.data + ((side + i) * groups + group) * ROW
                     to, lower = aligned(totals) + i * ALL, n_sides * SIDE * below
                     _multiply_side(x, below, lower, min(n, SIDE), tiles, of_rows, of_x, aligned(sums), to)
-            for i in range(here):
+            for i in range(n_here):
                 _put(aligned(totals) + i * ALL, units, ones, out, (side + i) * SIDE, row, adds)
     reshape(before)  # others have shapes of their own, and may rely on them

@@ -13,6 +13,7 @@ from swarmd.compute.linear import PACKED_ROWS
 SIDE = 16  # rows of a weight that are multiplied at a time, and tokens
 STEP = 32  # numbers of each
 LEVEL_STEP = 64  # levels
+LEVEL_TERMS = 2  # of a token's level: its upper byte and its lower one
 MOST_LEVELS = 65_536  # of a row: products of so many bytes, 255 and 127 at most, fit in 32 bits
 TERMS = 3  # numbers of bfloat16 for any float32: 8 bits each
 

@@ -1,7 +1,8 @@
 """Weights in 8 or 4 bits times the numbers of a few tokens: both are whole numbers, and so are their products.
 
 What enters is rounded to 16 bits, a unit for each token: 15 bits of its largest number are more than bfloat16 has of
-any. Two products and their sum are one instruction then, and what a token gives does not depend on who is beside it.
+any. Two products and their sum are one instruction then. What a token gives does not depend on who is beside it, but
+for the last bit of 8 bits where a unit for matrices computes several (``tiles``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few tokens times a weight: read once, widened on the way."""
+"""Tokens times a weight: read once, widened on the way; of several by a unit for matrices, where there is one."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ if has_tiles():
                     out[t, i] += biases[i]
 
     @fast
-    def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
+    def by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
         """Does the unit take less time?"""
         if stored == INT4:
             return n >= FEWEST
@@ -177,7 +177,7 @@ else:  # a compiler for another CPU knows no such instructions
         raise NotImplementedError("tiles are for CPUs with AMX")
 
     @fast
-    def _by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
+    def by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
         return False
 
 
@@ -185,10 +185,10 @@ else:  # a compiler for another CPU knows no such instructions
 def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
     """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m].
 
-    m is even, of 4 bits a multiple of ROWS. Two rows at a time, from both halves: two streams from memory are faster
-    than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
+    m is even, of 4 bits a multiple of ROWS. Two rows at a time, but by tiles, from both halves: two streams from memory
+    are faster than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
     """
-    if _by_tiles(stored, len(x), x.shape[1], out.shape[1]):
+    if by_tiles(stored, len(x), x.shape[1], out.shape[1]):
         _times_tiles(stored, layer, x, out, adds, part, parts)
     elif stored == INT4:
         _times_4_bits(layer, x, out, adds, part, parts)

@@ -71,8 +71,10 @@ def split_levels(typingctx: Any, levels: Any, place: Any) -> Any:
 
 
 def _split_row_of(stored: int) -> Made:
-    """STEP numbers of a row of a weight to a row of as many tiles as it has terms: pairs of i and i + STEP / 2, or of
-    neighbours, as they are, where it has one."""
+    """STEP numbers of a row of a weight to a row of as many tiles as it has terms: pairs of i and i + STEP / 2.
+
+    What has one term, bfloat16 and levels of 8 bits, stays as it is, 64 bytes of it.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if stored == BFLOAT16:

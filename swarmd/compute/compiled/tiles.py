@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8, LEVEL_STEP, SIDE, STEP, TERMS
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8, LEVEL_STEP, LEVEL_TERMS, SIDE, STEP, TERMS
 from swarmd.compute.compiled.machine import Made, alone, anywhere, ask_for, fast, instruction, meet, number_bytes
 from swarmd.compute.compiled.products import BYTES, everywhere, plus
 from swarmd.compute.compiled.terms import (
@@ -52,7 +52,6 @@ from swarmd.compute.compiled.unit import (
 
 SUMS = 4  # registers that are added up at the same time: a product takes 52 cycles, one begins in 16
 ENTERING, WEIGHT = SUMS, SUMS + TERMS  # registers, of what enters the first of three, beside those of sums
-LEVEL_TERMS = 2  # of a token's level: its upper byte and its lower one
 FORMATS = (FLOAT32, FLOAT16, BFLOAT16, INT8)
 SPLIT_TILES = 24  # of a weight's terms, which many tokens read from the first cache
 
