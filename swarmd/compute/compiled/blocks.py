@@ -133,24 +133,25 @@ def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, of_pass: 
     logits = np.empty((n * shape[HEADS] // kept_heads, most), np.float32)
     heads = kept_heads * part // parts, kept_heads * (part + 1) // parts
     n_met, place = 0, meeting.ctypes.data
+    onto, anew = n >= 0, n < 0  # True and False, which Numba would compile all of it for by their names
     for block in range(len(table)):
         at = table[block]
         _normalise(x, at[NORM], floats[0], d, normed, 0, d)
-        multiply(stored, layer_of(at, QUERY), normed, query, False, part, parts)
-        multiply(stored, layer_of(at, KEY), normed, key, False, part, parts)
-        multiply(stored, layer_of(at, VALUE), normed, value, False, part, parts)
+        multiply(stored, layer_of(at, QUERY), normed, query, anew, part, parts)
+        multiply(stored, layer_of(at, KEY), normed, key, anew, part, parts)
+        multiply(stored, layer_of(at, VALUE), normed, value, anew, part, parts)
         n_met = meet(place, n_met, parts)
         _prepare(shape, floats, at, rotary, query, key, heads[0], heads[1])
         keep(shape, key, value, kept[block], counts, heads[0], heads[1])
         attend(shape, floats[1], query, kept[block], counts, logits, mixed, heads[0], heads[1])
         n_met = meet(place, n_met, parts)
-        multiply(stored, layer_of(at, OUT), mixed, x, True, part, parts)
+        multiply(stored, layer_of(at, OUT), mixed, x, onto, part, parts)
         n_met = meet(place, n_met, parts)
         _normalise(x, at[MLP_NORM], floats[0], d, normed, 0, d)
-        multiply(stored, layer_of(at, GATE), normed, gate, False, part, parts)
-        multiply(stored, layer_of(at, UP), normed, up, False, part, parts)
+        multiply(stored, layer_of(at, GATE), normed, gate, anew, part, parts)
+        multiply(stored, layer_of(at, UP), normed, up, anew, part, parts)
         n_met = meet(place, n_met, parts)
         _gated(gate, up, shape[CURVE], inner * part // parts, inner * (part + 1) // parts)
         n_met = meet(place, n_met, parts)
-        multiply(stored, layer_of(at, DOWN), gate, x, True, part, parts)
+        multiply(stored, layer_of(at, DOWN), gate, x, onto, part, parts)
         n_met = meet(place, n_met, parts)

@@ -201,5 +201,5 @@ def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, pa
 @alone
 def multiply_together(stored: Any, layer: Any, x: Any, out: Any, meeting: Any, part: Any, parts: Any) -> Any:
     """The same to ``out``, by as many threads, which wait for each other."""
-    multiply(stored, layer, x, out, False, part, parts)
+    multiply(stored, layer, x, out, len(x) < 0, part, parts)  # False: see ``blocks``
     meet(meeting.ctypes.data, 0, parts)

@@ -342,5 +342,5 @@ def multiply(stored: Any, x: Any, weight: Any, room: Any, out: Any, team: Any) -
     enter(stored, x, room, n_groups * part // parts, n_groups * (part + 1) // parts)
     n_met = meet(place, 0, parts)
     units = np.empty(0, np.float32), np.empty(0, np.float32)
-    times_rows(stored, room, k, weight, units, out, False, n_tiles * part // parts, n_tiles * (part + 1) // parts)
+    times_rows(stored, room, k, weight, units, out, n < 0, n_tiles * part // parts, n_tiles * (part + 1) // parts)
     meet(place, n_met, parts)
