@@ -16,12 +16,12 @@ from torch import nn
 from swarmd.compute.compiled import layout
 from swarmd.compute.fused import LINEARS, MOST_THREADS, NotFused, compiling, scales_of
 from swarmd.compute.kernels import Kernel, Kernels
-from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear
+from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear, in_pieces
 from swarmd.compute.team import Team, common_team
+from swarmd.compute.tiles import rows_at_once
 from swarmd.errors import ConfigError
 
 MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
-ENTERING_BYTES = 2**20  # of a unit for matrices: in the second one
 TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
 
 
@@ -39,8 +39,8 @@ class LevelsLinear(FrozenLinear):
 
             self._multiply = multiply_together
             if by_tiles(self._stored, MOST_ROWS, self.in_features, self.out_features):
-                self._most_rows = max(1, ENTERING_BYTES // (4 * self.in_features) // MOST_ROWS) * MOST_ROWS
-            self._compute_some(torch.zeros(1, self.in_features), torch.empty(1, self.out_features), Team(1))
+                self._most_rows = rows_at_once(4 * self.in_features)  # levels of 16 bits, and two bytes of each
+            self._compute_some(Team(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
 
     @property
     def n_bytes(self) -> int:
@@ -67,16 +67,11 @@ class LevelsLinear(FrozenLinear):
 
     def _multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
         """In float32."""
-        rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
-        out = torch.empty(len(rows), self.out_features)
-        n_threads = torch.get_num_threads()
-        team = common_team(n_threads if len(rows) > MOST_ROWS else min(n_threads, MOST_THREADS))
-        for at in range(0, len(rows), self._most_rows):
-            some = slice(at, at + self._most_rows)
-            self._compute_some(rows[some], out[some], team)
-        return out.view(*hidden.shape[:-1], self.out_features)
+        n_threads, is_many = torch.get_num_threads(), hidden.numel() > MOST_ROWS * self.in_features
+        team = common_team(n_threads if is_many else min(n_threads, MOST_THREADS))
+        return in_pieces(hidden, self.out_features, self._most_rows, partial(self._compute_some, team))
 
-    def _compute_some(self, rows: torch.Tensor, out: torch.Tensor, team: Team) -> None:
+    def _compute_some(self, team: Team, rows: torch.Tensor, out: torch.Tensor) -> None:
         layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
         about, meeting = (self._stored, layer, rows.numpy(), out.numpy()), np.zeros(1, np.int64)
         team.run(out.numel() * self.in_features, partial(self._multiply, *about, meeting))

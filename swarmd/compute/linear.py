@@ -91,6 +91,17 @@ class _Differentiated(torch.autograd.Function):
         return gradients[0] @ ctx.layer.weight.to(gradients[0].dtype), None
 
 
+def in_pieces(
+    hidden: torch.Tensor, n_out: int, at_once: int, compute: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    """hidden [..., in] to float32 [..., n_out]: ``compute`` is given so many rows at a time, and where they go."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1]).float().contiguous()
+    out = torch.empty(len(rows), n_out)
+    for at in range(0, len(rows), at_once):
+        compute(rows[at : at + at_once], out[at : at + at_once])
+    return out.view(*hidden.shape[:-1], n_out)
+
+
 class PackedOnce(FrozenLinear):
     """A weight that its kernel reads packed; unpacked, it is kept where there is room: some families read it often."""
 

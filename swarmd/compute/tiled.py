@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,10 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.fused import STORED, compiling
 from swarmd.compute.kernels import Kernel, Kernels
-from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype
+from swarmd.compute.linear import ROOM, PackedOnce, exact_dtype, in_pieces
 from swarmd.compute.team import Team, common_team
-from swarmd.compute.tiles import fits, has_tiles
+from swarmd.compute.tiles import fits, has_tiles, rows_at_once
 
-ROOM_BYTES = 2**20  # for what enters, split: it should stay in the second cache
 TOLERANCE = 1e-4  # as for other kernels in float32
 
 
@@ -32,13 +32,12 @@ class TiledLinear(PackedOnce):
         self._kept_in = exact_dtype(weight)
         there = getattr(linear.weight, "laid_out", weight)  # for one call (``fused``): nothing is kept twice
         self._kept = (there if there.dtype == self._kept_in else weight.to(self._kept_in)).contiguous()
-        split_bytes = 2 * layout.TERMS * layout.SIDE * self.in_features  # of as many tokens as are multiplied at a time
-        self._most_rows = max(1, ROOM_BYTES // split_bytes) * layout.SIDE
+        self._most_rows = rows_at_once(2 * layout.TERMS * self.in_features)
         with compiling(cache_folder):
             from swarmd.compute.compiled.tiles import multiply, room_for
 
             self._multiply, self._room_for = multiply, room_for
-            self._compute_some(torch.zeros(1, self.in_features), torch.empty(1, self.out_features), Team(1))
+            self._compute_some(Team(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
 
     @property
     def n_bytes(self) -> int:
@@ -53,17 +52,13 @@ class TiledLinear(PackedOnce):
         return self._kept.float()
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.detach().reshape(-1, self.in_features).float().contiguous()
-        out = torch.empty(len(rows), self.out_features)
-        team = common_team(torch.get_num_threads())
-        for at in range(0, len(rows), self._most_rows):
-            some = slice(at, at + self._most_rows)
-            self._compute_some(rows[some], out[some], team)
+        compute = partial(self._compute_some, common_team(torch.get_num_threads()))
+        out = in_pieces(hidden, self.out_features, self._most_rows, compute)
         if self.bias is not None:
             out += self.bias.detach()
-        return out.view(*hidden.shape[:-1], self.out_features).to(hidden.dtype)
+        return out.to(hidden.dtype)
 
-    def _compute_some(self, rows: torch.Tensor, out: torch.Tensor, team: Team) -> None:
+    def _compute_some(self, team: Team, rows: torch.Tensor, out: torch.Tensor) -> None:
         stored, meeting = STORED[self._kept.dtype], np.zeros(1, np.int64)
         room = np.empty(self._room_for(stored, *rows.shape), np.uint8)
         about = stored, rows.numpy(), self._kept.data_ptr(), room, out.numpy()

@@ -9,6 +9,8 @@ import torch
 
 from swarmd.compute.compiled.layout import SIDE, STEP
 
+ENTERING_BYTES = 2**20  # of what enters, split: it should stay in the second cache
+
 
 @functools.cache
 def has_tiles() -> bool:
@@ -23,6 +25,11 @@ def has_tiles() -> bool:
         return False
     features = llvm.get_host_cpu_features()
     return all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8"))
+
+
+def rows_at_once(n_bytes: int) -> int:
+    """How many tokens, of so many bytes each when they are split, the unit multiplies at a time."""
+    return max(1, ENTERING_BYTES // (SIDE * n_bytes)) * SIDE
 
 
 def fits(weight: torch.Tensor) -> bool:

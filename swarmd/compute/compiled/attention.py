@@ -14,9 +14,8 @@ from swarmd.compute.compiled.layout import (
     KEPT_HEADS,
     LEVELS,
     SCALE_BYTES,
-    TINIEST,
 )
-from swarmd.compute.compiled.machine import carray, exact, exp, fast, magnitude, narrow, number_bytes, pointer
+from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, number_bytes, pointer, unit_of
 from swarmd.compute.compiled.mixing import largest, look_at, mix
 
 LOWEST = np.float32(-1e30)  # below any logit
@@ -40,12 +39,10 @@ def _write(stored: Any, numbers: Any, address: Any) -> Any:
     if stored != INT8:
         narrow(stored, numbers, address)
         return
-    most = magnitude(numbers)
-    scale = max(most, np.float32(TINIEST)) / np.float32(LEVELS)
     levels, behind = carray(pointer(address), (head,), np.int8), carray(pointer(address + head), (1,), np.float32)
+    scale, behind[0] = unit_of(numbers, LEVELS)
     for i in range(head):
         levels[i] = np.int8(np.int32(np.rint(numbers[i] / scale)))
-    behind[0] = scale + most * np.float32(0)  # no number, where one is none: that must not get lost
 
 
 @fast

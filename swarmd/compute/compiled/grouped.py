@@ -23,8 +23,8 @@ from swarmd.compute.compiled.unit import (
     aligned,
     byte,
     call,
+    exchange,
     floats,
-    get_shapes,
     has_shape,
     new_shapes,
     pointer_to,
@@ -175,9 +175,7 @@ def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, ad
     _enter(levels, tokens, of_tokens)
     unpacked, sums = np.empty(ROW + PARTS * PART, np.uint8), np.empty(ROW + LEVEL_TERMS * ALL, np.uint8)
     totals, ones = np.empty(ROW + SIDES * ALL, np.uint8), np.ones(SIDE, np.float32)
-    shapes, before = _shapes(min(n, SIDE)), new_shapes()
-    get_shapes(before.ctypes.data)
-    reshape(shapes)
+    before = exchange(_shapes(min(n, SIDE)))
     for row in range(first, last, ROWS):
         for side in range(0, n_sides, SIDES):
             totals[:] = 0
@@ -195,4 +193,4 @@ def times_groups(weight: Any, scales: Any, levels: Any, units: Any, out: Any, ad
                     _multiply_side(x, below, lower, min(n, SIDE), tiles, of_rows, of_x, aligned(sums), to)
             for i in range(n_here):
                 _put(aligned(totals) + i * ALL, units, ones, out, (side + i) * SIDE, row, adds)
-    reshape(before)  # others have shapes of their own, and may rely on them
+    reshape(before)

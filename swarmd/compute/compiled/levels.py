@@ -14,8 +14,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, TINIEST, WIDTH
-from swarmd.compute.compiled.machine import AHEAD_BYTES, Made, ask_for, fast, instruction, magnitude
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, WIDTH
+from swarmd.compute.compiled.machine import AHEAD_BYTES, Made, ask_for, fast, instruction, unit_of
 from swarmd.compute.compiled.products import everywhere, in_steps, plus, row_of, tools, total_of, widened
 
 MOST = 32_767  # of 16 bits
@@ -30,12 +30,10 @@ def round_to_levels(x: Any, levels: Any, units: Any) -> Any:
     """x [n, k] float32 to levels [n, k] int16, and a unit [n] for each token's."""
     n, k = x.shape
     for t in range(n):
-        largest = magnitude(x[t])
-        unit = max(largest, np.float32(TINIEST)) / np.float32(MOST)
+        unit, units[t] = unit_of(x[t], MOST)
         per_unit = np.float32(1) / unit
         for i in range(k):
             levels[t, i] = np.int16(np.int32(np.rint(x[t, i] * per_unit)))
-        units[t] = unit + largest * np.float32(0)  # no number, where one is none: that must not get lost
 
 
 def _read(builder: Any, kind: Any, address: Any, n: int) -> Any:

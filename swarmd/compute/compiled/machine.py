@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8, TINIEST
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}  # of sums, which so become as wide as the machine
 CACHE_LINE = 64  # bytes
@@ -129,6 +129,17 @@ def magnitude(numbers: Any) -> Any:
     for i in range(len(bits)):
         most = max(most, bits[i] & np.int32(0x7FFF_FFFF))
     return _of_bits(most)
+
+
+@fast
+def unit_of(numbers: Any, n_levels: Any) -> Any:
+    """What a level is worth where so many reach the largest number: to divide by, and to keep.
+
+    That to keep is no number, where one is none: it must not get lost.
+    """
+    largest = magnitude(numbers)
+    unit = max(largest, np.float32(TINIEST)) / np.float32(n_levels)
+    return unit, unit + largest * np.float32(0)
 
 
 @exact

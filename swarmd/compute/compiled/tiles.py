@@ -37,9 +37,9 @@ from swarmd.compute.compiled.unit import (
     aligned,
     byte,
     call,
+    exchange,
     flip,
     floats,
-    get_shapes,
     has_shape,
     new_shapes,
     pointer_to,
@@ -316,18 +316,17 @@ def times_rows(
     n_groups, beside = -(-len(out) // SIDE), _beside(stored)
     pieces = np.empty(ROW + SPLIT_TILES * TILE, np.uint8)
     sums, flipped = np.empty((n_groups, SUMS * SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
-    shapes, before = new_shapes(), new_shapes()
+    shapes = new_shapes()
     for register in range(WEIGHT + 1):
         has_shape(shapes, register, SIDE, ROW)
-    get_shapes(before.ctypes.data)
-    reshape(shapes)
+    before = exchange(shapes)
     for tile in range(first, last, beside):
         n_tiles, rows = min(beside, last - tile), weight + tile * SIDE * k * number_bytes(stored)
         _multiply_block(stored, aligned(room), n_groups, k, rows, n_tiles, aligned(pieces), sums.ctypes.data)
         for group in range(n_groups):
             place = sums.ctypes.data + group * SUMS * TILE
             _put(stored, place, flipped.ctypes.data, units, n_tiles, out, group * SIDE, tile * SIDE, adds)
-    reshape(before)  # others have shapes of their own, and may rely on them
+    reshape(before)
 
 
 @alone

@@ -98,6 +98,15 @@ def has_shape(shapes: Any, register: Any, n_rows: Any, n_bytes: Any) -> Any:
 
 
 @fast
+def exchange(shapes: Any) -> Any:
+    """Have registers these shapes; returns those that they had, which others may rely on."""
+    before = new_shapes()
+    get_shapes(before.ctypes.data)
+    reshape(shapes)
+    return before
+
+
+@fast
 def reshape(shapes: Any) -> Any:
     """Who calls keeps the array for so long; one that is not used any more would be given back before."""
     set_shapes(shapes.ctypes.data)
