@@ -15,13 +15,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import psutil
 import trio
 
-from swarmd.errors import ConfigError
-from swarmd.net.api import TaskStatus
+from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable
 
 STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a busy machine
 MOST_S = 5.0  # of one prompt: a megabyte takes a second
@@ -39,7 +39,11 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts for one model; one at a time, in the order in which they are asked for."""
+    """Makes prompts for one model; one at a time, in the order in which they are asked for.
+
+    A context manager: the child starts on the way in and ends on the way out. Entering it raises ConfigError for a
+    tokenizer that cannot be used, and SwarmUnavailable where this machine is too busy to read it now.
+    """
 
     def __init__(self, folder: Path, most_s: float = MOST_S) -> None:
         self._folder = folder
@@ -50,32 +54,39 @@ class Prompts:
         self.has_template = False
         self.shows_tools = False
 
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a child until cancelled. Raises ConfigError for a tokenizer that cannot be used."""
+    async def __aenter__(self) -> Self:
         try:
             async with self._turn:
                 await self._start()
-            task_status.started()
-            await trio.sleep_forever()
-        finally:
+        except trio.Cancelled:
             await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
 
     async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
-        """Write a conversation as the model was trained to read it. Raises ConfigError with the template's reason."""
+        """Write a conversation as the model was trained to read it.
+
+        Raises ConfigError with the template's reason, SwarmUnavailable where this machine is too busy now.
+        """
         if not self.has_template:
             raise ConfigError("this model has no chat template: it is not made for conversations; ask for completions")
         return await self._ask({"messages": messages, "tools": tools, "options": options})
 
     async def text(self, text: str, special: bool = True) -> Prompt:
-        """Plain text as tokens, with the model's own mark of a beginning if ``special``. Raises ConfigError."""
+        """Plain text as tokens, with the model's own mark of a beginning if ``special``. Raises as ``chat`` does."""
         return await self._ask({"text": text, "special": special})
 
     async def _ask(self, question: dict[str, Any]) -> Prompt:
         async with self._turn:
             try:
-                with trio.fail_after(self._most_s if self._child is not None else STARTED_WITHIN_S):
-                    if self._child is None:
-                        await self._start()
+                if self._child is None:  # the last question was too much for it
+                    await self._start()
+                with trio.fail_after(self._most_s):
                     answer = await self._exchange(question)
             except trio.TooSlowError:
                 await self._end()
@@ -93,21 +104,31 @@ class Prompts:
         return Prompt(tuple(answer["ids"]), answer.get("tail", ""))
 
     async def _start(self) -> None:
+        """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
         command = [sys.executable, "-P", "-m", "swarmd.client.prompts", str(self._folder)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._buffer.clear()
-        self._child = await trio.lowlevel.open_process(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
+        try:
+            self._child = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+            )
+        except OSError as error:  # no memory or no process is free at this moment
+            raise SwarmUnavailable(f"no process can be started that reads the tokenizer: {error}") from None
         try:
             with trio.fail_after(STARTED_WITHIN_S):
                 hello = await self._receive()
-        except (trio.TooSlowError, OSError, ValueError):
+        except trio.TooSlowError:
+            await self._end()
+            raise SwarmUnavailable(
+                f"reading the tokenizer in {self._folder} took more than {STARTED_WITHIN_S:g} s: this machine is busy; "
+                "ask again"
+            ) from None
+        except (OSError, ValueError, trio.BrokenResourceError):
             await self._end()
             raise ConfigError(f"the tokenizer in {self._folder} ends the process that reads it") from None
         if "error" in hello:
             await self._end()
-            raise ConfigError(str(hello["error"]))
+            raise (SwarmUnavailable if hello["is_passing"] else ConfigError)(str(hello["error"]))
         self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
 
     async def _exchange(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -141,13 +162,9 @@ class Prompts:
 
 
 async def one_turn(folder: Path, text: str) -> Prompt:
-    """What a user says, alone, to a model whose files are in ``folder``. Raises ConfigError."""
-    prompts = Prompts(folder)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(prompts.run)
-        found = await prompts.chat([{"role": "user", "content": text}], None, {"add_generation_prompt": True})
-        nursery.cancel_scope.cancel()
-    return found
+    """What a user says, alone, to a model whose files are in ``folder``. Raises as ``Prompts`` does."""
+    async with Prompts(folder) as prompts:
+        return await prompts.chat([{"role": "user", "content": text}], None, {"add_generation_prompt": True})
 
 
 # --- the child -----------------------------------------------------------------------------------------------------
@@ -163,8 +180,8 @@ def main(folder: Path) -> None:
         tokenizer = load_tokenizer(folder)
         template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
         hello: dict[str, Any] = {"has_template": bool(template), "shows_tools": "tools" in template}
-    except ConfigError as error:
-        hello = {"error": str(error)}
+    except SwarmError as error:
+        hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
     _limit(psutil.Process().memory_info().vms + MOST_MEMORY_BYTES)
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:

@@ -71,9 +71,12 @@ class Engine:
         return self._grammars
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Compute for all rows, and give back what was kept long enough, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self.prompts.run)
+        """Compute for all rows, and give back what was kept long enough, until cancelled.
+
+        Raises ConfigError or SwarmUnavailable before it has started, for a tokenizer that cannot be read. That error
+        comes alone, not in a group: ``prompts`` is entered outside of the nursery.
+        """
+        async with self.prompts, trio.open_nursery() as nursery:
             nursery.start_soon(self.head.run)
             task_status.started()
             try:

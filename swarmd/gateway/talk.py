@@ -162,6 +162,8 @@ async def _prompt(engine: Engine, asked: Asked) -> Prompt:
         return await engine.prompts.chat(_with_tools(engine, asked), _shown(asked), _options(asked))
     except ConfigError as error:
         raise bad(str(error), "messages" if asked.messages else "prompt") from None
+    except SwarmError as error:
+        raise refusals.of(error) from None
 
 
 def _options(asked: Asked) -> dict[str, Any]:

@@ -27,12 +27,9 @@ async def prompts(folder: Path, template: str) -> AsyncIterator[Prompts]:
         shutil.copy(path, folder / path.name)
     if template:
         (folder / "chat_template.jinja").write_text(template)
-    made = Prompts(folder, most_s=2.0)
     with trio.fail_after(120):
-        async with trio.open_nursery() as nursery:
-            await nursery.start(made.run)
+        async with Prompts(folder, most_s=2.0) as made:
             yield made
-            nursery.cancel_scope.cancel()
 
 
 async def test_only_the_template_begins_turns(tmp_path: Path) -> None:
