@@ -1,0 +1,89 @@
+"""Models of the gateway on a busy machine: what is late is tried again, and everything else goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from swarmd.client import prompts, tokenizer_trial
+from swarmd.errors import ConfigError, SwarmUnavailable
+from swarmd.gateway.models import Models
+from swarmd.gateway.refusals import ApiError
+from swarmd.gateway.turns import Turns
+from swarmd.home import bundled_folder
+from swarmd.plan.view import SwarmView
+from swarmd.protocol.catalog import Catalog
+from swarmd.protocol.records import SpanRecord
+from swarmd.values import ModelId, PeerId
+
+MODEL = ModelId("a" * 64)
+N_BLOCKS = 6
+
+
+class OneModel:
+    """A swarm whose one model lies in ``folder``; nothing is asked of its servers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.weights_folder = folder
+
+    def view(self) -> SwarmView:
+        times: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": ()}
+        span = SpanRecord(peer=PeerId("server"), model=MODEL, start=0, end=N_BLOCKS, state="online", **times)
+        return SwarmView({}, (span,), Catalog(models={"demo": (MODEL, N_BLOCKS)}))
+
+    async def resolve(self, name: str) -> tuple[ModelId, int]:
+        return MODEL, N_BLOCKS
+
+    async def folder(self, model: ModelId, n_blocks: int) -> Path:
+        return self._folder
+
+
+async def prepared(folder: Path, nursery: trio.Nursery) -> Models:
+    models = Models(OneModel(folder), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+    await models.prepare()
+    return models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "limit"), [(prompts, "STARTED_WITHIN_S"), (tokenizer_trial, "MOST_S")])
+async def test_a_gateway_outlives_a_tokenizer_that_is_read_too_late(
+    late: object, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trio.open_nursery() as nursery:
+        with monkeypatch.context() as busy:
+            busy.setattr(late, limit, 0.01)
+            models = await prepared(bundled_folder(), nursery)
+            with pytest.raises(ApiError, match=r"took more than 0\.01 s: this machine is busy") as refused:
+                await models.engine("demo")
+            assert (refused.value.status, bool(refused.value.retry_after_s)) == (503, True), "clients ask again"
+        engine = await models.engine("demo")
+        assert (await engine.prompts.text("Hi")).ids, "the next request tries again"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.slow
+async def test_a_gateway_outlives_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
+    for path in bundled_folder().iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    async with trio.open_nursery() as nursery:
+        models = await prepared(tmp_path, nursery)
+        with pytest.raises(ApiError) as refused:
+            await models.engine("demo")
+        assert refused.value.status == 400
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.slow
+async def test_a_child_that_ended_and_is_late_again_is_said_to_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with prompts.Prompts(bundled_folder(), most_s=0.0) as made:
+        with pytest.raises(ConfigError, match="making the prompt took more than 0 s"):
+            await made.text("Hi")
+        monkeypatch.setattr(prompts, "STARTED_WITHIN_S", 0.01)
+        with pytest.raises(SwarmUnavailable, match=r"reading the tokenizer .* took more than 0\.01 s"):
+            await made.text("Hi")
