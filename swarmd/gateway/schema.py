@@ -32,7 +32,7 @@ HARMLESS = {
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """What every form of request can say of sampling; None is the model's own, or OpenAI's default."""
+    """What every form of request can say of sampling; None is the author's or a default (``talk.sampling_of``)."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import trio
 
 from swarmd.client.prompts import Prompt
+from swarmd.compute.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway import refusals
 from swarmd.gateway.answer import Piece, Wanted
@@ -28,6 +29,7 @@ from swarmd.gateway.turns import QueueFull
 
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
+CAUTIOUS = {"temperature": 0.8, "top_k": 40, "min_p": 0.05}  # as llama.cpp: small models at 1.0, uncut, write nonsense
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "return_dict", "conversation")
 
 
@@ -134,7 +136,7 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
         grammar = await trio.to_thread.run_sync(_grammar, engine, asked, is_forced)
     except BadSchema as error:
         raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
-    sampling = _sampling(asked, engine)
+    sampling = sampling_of(asked, engine.ends)
     ids = tuple(prompt.ids)
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
         raise bad(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
@@ -204,19 +206,23 @@ def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
     return engine.grammars().of_schema(asked.schema or None)
 
 
-def _sampling(asked: Asked, engine: Engine) -> Sampling:
-    """What the request says, else what the model's author does (where he wants sampling), else OpenAI's defaults."""
-    said, author = asked.sampled, engine.ends.generation
-    samples = author if author.get("do_sample") else {}
+def sampling_of(asked: Asked, ends: Ends) -> Sampling:
+    """Decide how tokens are chosen. Raises ApiError.
+
+    For each number: what the request says, else what the model's author does (where he wants sampling). An author who
+    says nothing of it, as in most GGUF files, leaves cautious defaults.
+    """
+    said, author = asked.sampled, ends.generation
+    defaults = author if author.get("do_sample") else CAUTIOUS
     bias: dict[int, float] = {}
     for token, value in (said.logit_bias or {}).items():
-        if not token.isdecimal() or int(token) >= engine.ends.vocabulary:
-            raise bad(f"logit_bias has token ids up to {engine.ends.vocabulary - 1}, not {token[:32]!r}", "logit_bias")
+        if not token.isdecimal() or int(token) >= ends.vocabulary:
+            raise bad(f"logit_bias has token ids up to {ends.vocabulary - 1}, not {token[:32]!r}", "logit_bias")
         bias[int(token)] = value
 
-    def either(name: str, default: float) -> float:
+    def either(name: str, neutral: float) -> float:
         value = getattr(said, name)
-        return float(samples.get(name, default) if value is None else value)
+        return float(defaults.get(name, neutral) if value is None else value)
 
     penalty = said.repetition_penalty
     return Sampling(
