@@ -22,6 +22,7 @@ import psutil
 import trio
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable
+from swarmd.protocol.manifest import read_json
 
 STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a busy machine
 MOST_S = 5.0  # of one prompt: a megabyte takes a second
@@ -159,6 +160,17 @@ class Prompts:
                     if pipe is not None:
                         await pipe.aclose()
             self._child = None
+
+
+def has_template(folder: Path) -> bool:
+    """Say whether a model's files bring a chat template; whether it works is seen when it is used."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = read_json(folder / "tokenizer_config.json")
+    except (OSError, ConfigError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 async def one_turn(folder: Path, text: str) -> Prompt:

@@ -212,6 +212,11 @@ class AsyncSwarm:
         """
         return (await self.supply.ensure(model, [n_blocks])).folder
 
+    def folder_here(self, model: ModelId) -> Path | None:
+        """Where the client's own part of a model lies, if it is on this disk already. Fetches nothing."""
+        known = self.supply.library.folders.get(model)
+        return known.folder if known is not None and known.head in known.held else None
+
     async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float) -> None:
         """Wait until every block is served. Raises NoRoute with what is missing."""
         deadline = trio.current_time() + timeout_s

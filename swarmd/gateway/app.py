@@ -185,4 +185,5 @@ def _entry(listed: Listed) -> dict[str, object]:
     about = {"id": listed.name, "object": "model", "created": 0, "owned_by": "swarmd"}
     missing = [[span.start, span.end] for span in listed.missing]
     limit = {} if listed.max_tokens is None else {"max_model_len": listed.max_tokens}
-    return {**about, **limit, "swarmd": {"hash": listed.model, "blocks": listed.n_blocks, "missing": missing}}
+    ours = {"hash": listed.model, "blocks": listed.n_blocks, "missing": missing, "chats": listed.chats}
+    return {**about, **limit, "swarmd": ours}

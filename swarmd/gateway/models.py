@@ -11,7 +11,7 @@ import trio
 from tokenizers import Tokenizer
 
 from swarmd.client.links import Terms
-from swarmd.client.prompts import Prompts
+from swarmd.client.prompts import Prompts, has_template
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.swarm_head import Checks, head_called
 from swarmd.client.tokenizer_trial import try_out
@@ -30,13 +30,17 @@ LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home'
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model that the swarm's catalog names; ``missing`` is what nobody serves now."""
+    """A model that the swarm's catalog names; ``missing`` is what nobody serves now.
+
+    ``chats``: whether it has a chat template; None as long as nothing of it is on this machine.
+    """
 
     name: str
     model: ModelId
     n_blocks: int
     missing: tuple[Span, ...]
     max_tokens: int | None
+    chats: bool | None = None
 
 
 class Models:
@@ -49,14 +53,24 @@ class Models:
         self._head = head
         self._engines: dict[tuple[ModelId, str], Engine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
+        self._chats: dict[ModelId, bool] = {}
 
     def listed(self) -> list[Listed]:
         view = self._swarm.view()
         limits = {model: engine.ends.max_tokens for (model, _), engine in self._engines.items()}
         return [
-            Listed(name, ModelId(model), n, tuple(view.missing(ModelId(model), n)), limits.get(ModelId(model)))
-            for name, (model, n) in sorted(view.catalog.models.items())
+            Listed(name, model, n, tuple(view.missing(model, n)), limits.get(model), self.chats(model))
+            for name, (model, n) in ((name, (ModelId(m), n)) for name, (m, n) in sorted(view.catalog.models.items()))
         ]
+
+    def chats(self, model: ModelId) -> bool | None:
+        """Whether a model has a chat template; None where its files are not here. Fetches nothing."""
+        for (loaded, _), engine in self._engines.items():
+            if loaded == model:
+                return engine.prompts.has_template
+        if model not in self._chats and (folder := self._swarm.folder_here(model)) is not None:
+            self._chats[model] = has_template(folder)
+        return self._chats.get(model)
 
     def engines(self) -> dict[str, Engine]:
         """Those that are loaded, by name."""

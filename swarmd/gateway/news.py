@@ -28,14 +28,15 @@ MOST_LOSSES = 500  # of a run's curve; a screen has not many more columns
 Say = Callable[[str, Any], Awaitable[None]]
 
 
-def of_swarm(view: SwarmView, here: str) -> dict[str, Any]:
-    """Models with what nobody serves, peers with what they serve; the same view gives the same."""
+def of_swarm(view: SwarmView, here: str, chats: Callable[[ModelId], bool | None]) -> dict[str, Any]:
+    """Models with what nobody serves and whether they can chat, peers with what they serve."""
     models = [
         {
             "name": name,
             "model": model,
             "n_blocks": n_blocks,
             "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
+            "chats": chats(ModelId(model)),
         }
         for name, (model, n_blocks) in sorted(view.catalog.models.items())
     ]

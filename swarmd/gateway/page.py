@@ -15,6 +15,7 @@ from starlette.responses import Response
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.gateway import news, openai
+from swarmd.gateway.models import Models
 from swarmd.gateway.news import Machine
 from swarmd.gateway.refusals import ApiError
 from swarmd.gateway.streams import Emit, Stream, json_response
@@ -35,8 +36,9 @@ Guarded = Callable[[Request], Awaitable[Response]]
 class Page:
     """What the page needs of the swarm and of this machine."""
 
-    def __init__(self, swarm: AsyncSwarm, machine: Machine) -> None:
+    def __init__(self, swarm: AsyncSwarm, models: Models, machine: Machine) -> None:
         self._swarm = swarm
+        self._models = models
         self._machine = machine
 
     async def file(self, request: Request, key: str) -> Response:
@@ -69,4 +71,4 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        return news.of_swarm(self._swarm.view(), self._machine.peer)
+        return news.of_swarm(self._swarm.view(), self._machine.peer, self._models.chats)

@@ -99,7 +99,7 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
         nursery.start_soon(machine.run)
         models = Models(swarm, turns, nursery, settings.head)
         nursery.start_soon(models.prepare)
-        gateway = Gateway(models, guard, turns, origins, Page(swarm, machine))
+        gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         if SUPERVISED in os.environ:
             nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)

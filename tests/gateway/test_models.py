@@ -1,4 +1,4 @@
-"""Models of the gateway on a busy machine: what is late is tried again, and everything else goes on."""
+"""Models of the gateway: which can chat; on a busy machine what is late is tried again, and all else goes on."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ class OneModel:
     async def resolve(self, name: str) -> tuple[ModelId, int]:
         return MODEL, N_BLOCKS
 
+    def folder_here(self, model: ModelId) -> Path | None:
+        return self._folder if (self._folder / "config.json").is_file() else None
+
     async def folder(self, model: ModelId, n_blocks: int) -> Path:
         return self._folder
 
@@ -47,6 +50,28 @@ async def prepared(folder: Path, nursery: trio.Nursery) -> Models:
     models = Models(OneModel(folder), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
     await models.prepare()
     return models
+
+
+@pytest.mark.parametrize(
+    ("files", "chats"),
+    [
+        ({}, None),
+        ({"config.json": "{}"}, False),
+        ({"config.json": "{}", "tokenizer_config.json": "[]"}, False),
+        ({"config.json": "{}", "tokenizer_config.json": "{"}, False),
+        ({"config.json": "{}", "tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ({"config.json": "{}", "chat_template.jinja": "{{ messages }}"}, True),
+    ],
+    ids=["nothing of it is here", "no tokenizer", "no object", "no JSON", "in its settings", "in a file"],
+)
+async def test_whether_a_model_can_chat_is_told_by_its_files(
+    tmp_path: Path, files: dict[str, str], chats: bool | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    async with trio.open_nursery() as nursery:
+        models = Models(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+        assert [listed.chats for listed in models.listed()] == [chats]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import { markdown } from "./markdown.js";
 
 const turns = []; // {role, text, thoughts, told, repairs, element}
 let model = "", system = "", running = null, view = null;
+let isByHand = false; // a model that somebody chose, or asked, is never exchanged for another
 
 export function chat(news) {
   view ??= build();
@@ -16,14 +17,15 @@ export function chat(news) {
 function build() {
   const log = h("div", { role: "log", "aria-live": "polite", "aria-label": "Conversation" });
   const text = h("textarea", { id: "question", placeholder: "Ask something", "aria-label": "Your question", onkeydown });
-  const models = h("select", { "aria-label": "Model", onchange: () => (model = models.value) });
-  const send = h("button", { type: "submit" }, "Send");
+  const models = h("select", { "aria-label": "Model", onchange: () => choose(models.value) });
+  const send = h("button", { type: "submit", disabled: true }, "Send");
   const stop = h("button", { type: "button", disabled: true, onclick: () => running?.abort() }, "Stop");
   const retry = h("button", { type: "button", onclick: again }, "Retry");
   const reset = h("button", { type: "button", onclick: clear }, "New");
   const told = h("input", { "aria-label": "How to answer (system prompt)", placeholder: "How to answer (optional)",
     onchange: () => (system = told.value) });
-  const form = h("form", { class: "ask", onsubmit }, text, h("div", { class: "row" }, send, stop, retry, reset, models, told));
+  const note = h("p", { class: "dim", role: "status" });
+  const form = h("form", { class: "ask", onsubmit }, text, note, h("div", { class: "row" }, send, stop, retry, reset, models, told));
   const element = h("section", { "aria-label": "Chat" }, log, form);
 
   function onkeydown(event) {
@@ -35,23 +37,71 @@ function build() {
   }
   function onsubmit(event) {
     event.preventDefault();
-    if (!text.value.trim() || running) return;
+    if (!text.value.trim() || running || send.disabled) return;
+    isByHand = true;
     add("user", text.value.trim());
     text.value = "";
     answer();
   }
-  return { element, log, text, models, stop, send };
+  return { element, log, text, models, stop, send, note, retry, known: [], cannot: true };
+}
+
+// What a model lacks, for the picker; only what will not change by waiting makes it one that cannot be chosen.
+function lack(m) {
+  if (m.chats === false) return "cannot chat: it has no chat template";
+  return m.missing.length ? "incomplete" : "";
 }
 
 function listModels(swarm) {
   if (!swarm) return;
-  const names = swarm.models.map((m) => m.name + (m.missing.length ? " (incomplete)" : ""));
-  const place = view.models;
-  if ([...place.options].map((o) => o.text).join() === names.join()) return;
-  place.replaceChildren(...swarm.models.map((m, i) => h("option", { value: m.name }, names[i])));
-  const whole = swarm.models.filter((m) => !m.missing.length).map((m) => m.name);
-  model = whole.includes(model) ? model : (whole.findLast((name) => name !== "demo") ?? whole[0] ?? model);
+  view.known = swarm.models;
+  const now = swarm.models.find((m) => m.name === model);
+  if (!model || (now?.chats === false && !isByHand)) model = firstThatChats(swarm.models);
+  const options = swarm.models.map((m) => [m.name, m.name + (lack(m) && ` (${lack(m)})`), m.chats === false]);
+  if (!model) options.unshift(["", "no model that can chat", true]);
+  else if (!swarm.models.some((m) => m.name === model)) options.push([model, `${model} (not in the catalog any more)`, true]);
+  const place = view.models, text = JSON.stringify(options);
+  if (place.dataset.shown !== text) {
+    place.dataset.shown = text;
+    place.replaceChildren(...options.map(([value, label, disabled]) => h("option", { value, disabled }, label)));
+  }
   place.value = model;
+  note();
+}
+
+function firstThatChats(models) {
+  const whole = models.filter((m) => !m.missing.length && m.chats !== false);
+  const some = whole.length ? whole : models.filter((m) => m.chats);
+  return (some.findLast((m) => m.chats) ?? some.findLast((m) => m.name !== "demo") ?? some[0])?.name ?? "";
+}
+
+function choose(name) {
+  model = name;
+  isByHand = true;
+  note();
+}
+
+// Why the chosen model does not answer now, and what helps.
+function trouble() {
+  const now = view.known.find((m) => m.name === model);
+  if (!model) {
+    const mute = view.known.filter((m) => m.chats === false).map((m) => m.name);
+    const run = mute.length ? ` ${mute.join(", ")} only continues texts: swarmd run ${mute[0]} "The function returns".` : "";
+    return `No model here can chat.${run} To have one that does: swarmd models add, with a model made for chat.`;
+  }
+  if (!now) return `${model} is not in the swarm's catalog any more: choose another model.`;
+  if (now.chats === false) return `${model} has no chat template, so it cannot chat: choose another model.`;
+  if (!now.missing.length) return "";
+  const blocks = now.missing.map(([a, b]) => `[${a},${b})`).join(", ");
+  return `Nobody serves blocks ${blocks} of ${model} now: wait, choose another model, or run swarmd up --serve ${model} on any machine.`;
+}
+
+function note() {
+  const now = view.known.find((m) => m.name === model);
+  view.cannot = !now || now.chats === false;
+  const text = trouble();
+  if (view.note.textContent !== text) view.note.textContent = text; // said anew, it would be read aloud anew
+  busy(running != null);
 }
 
 function add(role, text) {
@@ -82,7 +132,7 @@ function clear() {
   view.text.focus();
 }
 function again() {
-  if (running) return;
+  if (running || view.cannot) return;
   const last = turns.findLastIndex((turn) => turn.role === "user");
   cut(last + 1);
   if (last >= 0) answer();
@@ -149,5 +199,6 @@ function tell(turn, text, kind = "") {
 function busy(is) {
   view.log.setAttribute("aria-busy", is);
   view.stop.disabled = !is;
-  view.send.disabled = is;
+  view.send.disabled = is || view.cannot;
+  view.retry.disabled = is || view.cannot;
 }
