@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 from playwright import sync_api as playwright
 
 from swarmd.gateway.page import FILES, HEADERS, KINDS
+from swarmd.run_status import AuditsRow, RoundRow, RunPeerRow, RunRow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WAIT_MS = 20_000
@@ -48,6 +50,60 @@ def swarm(*models: dict[str, Any]) -> dict[str, Any]:
         **numbers,
     }
     return {"n_peers": 1, "models": list(models), "peers": [peer]}
+
+
+def run(name: str, losses: tuple[float, ...], **more: Any) -> dict[str, Any]:
+    """A training run as the daemon tells of it, well under way."""
+    row = RunRow(
+        run="c0ffee" * 10,
+        name=name,
+        role="train",
+        state="running",
+        why="computes",
+        update=12,
+        updates=100,
+        head="aa",
+        state_update=12,
+        state_digest="bb",
+        state_bytes=3 * 2**20,
+        parameters=786_432,
+        gathered=96,
+        target=256,
+        left_s=7.5,
+        samples_per_s=21.4,
+        anchors=("a",),
+        losses=losses,
+        samples=3_072,
+        samples_gathered=16,
+        samples_counted=1_024,
+        samples_wasted=8,
+        average_here=None,
+        rounds_led=6,
+        rounds_failed=1,
+        last_round=RoundRow(
+            gather_s=1.25,
+            average_s=0.31,
+            commit_s=0.12,
+            n_members=3,
+            n_reducers=3,
+            expected_s=0.3,
+            topology="parts",
+            left_out=(),
+        ),
+        last_part_s=0.2,
+        catch_ups=1,
+        snapshots_fetched=1,
+        last_catch_up_s=2.5,
+        death_costs_at_most_s=5.0,
+        peers=(
+            RunPeerRow(peer="12D3KooWabcdefgh", role="anchor", update=12, samples=0, samples_per_s=0, status="signs"),
+        ),
+        shunned=(),
+        audits=AuditsRow(one_in=32, why_not="", checked=4, samples=64, wrong=0, trouble=""),
+        measured_samples_per_s=64.1,
+        device="cpu",
+    )
+    return {**msgspec.to_builtins(row), **more}
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright import sync_api as playwright
 
-from tests.gateway.page_stage import CHROMIUM, Stage, model, stage, swarm
+from tests.gateway.page_stage import CHROMIUM, Stage, model, run, stage, swarm
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,3 +58,48 @@ def test_who_turns_out_not_to_chat_keeps_its_place_once_it_was_chosen(browser: S
     browser.say("swarm", swarm(model("base", chats=False), model("smol")))
     browser.see(NOTE, "base has no chat template, so it cannot chat: choose another model")
     playwright.expect(browser.page.locator("select")).to_have_value("base")
+
+
+def test_a_long_block_map_does_not_widen_a_narrow_page(browser: Stage) -> None:
+    browser.open("swarm")
+    browser.say("swarm", swarm(model("smol", n_blocks=30), model("a-model-with-quite-a-long-name-of-its-own-Instruct")))
+    browser.say("training", {"runs": [run("a-run-with-quite-a-long-name-of-its-own-1234567890", (10.0, 9.9, 9.85))]})
+    for view in ("swarm", "chat", "training", "machine"):
+        browser.page.click(f"nav a[href='#/{view}']")
+        if view == "swarm":
+            browser.see("h2", "smol")
+        assert browser.too_wide() <= 0, view
+
+
+def test_health_is_coloured(browser: Stage) -> None:
+    browser.open()
+    health = browser.page.locator("#health")
+    seen = []
+    for missing, kind in (((), "good"), (((0, 3),), "bad")):
+        browser.say("swarm", swarm(model("smol", *missing)))
+        playwright.expect(health).to_have_class(kind)
+        colour = "(name) => getComputedStyle(document.querySelector(name)).color"
+        browser.page.evaluate(
+            "(kind) => document.querySelector('main').append(Object.assign(document.createElement('p'),"
+            " { className: kind, id: `of-${kind}` }))",
+            kind,
+        )
+        seen.append(browser.page.evaluate(colour, "#health"))
+        assert seen[-1] == browser.page.evaluate(colour, f"#of-{kind}")
+    assert seen[0] != seen[1]
+
+
+def test_a_run_is_told_in_sentences_and_its_curve_falls(browser: Stage) -> None:
+    browser.open("training")
+    browser.say("training", {"runs": [run("caesar", (10.0, 9.9, 9.85))]})
+    browser.see("li", "12 of 100 updates are done, from 3,072 samples.")
+    browser.see("li", "When a member vanishes, the others wait for it 5 s at most.")
+    browser.see("figcaption", "Loss: now 9.85, from 9.85 to 10")
+    text = browser.page.inner_text("main")
+    assert not any(word in text for word in ("_", "undefined", "null", "NaN", "[object")), text
+    drawn = browser.page.locator("svg.curve path").get_attribute("d")
+    heights = [float(point.split()[1]) for point in drawn.removeprefix("M").split("L")]
+    assert heights[-1] - heights[0] > 80, "of 100: the axis fits the values"
+    browser.say("training", {"runs": [run("caesar", (), updates=None, left_s=None, last_round=None, why="")]})
+    browser.see("li", "12 updates are done")
+    assert not any(word in browser.page.inner_text("main") for word in ("undefined", "null", "NaN", "; ."))

@@ -12,16 +12,19 @@ export function h(name, attributes = {}, ...children) {
 }
 
 // A curve of numbers over time, with its range in words beside it: a picture alone says nothing to a screen reader.
-export function curve(title, points, unit) {
+// Its axis begins at 0, or, with ``fits``, at the least value: a loss that falls from 10 to 9.85 must be seen to fall.
+export function curve(title, points, unit, fits = false) {
   const values = points.map(([, value]) => value);
-  const most = Math.max(...values, 1e-9), least = Math.min(...values, 0);
+  const least = fits ? Math.min(...values) : Math.min(...values, 0);
+  const most = fits ? Math.max(...values) : Math.max(...values, 1e-9);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("class", "curve");
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
   const last = values.at(-1) ?? 0;
-  const said = values.length ? `${title}: now ${number(last)}${unit}, at most ${number(most)}${unit}` : `${title}: nothing yet`;
+  const range = fits ? `from ${number(least, 4)} to ${number(most, 4)}` : `at most ${number(most)}`;
+  const said = values.length ? `${title}: now ${number(last, 4)}${unit}, ${range}${unit}` : `${title}: nothing yet`;
   svg.setAttribute("aria-label", said);
   if (points.length > 1) {
     const [from, to] = [points[0][0], points.at(-1)[0]];

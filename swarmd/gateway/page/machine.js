@@ -16,7 +16,7 @@ export function machine(news) {
   async function act(verb) {
     try {
       await ask(`/page/${verb}`, { method: "POST", body: "{}" });
-      said = `${verb}: told to`;
+      said = verb === "drain" ? "It was told to stop serving." : "It was told to serve again.";
     } catch (error) {
       said = `✖ ${error.message}`;
     }

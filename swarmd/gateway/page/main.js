@@ -33,10 +33,11 @@ function health(text, kind) {
 function told(kind, data) {
   news[kind] = data;
   if (kind === "swarm") {
+    const peers = `${data.n_peers} peer${data.n_peers === 1 ? "" : "s"}`;
     const whole = data.models.filter((model) => !model.missing.length);
     health(
-      whole.length ? `● ${data.n_peers} peers, whole: ${whole.map((m) => m.name).join(", ")}`
-        : `✖ ${data.n_peers} peers, no model is whole`,
+      whole.length ? `● ${peers}, whole: ${whole.map((m) => m.name).join(", ")}`
+        : `✖ ${peers}, no model is whole`,
       whole.length ? "good" : "bad",
     );
   }

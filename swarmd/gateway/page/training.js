@@ -1,6 +1,6 @@
 // Runs that this machine knows of: how far they are, who takes part, how the loss goes.
 
-import { curve, h, number } from "./dom.js";
+import { bytes, curve, h, number } from "./dom.js";
 
 export function training(news) {
   const element = h("section", { "aria-label": "Training" });
@@ -15,9 +15,50 @@ export function training(news) {
 }
 
 function draw(run) {
-  const losses = (run.losses ?? []).map((loss, i) => [i, loss]);
-  const rows = Object.entries(run).filter(([, value]) => typeof value === "string" || typeof value === "number");
+  const losses = run.losses.map((loss, i) => [i, loss]);
   return h("section", {}, h("h2", {}, run.name),
-    losses.length ? curve("Loss", losses, "") : null,
-    h("dl", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, typeof value === "number" ? number(value, 5) : value)])));
+    run.failure && h("p", { class: "bad" }, `It does not go on here: ${run.failure}`),
+    losses.length > 0 && curve("Loss", losses, "", true),
+    h("ul", {}, ...sentences(run).map((text) => h("li", {}, text))),
+    run.peers.length > 0 && others(run.peers),
+    h("p", { class: "dim" }, `Run ${run.run}`));
 }
+
+// What swarmd train status says, in sentences; what is not known yet is left out.
+function sentences(run) {
+  const found = [
+    `This machine ${ROLES[run.role] ?? `is ${run.role}`}${run.device ? ` on ${run.device}` : ""}. State: ${run.state}${run.why ? `; ${run.why}` : ""}.`,
+    `${run.update}${run.updates == null ? "" : ` of ${run.updates}`} updates are done, from ${count(run.samples, "sample")}.`,
+    `The next update has ${number(run.gathered)} of ${count(run.target, "sample")}${run.left_s == null ? "" : `; the rest takes about ${time(run.left_s)}`}.`,
+    `This machine computes ${number(run.samples_per_s)} samples/s: ${count(run.samples_counted, "sample")} counted, ${number(run.samples_wasted, 6)} did not.`,
+  ];
+  if (run.measured_samples_per_s) found.push(`All together compute ${number(run.measured_samples_per_s)} samples/s.`);
+  if (run.parameters) found.push(`The model has ${number(run.parameters, 6)} parameters; who joins now fetches ${bytes(run.state_bytes)}.`);
+  if (run.last_round) found.push(round(run.last_round));
+  if (run.rounds_failed) found.push(`Of the rounds led here, ${run.rounds_failed} failed and ${run.rounds_led} did not.`);
+  if (run.catch_ups) found.push(`This machine was behind and caught up ${run.catch_ups === 1 ? "once" : `${run.catch_ups} times`}, the last time in ${time(run.last_catch_up_s)}.`);
+  if (run.death_costs_at_most_s) found.push(`When a member vanishes, the others wait for it ${time(run.death_costs_at_most_s)} at most.`);
+  const { audits } = run;
+  if (audits.checked) found.push(`${count(audits.checked, "contribution")} of others ${audits.checked === 1 ? "was" : "were"} computed again here: ${audits.wrong ? `${audits.wrong} wrong` : "none wrong"}.`);
+  if (audits.trouble) found.push(audits.trouble);
+  if (run.shunned.length) found.push(`Done without, for faulty numbers: ${run.shunned.map((peer) => peer.slice(-8)).join(", ")}.`);
+  return found;
+}
+
+const ROLES = { train: "trains", reduce: "averages, and trains nothing", anchor: "is an anchor: it keeps the ledger and signs" };
+
+function round(last) {
+  const left = last.left_out.length ? `; left out: ${last.left_out.join(", ")}` : "";
+  return `The last round that was led here had ${count(last.n_members, "member")}: gathered in ${time(last.gather_s)}, averaged in ${time(last.average_s)}, committed in ${time(last.commit_s)}${left}.`;
+}
+
+function others(peers) {
+  const heads = ["peer", "role", "update", "samples/s", "doing"];
+  const rows = peers.map((peer) => h("tr", {}, h("th", { scope: "row" }, peer.peer.slice(-8)), h("td", {}, peer.role),
+    h("td", {}, String(peer.update)), h("td", {}, number(peer.samples_per_s)), h("td", {}, peer.status)));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Other members" }, h("table", {},
+    h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows)));
+}
+
+const count = (n, what) => `${number(n, 6)} ${what}${n === 1 ? "" : "s"}`;
+const time = (s) => (s == null ? "an unknown time" : s < 120 ? `${number(s)} s` : `${number(s / 60)} min`);
