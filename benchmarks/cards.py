@@ -91,9 +91,8 @@ def measure(name: str, folder: Path, blocks: Span, kind: str, device: str) -> No
     span = LoadedSpan(folder, blocks, torch.bfloat16, device, kind)
     span.self_test()
     span.quicken()
-    print(
-        f"{name}, {kind}: ready after {time.perf_counter() - begun:.1f} s; {span.kernels.action}: {span.kernels.reason}"
-    )
+    found = span.explain_kernels()
+    print(f"{name}, {kind}: ready after {time.perf_counter() - begun:.1f} s; {found.action}: {found.reason}")
     rates = {n: round(last(decode_rates(span, n, BUDGET_S))) for n in STREAMS}
     steps = {n: round(step_ms(span, n), 3) for n in PASTS}
     prompts = {
@@ -104,7 +103,7 @@ def measure(name: str, folder: Path, blocks: Span, kind: str, device: str) -> No
     quick, span._quick = span._quick, None
     print(f"  by the family's own pass {round(last(decode_rates(span, 1, BUDGET_S)))}")
     if quick is not None:
-        span._quick, quick._fused, quick.n_fused = quick, None, 0
+        span._quick, quick.fused, quick.n_fused = quick, None, 0
         print(f"  by a straight line of launches {round(last(decode_rates(span, 1, BUDGET_S)))}", flush=True)
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     spans = {kind: load(kind) for kind in KINDS}
     for kind, span in spans.items():
-        print(f"{kind}: {span.cache_bytes_per_token()} B a token; {span.kernels.action}")
+        print(f"{kind}: {span.cache_bytes_per_token()} B a token; {span.explain_kernels().action}")
     print("\n| tokens | MB | MB in 8 bits | ms a step | ms in 8 bits |\n|---|---|---|---|---|")
     caches = {kind: span.new_cache() for kind, span in spans.items()}
     n = 0

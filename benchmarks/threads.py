@@ -12,13 +12,16 @@ import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from swarmd.compute.fused import fuse
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.team import Team
@@ -52,9 +55,10 @@ def measure(kind: str, threads: list[int]) -> None:
     torch.set_num_threads(1)
     span = LoadedSpan(smollm2(), BLOCKS, torch.float32, quantize=kind)
     span.self_test()
-    ragged, fused = span._ragged, span.fused
+    ragged, decoder = span._ragged, span.model.get_decoder()
     assert ragged is not None
-    assert fused is not None, span.kernels.reason
+    blocks = [decoder.layers[block] for block in span.span.blocks()]
+    fused = fuse(decoder, blocks, span.dtype, Path(tempfile.gettempdir()))
 
     def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return span._decode(hidden, positions, None, ragged.cache, span.span)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import LINEARS, MOST_THREADS, NotFused, compiling, scales_of
+from swarmd.compute.fused import MOST_THREADS, NotFused, compiling, rows_together, scales_of
 from swarmd.compute.kernels import Kernel, Kernels
 from swarmd.compute.linear import FrozenLinear, Int4Linear, Int8Linear, in_pieces
 from swarmd.compute.team import Team, common_team
@@ -33,7 +33,7 @@ class LevelsLinear(FrozenLinear):
     def __init__(self, layer: Int8Linear | Int4Linear, cache_folder: Path) -> None:
         super().__init__(layer)
         self._stored = layout.INT4 if isinstance(layer, Int4Linear) else layout.INT8
-        self._levels, self._scales = layer.levels.detach(), scales_of(layer)
+        self._levels, self.stored_scales = layer.levels.detach(), scales_of(layer)
         with compiling(cache_folder):
             from swarmd.compute.compiled.matrices import by_tiles, multiply_together
 
@@ -44,19 +44,30 @@ class LevelsLinear(FrozenLinear):
 
     @property
     def n_bytes(self) -> int:
-        return self._levels.nbytes + self._scales.nbytes
+        return self._levels.nbytes + self.stored_scales.nbytes
 
     @staticmethod
     def fits(layer: Int8Linear | Int4Linear) -> bool:
         """So many rows are computed at a time."""
-        return layer.out_features % LINEARS[type(layer)] == 0
+        return layer.out_features % rows_together(layer) == 0
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self._levels
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._levels.dtype
+
+    def share(self, place: torch.Tensor) -> None:
+        self._levels = place
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight as plain numbers, float32, made anew."""
         if self._stored == layout.INT4:
             return self._multiplied(torch.eye(self.in_features)).t()
-        return self._levels * self._scales[:, None]
+        return self._levels * self.stored_scales[:, None]
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._with_bias(hidden).to(hidden.dtype)
@@ -72,7 +83,7 @@ class LevelsLinear(FrozenLinear):
         return in_pieces(hidden, self.out_features, self._most_rows, partial(self._compute_some, team))
 
     def _compute_some(self, team: Team, rows: torch.Tensor, out: torch.Tensor) -> None:
-        layer = self._levels.data_ptr(), self._scales.data_ptr(), 0  # anew: a copy of this has weights of its own
+        layer = self._levels.data_ptr(), self.stored_scales.data_ptr(), 0  # anew: a copy of this has weights of its own
         about, meeting = (self._stored, layer, rows.numpy(), out.numpy()), np.zeros(1, np.int64)
         team.run(out.numel() * self.in_features, partial(self._multiply, *about, meeting))
 

@@ -29,7 +29,17 @@ from swarmd.compute import compiled
 from swarmd.compute.compiled import layout
 from swarmd.compute.device import free_memory_bytes
 from swarmd.compute.kvcache import SpanCache
-from swarmd.compute.linear import ROOM, HalfLinear, Int4Linear, Int8Linear, exact_dtype
+from swarmd.compute.linear import (
+    ROOM,
+    FrozenLinear,
+    Int4Linear,
+    Int8Linear,
+    exact_dtype,
+    is_exact_in_float16,
+    share_weight,
+    stored_dtype,
+    stored_weight,
+)
 from swarmd.compute.places import Numbers, keep, make_room
 from swarmd.compute.ragged import Piece, in_one_row, of_each
 from swarmd.compute.team import Team
@@ -63,7 +73,6 @@ STORED = {
     torch.int8: layout.INT8,
     torch.uint8: layout.INT4,
 }
-LINEARS = {nn.Linear: 2, Int8Linear: 2, Int4Linear: layout.ROWS}  # and of what the number of rows is a multiple
 
 
 class NotFused(RuntimeError):
@@ -116,17 +125,29 @@ class FusedPass:
         return of_each(x.to(self.dtype), pieces)
 
 
-def fuse(
-    decoder: Any,
-    blocks: Sequence[nn.Module],
-    dtype: torch.dtype,
-    cache_folder: Path,
-    on_pass: Callable[[], None] = lambda: None,
-    keeps_8_bits: bool = False,
-) -> FusedPass:
-    """Find in these blocks what one call can compute, with caches in 8 bits or in ``dtype``. Raises NotFused.
+@dataclass(frozen=True, slots=True)
+class FusedShape:
+    """What all blocks of a span have in common that one call computes; ``shape`` lacks how weights are stored."""
 
-    Weights are moved to memory of their own, in large pages where there are any; the model uses them there, if it can.
+    shape: Numbers
+    floats: Numbers
+    frequencies: Numbers
+    head: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """The weights of one block as compiled code reads them: a row of addresses, and what keeps the memory there."""
+
+    row: Numbers
+    held: Sequence[Any]
+
+
+def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keeps_8_bits: bool = False) -> FusedShape:
+    """Find out whether one call can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
+
+    Raises NotFused.
     """
     try:
         first: Any = blocks[0]
@@ -146,13 +167,41 @@ def fuse(
         raise NotFused("it clips queries, keys and values")
     if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
         raise NotFused("its blocks are of another kind")
-    run_blocks = compiled_blocks(cache_folder)  # only for blocks that it is for: it takes half a second, or 20
-    stored, table, held = _table(blocks, matrices, head)
     kept = layout.INT8 if keeps_8_bits else STORED[dtype]
-    shape = np.array([heads, kept_heads, head, inner, stored, kept, curve], np.int64)
+    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, kept, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
+    return FusedShape(shape, floats, frequencies, head, dtype)
+
+
+def assemble(
+    shape: FusedShape,
+    stored_in: torch.dtype,
+    blocks: Sequence[LaidOut],
+    cache_folder: Path,
+    on_pass: Callable[[], None] = lambda: None,
+) -> FusedPass:
+    """One call for these blocks, in their order. Raises NotFused where nothing can be compiled."""
+    numbers = shape.shape.copy()
+    numbers[layout.STORED] = STORED[stored_in]
+    table, held = np.stack([block.row for block in blocks]), [block.held for block in blocks]
     team = Team(min(torch.get_num_threads(), MOST_THREADS))
-    return FusedPass(run_blocks, shape, floats, table, frequencies, dtype, held, on_pass, team)
+    run_blocks = compiled_blocks(cache_folder)
+    return FusedPass(run_blocks, numbers, shape.floats, table, shape.frequencies, shape.dtype, held, on_pass, team)
+
+
+def fuse(
+    decoder: Any,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    cache_folder: Path,
+    on_pass: Callable[[], None] = lambda: None,
+    keeps_8_bits: bool = False,
+) -> FusedPass:
+    """Describe, lay out and assemble at once. Raises NotFused."""
+    shape = describe(decoder, blocks, dtype, keeps_8_bits)
+    stored_in = common_format([format_of(block) for block in blocks])
+    laid_out = [lay_out(block, shape, stored_in) for block in blocks]
+    return assemble(shape, stored_in, laid_out, cache_folder, on_pass)
 
 
 def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
@@ -164,6 +213,17 @@ def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
     return run
 
 
+def compiled_folder(cache_folder: Path) -> Path:
+    """Where compiled functions are kept: beside the source, or in ``cache_folder`` where that may not be written."""
+    source = Path(compiled.__path__[0])
+    parent = source if os.access(source, os.W_OK) else cache_folder
+    # by what it is made of: numba itself looks at one file only, and would go on with what it has
+    texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
+        [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_tiles()]
+    )
+    return parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
+
+
 @contextmanager
 def compiling(cache_folder: Path) -> Iterator[None]:
     """Within, functions of ``compiled`` may be imported and called: what was compiled is kept beside the source, or in
@@ -171,16 +231,10 @@ def compiling(cache_folder: Path) -> Iterator[None]:
 
     Raises NotFused.
     """
-    source = Path(compiled.__path__[0])
-    parent = source if os.access(source, os.W_OK) else cache_folder
     try:
         import numba  # late: not every worker needs it
 
-        # by what it is made of: numba itself looks at one file only, and would go on with what it has
-        texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
-            [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_tiles()]
-        )
-        folder = parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
+        folder = compiled_folder(cache_folder)
         for other in folder.parent.glob("numba-*"):
             if other != folder:  # of versions that nobody runs here any more
                 shutil.rmtree(other, ignore_errors=True)
@@ -207,18 +261,29 @@ def _nothing() -> tuple[Any, ...]:
 
 def _parts(block: nn.Module) -> dict[str, Any]:
     """A block's matrices by name, when there is nothing else with weights than these and norms. Raises NotFused."""
-    found = {name: part for name, part in block.named_modules() if [*part.parameters(recurse=False)]}
+    found = {
+        name: part
+        for name, part in block.named_modules()
+        if isinstance(part, FrozenLinear) or [*part.parameters(recurse=False)]
+    }
     matrices = {name: part for name, part in found.items() if name in MATRICES}
     others = found.keys() - MATRICES.keys() - NORMS.keys() - HEAD_NORMS.keys()
     missing = (MATRICES.keys() | NORMS.keys()) - found.keys()
     if others or missing:
         raise NotFused(f"its blocks are of another kind: {', '.join(sorted(others | missing))}")
     for name, part in matrices.items():
-        if part.out_features % LINEARS.get(type(part), part.out_features + 1):
+        if part.out_features % rows_together(part):
             raise NotFused(f"{name} is a {type(part).__name__} of {getattr(part, 'out_features', '?')}")
-        if next(part.parameters()).device.type != "cpu":
+        if any(parameter.device.type != "cpu" for parameter in part.parameters()):
             raise NotFused("it is not on a CPU")
     return matrices
+
+
+def rows_together(layer: Any) -> int:
+    """How many rows of a weight are read at once: of what their number has to be a multiple. Raises NotFused."""
+    if not isinstance(layer, FrozenLinear) and type(layer) is not nn.Linear:
+        raise NotFused(f"a {type(layer).__name__} is no linear layer that is known here")
+    return layout.ROWS if stored_dtype(layer) == torch.uint8 else 2
 
 
 def _epsilon(norm: Any) -> float:
@@ -242,81 +307,81 @@ def _curve(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
     raise NotFused("its activation is another one")
 
 
-def _table(
-    blocks: Sequence[nn.Module], matrices: Sequence[dict[str, Any]], head: int
-) -> tuple[int, Numbers, list[Any]]:
-    """How weights are stored, the addresses of all of them, and what keeps them there. Raises NotFused."""
-    layers = [layer for parts in matrices for layer in parts.values()]
-    dtypes = {_weight(layer).dtype for layer in layers}
-    if len(dtypes) > 1 or not dtypes <= STORED.keys():
-        raise NotFused(f"its weights are in {', '.join(sorted(map(str, dtypes)))}")
-    dtype = dtypes.pop()
-    kept = _kept_in(layers, dtype)
-    n_bytes = sum(_padded(_weight(layer).numel() * kept.itemsize) for layer in layers)
+def format_of(block: nn.Module) -> torch.dtype:
+    """In what all weights of a block can be kept: as few bits as lose nothing. Raises NotFused."""
+    layers = list(_parts(block).values())
+    common = common_format([stored_dtype(layer) for layer in layers])
+    if common != torch.float32:
+        return common
+    weights = [stored_weight(layer) for layer in layers]
+    if all(exact_dtype(weight) == torch.bfloat16 for weight in weights):
+        return torch.bfloat16
+    return torch.float16 if all(map(is_exact_in_float16, weights)) else common
+
+
+def common_format(formats: Sequence[torch.dtype]) -> torch.dtype:
+    """What several can all be kept in, by what each can be kept in. Raises NotFused."""
+    if len(set(formats)) == 1 and formats[0] in STORED:
+        return formats[0]
+    if not set(formats) <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise NotFused(f"its weights are in {', '.join(sorted(map(str, set(formats))))}")
+    return torch.float32
+
+
+def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> LaidOut:
+    """Move a block's weights to memory of their own, in large pages where there are any. Raises NotFused.
+
+    Layers that can read them there share that memory, so that no weight is kept twice.
+    """
+    parts = _parts(block)
+    n_bytes = sum(_padded(part.in_features * part.out_features * _bytes_of(stored_in)) for part in parts.values())
     if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
     arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
-    table, held, at = np.zeros((len(blocks), layout.N_ADDRESSES), np.int64), [arena], 0
+    row, held, at = np.zeros(layout.N_ADDRESSES, np.int64), [arena], 0
 
     def keep(tensor: torch.Tensor) -> int:
         held.append(tensor)
         return tensor.data_ptr()
 
-    for row, block, parts in zip(table, blocks, matrices, strict=True):
-        for name, layer in parts.items():
-            which, weight = MATRICES[name], _weight(layer)
-            there = arena[at : at + weight.numel() * kept.itemsize]
-            at += _padded(there.nbytes)
-            _lay_out(weight, kept, there)
-            row[which] = there.data_ptr()
-            if isinstance(layer, Int8Linear | Int4Linear):
-                row[layout.SCALES + which] = keep(scales_of(layer))
-            if layer.bias is not None:
-                row[layout.BIAS + which] = keep(layer.bias.detach().float())
-        width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
-        for name, which in (NORMS | HEAD_NORMS).items():
-            if (norm := modules.get(name)) is not None:
-                n = head if name in HEAD_NORMS else width
-                if norm.weight.numel() != n:
-                    raise NotFused(f"{name} has {norm.weight.numel()} weights")
-                row[which] = keep(_norm_weight(norm))
-    return STORED[kept], table, held
+    for name, layer in parts.items():
+        which, weight = MATRICES[name], stored_weight(layer)
+        place = arena[at : at + weight.numel() * stored_in.itemsize].view(stored_in).view(weight.shape)
+        at += _padded(place.nbytes)
+        place.copy_(weight)
+        if place.dtype == weight.dtype:
+            share_weight(layer, place)
+        row[which] = place.data_ptr()
+        if stored_in in (torch.int8, torch.uint8):
+            row[layout.SCALES + which] = keep(scales_of(layer))
+        if layer.bias is not None:
+            row[layout.BIAS + which] = keep(layer.bias.detach().float())
+    width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
+    for name, which in (NORMS | HEAD_NORMS).items():
+        if (norm := modules.get(name)) is not None:
+            n = shape.head if name in HEAD_NORMS else width
+            if norm.weight.numel() != n:
+                raise NotFused(f"{name} has {norm.weight.numel()} weights")
+            row[which] = keep(_norm_weight(norm))
+    return LaidOut(row, held)
 
 
-def _kept_in(layers: Sequence[Any], dtype: torch.dtype) -> torch.dtype:
-    """What all weights are to be kept in: as few bits as lose nothing."""
-    if dtype != torch.float32:
-        return dtype
-    if all(exact_dtype(layer.weight) == torch.bfloat16 for layer in layers):
-        return torch.bfloat16
-    return torch.float16 if all(HalfLinear.fits(layer) for layer in layers) else dtype
+def _bytes_of(stored_in: torch.dtype) -> float:
+    return 0.5 if stored_in == torch.uint8 else stored_in.itemsize
 
 
-@torch.no_grad()
-def _lay_out(weight: nn.Parameter, kept: torch.dtype, there: torch.Tensor) -> None:
-    """Put a weight into memory of its own; the model uses it there, if it can read it so, and so may other kernels."""
-    whole = there.view(kept).view(weight.shape)
-    whole.copy_(weight.detach())
-    if kept == weight.dtype:
-        weight.data = whole
-    else:
-        weight.laid_out = whole  # type: ignore[attr-defined]
-
-
-def scales_of(layer: Int8Linear | Int4Linear) -> torch.Tensor:
+def scales_of(layer: Any) -> torch.Tensor:
     """As compiled code reads them: see ``layout``."""
-    scales = layer.scales.detach()
+    if isinstance(layer, Int4Linear):
+        scales = layer.scales.detach()
+        return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
     if isinstance(layer, Int8Linear):
-        return scales.float()
-    return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+        return layer.scales.detach().float()
+    scales = layer.stored_scales  # of another way to compute such a layer
+    assert torch.is_tensor(scales)
+    return scales
 
 
-def _padded(n_bytes: int) -> int:
+def _padded(n_bytes: float) -> int:
     """As many that what follows begins where a weight may."""
-    return -(-n_bytes // ALIGNED) * ALIGNED
-
-
-def _weight(layer: Any) -> nn.Parameter:
-    """The weight as it lies in memory."""
-    parameter: nn.Parameter = layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
-    return parameter
+    return -(-int(n_bytes) // ALIGNED) * ALIGNED

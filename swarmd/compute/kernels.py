@@ -6,6 +6,7 @@ kernels that had a weight packed beforehand, or read fewer bits (docs/performanc
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several d
 PROMPT_ROWS = (32, 64)  # where something else computes few: those of a prompt's pass beside others
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
+PART_BYTES = 8 * 2**20  # of one layer: the rest of a large one takes long, and tells nothing new
+ROWS_TOGETHER = 64  # rows that torch packs beside each other in 4 bits
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
 REPLACED = (nn.Linear, Int8Linear)
@@ -49,6 +52,7 @@ class Kernel:
     tolerance: float
 
 
+Sample = Sequence[tuple[Any, Any]]  # layers, and so many of their first rows that each is quick to try
 Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]
 NO_MORE: Kernels = MappingProxyType({})
 KERNELS: Kernels = {  # by what the weights are
@@ -65,13 +69,16 @@ KERNELS: Kernels = {  # by what the weights are
 }
 
 
-def choose(model: nn.Module, rows: Sequence[int] = ROWS, more: Kernels = NO_MORE) -> Decision[str]:
+def choose(
+    model: nn.Module, rows: Sequence[int] = ROWS, more: Kernels = NO_MORE, known: str | None = None
+) -> Decision[str]:
     """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
 
     ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
+    ``known``: what was found to be the fastest before; it is verified only.
     """
     kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
-    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more)
+    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more, known)
     if kernel is not None:
         replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds)
     return decision
@@ -129,7 +136,9 @@ class QuickLinear(nn.Linear):
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) -> tuple[Decision[str], Kernel | None]:
+def _decide(
+    found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE, known: str | None = None
+) -> tuple[Decision[str], Kernel | None]:
     kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
@@ -139,10 +148,13 @@ def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) 
     if not offers:
         return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
     sample = _sample(found)
-    if sum(_kept(layer).nbytes for layer in sample) < TIMED_BYTES:
+    parts = [part for _, part in sample]
+    if sum(_kept(part).nbytes for part in parts) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
-    dtype = torch.bfloat16 if isinstance(sample[0], Int8Linear | Int4Linear) else sample[0].weight.dtype
-    times, missing = {"plain": _times(sample, dtype, rows)}, ""
+    dtype = torch.bfloat16 if isinstance(parts[0], Int8Linear | Int4Linear) else parts[0].weight.dtype
+    if known is not None:
+        return _verified(known, sample, offers[0])
+    times, missing = {"plain": _times(parts, dtype, rows)}, ""
     for name, kernel in offers[0].items():
         try:
             times[name] = _times(_made(sample, kernel), dtype, rows)
@@ -152,30 +164,63 @@ def _decide(found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE) 
     return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
 
 
+def _verified(known: str, sample: Sample, offered: Mapping[str, Kernel]) -> tuple[Decision[str], Kernel | None]:
+    """What was the fastest before, if it still gives the right results."""
+    kernel = offered.get(known)
+    if kernel is None:
+        return Decision("plain", "remembered: nothing else was faster"), None
+    try:
+        _made(sample, kernel)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return Decision("plain", f"{known} was the fastest, and {str(error)[:200]}"), None
+    return Decision(known, "remembered: it was the fastest"), kernel
+
+
 def _kept(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
     """The weight as it lies in memory."""
     return layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
 
 
-def _sample(found: Sequence[Any]) -> list[Any]:
-    """The first layer of each shape, then others, so many that no cache holds them."""
+def _sample(found: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """A layer of each shape, then others, so many that no cache holds their first rows."""
     one_each = {(layer.out_features, layer.in_features): layer for layer in reversed(found)}
-    chosen = list(one_each.values())
-    n_bytes = sum(_kept(layer).nbytes for layer in chosen)
+    chosen = [(layer, _first_rows(layer)) for layer in one_each.values()]
+    n_bytes = sum(_kept(part).nbytes for _, part in chosen)
     for layer in found:
         if n_bytes >= TIMED_BYTES:
             break
-        if not any(layer is other for other in chosen):
-            chosen.append(layer)
-            n_bytes += _kept(layer).nbytes
+        if not any(layer is other for other in one_each.values()):
+            chosen.append((layer, _first_rows(layer)))
+            n_bytes += _kept(chosen[-1][1]).nbytes
     return chosen
 
 
+def _first_rows(layer: Any) -> Any:
+    """The layer, or one of so many of its rows that it is quick to try."""
+    n_rows = PART_BYTES * layer.out_features // max(1, _kept(layer).nbytes) // ROWS_TOGETHER * ROWS_TOGETHER
+    if not 0 < n_rows < layer.out_features:
+        return layer
+    part = copy.copy(layer)
+    part._parameters = dict(layer._parameters)
+    part.out_features = n_rows
+    if isinstance(layer, Int8Linear | Int4Linear):
+        part.levels = nn.Parameter(layer.levels.detach()[:n_rows], requires_grad=False)
+        scales = layer.scales.detach()
+        scales = scales[:, :n_rows].contiguous() if isinstance(layer, Int4Linear) else scales[:n_rows]
+        part.scales = nn.Parameter(scales, requires_grad=False)
+    else:
+        part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
+    if layer.bias is not None:
+        part.bias = nn.Parameter(layer.bias.detach()[:n_rows], requires_grad=False)
+    return part
+
+
 @torch.inference_mode()
-def _made(sample: Sequence[Any], kernel: Kernel) -> list[Any]:
+def _made(sample: Sample, kernel: Kernel) -> list[Any]:
     """The layers by another kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
-    made = [kernel.make(layer) if kernel.fits(layer) else layer for layer in sample]
-    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(sample, made, strict=True) if p is not q}
+    parts = [part for _, part in sample]
+    made = [kernel.make(part) if kernel.fits(layer) else part for layer, part in sample]
+    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(parts, made, strict=True) if p is not q}
     if not one_each:
         raise RuntimeError("it is not for these weights on this CPU")
     if not all(works(plain, other, kernel.tolerance) for plain, other in one_each.values()):

@@ -71,6 +71,19 @@ class FrozenLinear(nn.Module):
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute without a gradient."""
 
+    @property
+    @abstractmethod
+    def stored(self) -> torch.Tensor:
+        """The weight as it was given, [out, in]: plain numbers, or levels of 8 or 4 bits as they are packed."""
+
+    @property
+    @abstractmethod
+    def stored_dtype(self) -> torch.dtype:
+        """Of ``stored``, which some layers have to make anew."""
+
+    def share(self, place: torch.Tensor) -> None:
+        """Use the same weight that lies elsewhere from now on, where this layer can read it so."""
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and hidden.requires_grad:
             out: torch.Tensor = _Differentiated.apply(hidden, self)  # type: ignore[no-untyped-call]
@@ -102,6 +115,24 @@ def in_pieces(
     return out.view(*hidden.shape[:-1], n_out)
 
 
+def stored_weight(layer: Any) -> torch.Tensor:
+    """The weight of a layer of torch's or of ours, as it was given."""
+    return layer.stored if isinstance(layer, FrozenLinear) else layer.weight.detach()
+
+
+def stored_dtype(layer: Any) -> torch.dtype:
+    """Of ``stored_weight``, without making it."""
+    return layer.stored_dtype if isinstance(layer, FrozenLinear) else layer.weight.dtype
+
+
+def share_weight(layer: Any, place: torch.Tensor) -> None:
+    """Have a layer use the same weight that lies elsewhere."""
+    if isinstance(layer, FrozenLinear):
+        layer.share(place)
+    else:
+        layer.weight.data = place
+
+
 class PackedOnce(FrozenLinear):
     """A weight that its kernel reads packed; unpacked, it is kept where there is room: some families read it often."""
 
@@ -115,6 +146,14 @@ class PackedOnce(FrozenLinear):
     @abstractmethod
     def _unpack(self) -> torch.Tensor:
         """The weight as it was, to the bit."""
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self._unpack()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def weight(self) -> torch.Tensor:
@@ -158,8 +197,7 @@ class HalfLinear(PackedOnce):
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
         """Is what each row of the weight would lose less than what float32 rounds?"""
-        weight = linear.weight.detach()
-        return all(_loses_nothing(weight[at : at + LOOKED_AT].float()) for at in range(0, len(weight), LOOKED_AT))
+        return is_exact_in_float16(linear.weight.detach())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden.float(), self._packed)
@@ -179,6 +217,11 @@ def exact_dtype(weight: torch.Tensor) -> torch.dtype:
     return weight.dtype
 
 
+def is_exact_in_float16(weight: torch.Tensor) -> bool:
+    """Is what each row of a weight would lose in float16 less than what float32 rounds?"""
+    return all(_loses_nothing(weight[at : at + LOOKED_AT].float()) for at in range(0, len(weight), LOOKED_AT))
+
+
 def _loses_nothing(rows: torch.Tensor) -> bool:
     """Does each of these rows lose less in float16 than what float32 rounds?"""
     lost = (rows.half().float() - rows).norm(dim=1)
@@ -188,9 +231,22 @@ def _loses_nothing(rows: torch.Tensor) -> bool:
 class FewBitsLinear(FrozenLinear):
     """A weight in few bits; what enters and what leaves is rounded to bfloat16."""
 
+    levels: nn.Parameter
+
     @abstractmethod
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, in] to [n, out], both bfloat16, without the bias."""
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self.levels.detach()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.levels.dtype
+
+    def share(self, place: torch.Tensor) -> None:
+        self.levels.data = place
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         out = self._multiplied(hidden.reshape(-1, self.in_features).bfloat16())
@@ -246,6 +302,7 @@ class DynamicInt8Linear(FrozenLinear):
                 layer.levels.detach(), scales, torch.zeros(self.out_features, dtype=torch.long), 0
             )
         self._packed = torch.ops.quantized.linear_prepack(weight, None)
+        self.stored_scales = layer.scales.detach().float()
         self._sums = layer.levels.detach().sum(1) * layer.scales.float()  # of each row of the weight
 
     @staticmethod
@@ -256,6 +313,15 @@ class DynamicInt8Linear(FrozenLinear):
         Without VNNI the kernel adds pairs in 16 bits, which are too few.
         """
         return layer.out_features >= layer.in_features and has_vnni()
+
+    @property
+    def stored(self) -> torch.Tensor:
+        levels: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+        return levels
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.int8
 
     @property
     def weight(self) -> torch.Tensor:

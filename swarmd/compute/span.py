@@ -9,30 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from swarmd.compute import few_bits, skeleton, tiled
+from swarmd.compute import few_bits, precompile, skeleton, tiled
 from swarmd.compute.adapters import Adapters, Lora
 from swarmd.compute.capture import Pass
 from swarmd.compute.cuda.ready import prepare, trouble
-from swarmd.compute.fused import FusedPass, NotFused, fuse
-from swarmd.compute.kernels import PROMPT_ROWS, ROWS, choose
+from swarmd.compute.fused import FusedShape, NotFused, compiled_folder, describe
+from swarmd.compute.kernels import NO_MORE, PROMPT_ROWS, ROWS, TIMED_BYTES, choose
 from swarmd.compute.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.linear import has_bfloat16
 from swarmd.compute.quick import OneCall, Quick
+from swarmd.compute.quickening import Quickening, Subject
 from swarmd.compute.ragged import Piece, RaggedAttention, can_batch
+from swarmd.compute.remembered import Remembered
 from swarmd.compute.tiles import has_tiles
+from swarmd.compute.trial import Trial
 from swarmd.errors import ConfigError
 from swarmd.values import Decision, Span
 
+NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index", "block_idx", "layer_number")
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+NOTHING_REMEMBERED = Remembered(None)
 
 
 class LoadedSpan:
@@ -49,6 +57,7 @@ class LoadedSpan:
         cache_folder: Path = Path(tempfile.gettempdir()),
         is_quick: bool = True,
         kv_cache: str = "none",
+        remembered: Remembered = NOTHING_REMEMBERED,
     ) -> None:
         self.span = span
         self.dtype = dtype
@@ -74,10 +83,13 @@ class LoadedSpan:
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self.shares_beginnings = False  # may they have the keys and values of a common beginning in one place?
         self._hop = span
-        self.fused: FusedPass | None = None
+        self._cache_folder, self._remembered = cache_folder, remembered
+        self._fused_shape: FusedShape | None = None  # if one call may compute these blocks
+        self._shapes = [tuple(p.shape) for p in self._layers[span.start].parameters()]
+        self.sample = _first_of(span, [sum(p.nbytes for p in self._layers[b].parameters()) for b in span.blocks()])
         self.kernels, self._layers_by = Decision("plain", "no other was looked for"), "plain"
         if is_quick:
-            self._choose_kernels(cache_folder)
+            self._choose_kernels()
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
@@ -145,46 +157,90 @@ class LoadedSpan:
         """Does one call compute so many new tokens with this cache? It can be made in the midst of another pass."""
         return self._quick is not None and hop == self.span and self._quick.calls(n_tokens, [cache])
 
-    def _choose_kernels(self, cache_folder: Path) -> None:
+    def _choose_kernels(self) -> None:
         """Have weights laid out as what computes them reads them."""
         if self.device.type != "cpu":
             self.kernels = Decision("plain", "the library's own layers: only CPUs are offered others")
             return
         own, why = [self._layers[index] for index in self.span.blocks()], ""
         try:
-            self.fused = fuse(self._decoder, own, self.dtype, cache_folder, self.on_block, self.kv_cache != "none")
+            self._fused_shape = describe(self._decoder, own, self.dtype, self.kv_cache != "none")
         except NotFused as error:
             why = f"; not one call: {error}"
-        more = {**few_bits.kernels(cache_folder), **tiled.kernels(cache_folder)}
-        kernels = choose(self.model, PROMPT_ROWS if self.fused else ROWS, more)
+        folder, more = self._cache_folder, NO_MORE
+        if is_compiled := precompile.is_compiled(folder):  # else a worker would wait 20 s for it
+            more = {**few_bits.kernels(folder), **tiled.kernels(folder)}
+        else:
+            why += "; what is compiled was not there yet when it was loaded"
+        about = ("kernels", *self._about, self._fused_shape is None, is_compiled, compiled_folder(folder).name)
+        known = self._remembered.find(*about)
+        fastest = str(known.get("action")) if known is not None else None
+        kernels = choose(self.model, PROMPT_ROWS if self._fused_shape else ROWS, more, fastest)
+        if known is None:
+            self._remembered.keep({"action": kernels.action}, *about)
         self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action
 
-    def quicken(self) -> None:
-        """Find quick ways to compute a few new tokens."""
+    @property
+    def _about(self) -> tuple[object, ...]:
+        """What speed depends on, beside the machine."""
+        return (self._shapes, type(self.config).__name__, str(self.dtype), self.quantize, self.kv_cache)
+
+    def quickening(self) -> Quickening | None:
+        """The steps that find quick ways to compute a few new tokens; None where sessions are computed one by one."""
         ragged = self._ragged
         if ragged is None:
-            return
+            return None
+        blocks, computes_in = [self._layers[b] for b in self.span.blocks()], self._computes_in
+        subject = Subject(
+            self.span,
+            blocks,
+            self.kinds,
+            self.sample,
+            self._fused_shape,
+            computes_in,
+            SELF_TEST_TOLERANCE[computes_in],
+            (*self._about, self._layers_by, len(self.sample)),
+            self._give_sign,
+        )
+        if self.device.type == "cuda":
+            example = partial(self._examples, 1, 0, self.span)
+            record = lambda line: self._recorded(ragged, line, example()[0])  # noqa: E731
+            subject = replace(subject, record=record, trouble=trouble(self.device))
 
-        def examples(n_sessions: int, at: int) -> list[Piece]:
-            rng, made = torch.Generator().manual_seed(0), []
-            for n_past in range(2, 2 + n_sessions):
-                text = torch.randn(1, n_past + 1, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
-                cache, positions = self.new_cache(), at + torch.arange(n_past + 1, device=self.device).unsqueeze(0)
-                self.forward(text[:, :-1], positions[:, :-1], None, cache, 0)
-                made.append(Piece(text[:, -1:], positions[:, -1:], cache, n_past))
-            return made
-
-        def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self._decode(hidden, positions, None, ragged.cache, self.span)
+        def forward(hidden: torch.Tensor, positions: torch.Tensor, hop: Span) -> torch.Tensor:
+            return self._decode(hidden, positions, None, ragged.cache, hop)
 
         farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
-        computes_in = torch.bfloat16 if self.is_rounded else self.dtype
-        self._quick = Quick(ragged, plain, examples, farthest, SELF_TEST_TOLERANCE[computes_in], computes_in)
-        self._quick.find(self.fused)
-        if self.device.type == "cuda":
-            self._quick.record(lambda line: self._recorded(ragged, line, examples(1, 0)[0]), trouble(self.device))
-        self.fused = None  # what is not taken need not be kept
-        self.kernels = self._quick.told(self.kernels)
+        trial = Trial(ragged, forward, self._examples, farthest)
+        quickening = Quickening(subject, ragged, trial, self._cache_folder, self._remembered)
+        self._quick = quickening.quick
+        return quickening
+
+    def quicken(self) -> None:
+        """Find quick ways now, step after step."""
+        quickening = self.quickening()
+        while quickening is not None and quickening.has_steps:
+            quickening.step()
+
+    def explain_kernels(self) -> Decision[str]:
+        """What computes layers, and a few tokens, and why."""
+        return self._quick.explain(self.kernels) if self._quick is not None else self.kernels
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_rounded else self.dtype
+
+    def _give_sign(self) -> None:
+        self.on_block()
+
+    def _examples(self, n_sessions: int, at: int, hop: Span) -> list[Piece]:
+        rng, made = torch.Generator().manual_seed(0), []
+        for n_past in range(2, 2 + n_sessions):
+            text = torch.randn(1, n_past + 1, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+            cache, positions = self.new_cache(hop), at + torch.arange(n_past + 1, device=self.device).unsqueeze(0)
+            self.forward(text[:, :-1], positions[:, :-1], None, cache, 0, hop)
+            made.append(Piece(text[:, -1:], positions[:, -1:], cache, n_past))
+        return made
 
     def _recorded(self, ragged: RaggedAttention, line: Pass, example: Piece) -> OneCall:
         from swarmd.compute.cuda.graphs import GraphedPass  # late: Triton comes with torch where CUDA does
@@ -241,10 +297,19 @@ class LoadedSpan:
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
+    @property
+    def kinds(self) -> list[Span]:
+        """Hops of one block of each kind: what is right for it is right for all that are made alike."""
+        first: dict[object, Span] = {}
+        for block in self.span.blocks():
+            first.setdefault(_kind_of(self._layers[block]), Span(block, block + 1))
+        return list(first.values())
+
     def self_test(self) -> None:
         """Refuse a family whose blocks cannot be served by themselves, or fail. Raises ConfigError."""
         try:
-            self._test_alone()
+            for hop in self.kinds:
+                self._test_alone(hop)
         except PROBE_ERRORS as error:
             raise ConfigError(f"{type(self.config).__name__}: a self-test fails: {error}: unsupported family") from None
         self._test_batching()
@@ -262,26 +327,27 @@ class LoadedSpan:
             family = type(self.config).__name__
             raise ConfigError(f"kv_cache = {self.kv_cache}: no block of a {family} here keeps what all tokens see")
 
-    def _test_alone(self) -> None:
+    def _test_alone(self, hop: Span) -> None:
         """Cached passes must equal uncached ones, and nothing but hidden states may matter. Raises ConfigError."""
         rng = torch.Generator().manual_seed(0)
         hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
         positions = torch.arange(6, device=self.device).unsqueeze(0)
-        whole = self.forward(hidden, positions)
-        cache = self.new_cache()
-        parts = [self.forward(hidden[:, a:b], positions[:, a:b], None, cache, a) for a, b in ((0, 4), (4, 5), (5, 6))]
+        whole = self.forward(hidden, positions, hop=hop)
+        cache = self.new_cache(hop)
+        cuts = ((0, 4), (4, 5), (5, 6))
+        parts = [self.forward(hidden[:, a:b], positions[:, a:b], None, cache, a, hop) for a, b in cuts]
         error = (torch.cat(parts, 1) - whole).abs().max().item() / max(1.0, whole.abs().max().item())
         if not error <= self._tolerance:
             raise ConfigError(
                 f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
                 f"(at most {self._tolerance:g}): this family cannot be served"
             )
-        self._test_embedding(hidden, positions, whole)
+        self._test_embedding(hidden, positions, whole, hop)
 
     @torch.inference_mode()
-    def _test_embedding(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
+    def _test_embedding(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, hop: Span) -> None:
         """Refuse a family whose blocks look at the embedding too, which only the first hop has. Raises ConfigError."""
-        out = self._decode(hidden, positions, None, None, self.span, torch.randn_like(hidden))
+        out = self._decode(hidden, positions, None, None, hop, torch.randn_like(hidden))
         error = (out - expected).abs().max().item() / max(1.0, expected.abs().max().item())
         if not error <= self._tolerance:
             raise ConfigError(
@@ -294,28 +360,35 @@ class LoadedSpan:
             self.batching = "one session at a time: this family's layers keep more than plain keys and values"
             return
         self._ragged = RaggedAttention(self.config, self.on_block)
+        worst = 0.0
+        for hop in self.kinds:
+            try:
+                worst = max(worst, self._batching_error(hop))
+            except PROBE_ERRORS as error:
+                self._ragged, self.batching = None, f"one session at a time: a batched pass fails: {error}"
+                return
+            if not worst <= self._tolerance:
+                self._ragged = None
+                self.batching = f"one session at a time: a batched pass differs by {worst:.2g} in the self-test"
+                return
+        self.shares_beginnings = self._ragged.is_plain and self.device.type == "cpu"
+        self.batching = f"all ready sessions together (self-test: batched and single differ by {worst:.1g})"
+
+    def _batching_error(self, hop: Span) -> float:
+        """How far sessions computed together are from each alone; what is no number is far."""
         rng = torch.Generator().manual_seed(1)
         alone, together = [], []
         for b, n_past, t in ((1, 5, 1), (2, 3, 1), (1, 4, 3), (1, 0, 2)):
             hidden = torch.randn(b, n_past + t, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
             positions = torch.arange(n_past + t, device=self.device).expand(b, -1)
-            caches = self.new_cache(), self.new_cache()
+            caches = self.new_cache(hop), self.new_cache(hop)
             for cache in caches if n_past else ():
-                self.forward(hidden[:, :n_past], positions[:, :n_past], None, cache, 0)
-            alone.append(self.forward(hidden[:, n_past:], positions[:, n_past:], None, caches[0], n_past))
+                self.forward(hidden[:, :n_past], positions[:, :n_past], None, cache, 0, hop)
+            alone.append(self.forward(hidden[:, n_past:], positions[:, n_past:], None, caches[0], n_past, hop))
             together.append(Piece(hidden[:, n_past:], positions[:, n_past:], caches[1], n_past))
-        try:
-            pairs = list(zip(self.forward_ragged(together), alone, strict=True))
-            errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
-        except PROBE_ERRORS as error:
-            self._ragged, self.batching = None, f"one session at a time: a batched pass fails: {error}"
-            return
-        if not all(error <= self._tolerance for error in errors):
-            self._ragged = None
-            self.batching = f"one session at a time: a batched pass differs by {max(errors):.2g} in the self-test"
-            return
-        self.shares_beginnings = self._ragged.is_plain and self.device.type == "cpu"
-        self.batching = f"all ready sessions together (self-test: batched and single differ by {max(errors):.1g})"
+        pairs = list(zip(self.forward_ragged(together, hop), alone, strict=True))
+        errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
+        return max(error if error == error else math.inf for error in errors)
 
     def example_cache(self, hop: Span) -> SpanCache:
         """A cache of ``hop`` with one token in it, to compare shapes with."""
@@ -381,3 +454,27 @@ def _accepted_arguments(forward: Callable[..., Any]) -> set[str]:
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) and "cache_params" not in names:
         names |= {"inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
     return names
+
+
+def _kind_of(layer: Any) -> object:
+    """What tells blocks of several kinds apart: their parts, shapes and settings, but not their number."""
+    parts = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, type(None))) and not key.endswith(NUMBERS_OF_BLOCKS)
+        }
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        parts.append((name, type(module).__name__, sorted(settings.items(), key=str), shapes))
+    return repr(parts)
+
+
+def _first_of(span: Span, block_bytes: Sequence[int]) -> Span:
+    """So many first blocks that no cache holds them."""
+    total = 0
+    for n, n_bytes in enumerate(block_bytes, 1):
+        total += n_bytes
+        if total >= TIMED_BYTES:
+            return Span(span.start, span.start + n)
+    return span

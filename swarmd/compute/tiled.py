@@ -30,8 +30,7 @@ class TiledLinear(PackedOnce):
         super().__init__(linear)
         weight = linear.weight.detach()
         self._kept_in = exact_dtype(weight)
-        there = getattr(linear.weight, "laid_out", weight)  # for one call (``fused``): nothing is kept twice
-        self._kept = (there if there.dtype == self._kept_in else weight.to(self._kept_in)).contiguous()
+        self._kept = weight.to(self._kept_in).contiguous()
         self._most_rows = rows_at_once(2 * layout.TERMS * self.in_features)
         with compiling(cache_folder):
             from swarmd.compute.compiled.tiles import multiply, room_for
@@ -42,6 +41,17 @@ class TiledLinear(PackedOnce):
     @property
     def n_bytes(self) -> int:
         return self._kept.nbytes
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self._kept
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._kept.dtype
+
+    def share(self, place: torch.Tensor) -> None:
+        self._kept = place
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:

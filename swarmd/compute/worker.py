@@ -20,11 +20,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from swarmd.compute import precompile
 from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
 from swarmd.compute.head import Head
-from swarmd.compute.loss import quantization_error
-from swarmd.compute.rates import decode_rates, last, prefill_rates
+from swarmd.compute.improving import Improving
+from swarmd.compute.quickening import GiveWay
+from swarmd.compute.rates import decode_rates, first_rates, prefill_rates
+from swarmd.compute.remembered import Remembered
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.training import Training
 from swarmd.errors import ConfigError, RemoteProtocolError
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 TICK_INTERVAL_S = 0.5  # an eighth of the silence after which the daemon gives a worker up
 IDLE_S = 0.3  # nothing to do for so long: then measure, which would delay work
 QUICK_S = 0.05  # for a first speed to announce: the worker is online so much sooner
+BUSY_PAUSE_S = 1.0  # between steps to quick ways that do not give way: those who decode notice each
 BUDGET_S = 0.15  # for a steady speed, at each number of streams
 MEASURE_INTERVAL_S = 600.0  # other programs come and go on a volunteer's machine
 BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
@@ -81,6 +85,9 @@ class Worker:
         self._speed = Measured()
         self._duty = Duty()
         self._woke_at = time.monotonic()
+        self._improving: Improving | None = None
+        self._improved_at = 0.0
+        self._gives_way = False
 
     def run(self) -> None:
         answers: list[bytes] = []
@@ -114,6 +121,8 @@ class Worker:
                 continue
             if answers:
                 self._send(answers)  # before those of steps that this pass lets in
+            if self._improving is not None and time.monotonic() - self._improved_at > BUSY_PAUSE_S:
+                self._improve(gives_way=False)
             self._send(list(self._engine.run_pass()))
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
             self._worked()
@@ -148,8 +157,30 @@ class Worker:
         self._allowance.spend(time.monotonic() - begun)
         return answers, 0.0
 
+    def _improve(self, *, gives_way: bool) -> bool:
+        """Make a step to quicker ways, and tell what came of it; was it made?"""
+        assert self._improving is not None
+        self._gives_way = gives_way
+        try:
+            is_made = self._improving.step()
+        except GiveWay:
+            return False
+        finally:
+            self._gives_way = False
+            self._woke_at = self._improved_at = time.monotonic()  # nobody's debt
+        if is_made and self._improving.news:
+            self._send([messages.framed(self._improving.news.pop())])
+        if self._improving.is_done:
+            self._improving = None
+        return is_made
+
     def _measure_while_idle(self) -> None:
-        """While nothing comes, measure, pass by pass: a frame that arrives waits for one of these at most."""
+        """While nothing comes, become quicker and measure, pass by pass: a frame that arrives waits for one at most."""
+        wait_s = IDLE_S
+        while self._improving is not None and not self._has_work and not self._rests:
+            if self._wait(wait_s):
+                return
+            wait_s = 0.0 if self._improve(gives_way=True) else IDLE_S
         while self._engine is not None and not self._has_work and not self._rests:
             wait_s = max(IDLE_S, self._measure_at - time.monotonic())
             if self._wait(wait_s):
@@ -246,17 +277,17 @@ class Worker:
         if request.threads:
             torch.set_num_threads(request.threads)
         Kept.n_bytes = request.leave_free_bytes
+        folder = self._kept_in(request)
+        compiler = None if precompile.is_compiled(folder) else precompile.start(folder)
         try:
             span = self._load_span(request)
             head = _load_head(request, span) if request.head else None
-            loss = quantization_error(span, Path(request.path)) if span.is_rounded else None
-            self._speed = Measured(
-                decode_tokens_per_s=last(decode_rates(span, 1, QUICK_S)),
-                prefill_tokens_per_s=last(prefill_rates(span, QUICK_S)),
-            )
+            decode, prefill = first_rates(span, QUICK_S)
+            self._speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
+            self._improving = Improving(span, Path(request.path), compiler)
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
-        budget = Budget(request.history_bytes or 1 << 30, Path(request.spill_folder or tempfile.gettempdir()))
+        budget = Budget(request.history_bytes or 1 << 30, self._kept_in(request))
         self._engine = Engine(span, budget, calls_aside=span.device.type == "cpu", head=head)
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
@@ -266,12 +297,11 @@ class Worker:
             device=name,
             device_memory_bytes=memory_bytes,
             numerics=span.numerics(request.model),
-            quantization_error=loss,
             hidden=span.hidden_size,
             layer_arity=span.layer_arity,
             cache_bytes_per_token=span.cache_bytes_per_token(),
             batching=span.batching[:500],
-            kernels=f"{span.kernels.action}: {span.kernels.reason}"[:500],
+            kernels=self._improving.kernels,
             has_head=head is not None,
             speed=self._speed,
         )
@@ -279,7 +309,7 @@ class Worker:
     def _load_span(self, request: LoadSpan) -> LoadedSpan:
         """Load blocks, and find out what they can do. Raises ConfigError."""
         folder, blocks, device = Path(request.path), Span(request.start, request.end), pick_device(request.device)
-        kept_in = Path(request.spill_folder or tempfile.gettempdir())
+        kept_in = self._kept_in(request)
         span = LoadedSpan(
             folder,
             blocks,
@@ -289,14 +319,23 @@ class Worker:
             self._on_block,
             kept_in,
             kv_cache=request.kv_cache,
+            remembered=Remembered(Path(request.spill_folder) if request.spill_folder else None),
         )
         span.self_test()
-        span.quicken()
         return span
 
+    @staticmethod
+    def _kept_in(request: LoadSpan) -> Path:
+        return Path(request.spill_folder or tempfile.gettempdir())
+
     def _on_block(self) -> None:
-        """In the midst of a pass: give a sign of life, and let in steps of others, which are short."""
+        """In the midst of a pass: give a sign of life, and let in steps of others, which are short.
+
+        A pass that only serves to become quicker is broken off where somebody waits.
+        """
         self._tick()
+        if self._gives_way and select.select([self._connection], [], [], 0)[0]:
+            raise GiveWay
         if self._engine is None or not self._engine.lets_in or self._is_letting_in:
             return
         self._is_letting_in = True

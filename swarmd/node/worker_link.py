@@ -31,7 +31,7 @@ from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Refusal
-from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed, WorkerMessage
+from swarmd.protocol.worker import Improved, Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
@@ -333,9 +333,12 @@ class WorkerLink:
     async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):
             self._loaded = message
-            loss = message.quantization_error
-            rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
-            self._set("online", f"serving on {message.device}{rounded}")
+            self._set("online", _serving(message))
+            await self._on_change()
+        elif isinstance(message, Improved) and self._loaded is not None:
+            about = {"kernels": message.kernels, "quantization_error": message.quantization_error}
+            self._loaded = msgspec.structs.replace(self._loaded, **about)
+            self._reason = _serving(self._loaded)
             await self._on_change()
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
@@ -375,6 +378,12 @@ class WorkerLink:
         is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
         logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
         self._state, self._reason = state, reason
+
+
+def _serving(loaded: Loaded) -> str:
+    loss = loaded.quantization_error
+    rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
+    return f"serving on {loaded.device}{rounded}"
 
 
 def _shared(speed: Measured, share: float) -> Measured:

@@ -88,6 +88,22 @@ class Loaded(Message, tag="loaded", frozen=True):
     speed: Measured = Measured()
 
 
+class Loading(Message, tag="loading", frozen=True):
+    """Worker to daemon, while it loads: what it does, and how much of that is done."""
+
+    stage: Text = ""
+    done: Count = 0
+    total: Count = 0
+
+
+class Improved(Message, tag="improved", frozen=True):
+    """Worker to daemon, when it serves already: what was found out since it said Loaded; ``stage``: what comes next."""
+
+    kernels: Text = ""
+    quantization_error: float | None = None
+    stage: Text = ""
+
+
 class Done(Message, tag="done", frozen=True):
     """Worker to daemon: a silent op was executed; nothing travels on."""
 
@@ -175,6 +191,8 @@ class ComputedRows(Message, tag="computed", frozen=True):
 WorkerMessage = (
     LoadSpan
     | Loaded
+    | Loading
+    | Improved
     | Measured
     | LoadAdapter
     | AdapterLoaded

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")  # Linux has it
 
-from swarmd.compute import capture, quick
+from swarmd.compute import capture
 from swarmd.compute.cuda import attention, graphs, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.cuda.products import CudaInt4Linear
@@ -139,7 +139,6 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
 ) -> None:
     monkeypatch.setattr(graphs, "SIZES", (4,))  # the interpreter takes a millisecond for each program
     monkeypatch.setattr(attention, "SPLITS", 2)
-    monkeypatch.setattr(quick, "CHECKED", (3,))
     lines: list[Counter[str]] = []
 
     def as_on_a_card(module: torch.fx.GraphModule) -> None:
@@ -150,23 +149,25 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
     monkeypatch.setattr(capture, "simplify", as_on_a_card)
     span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32)
     span.self_test()
-    span.fused = None  # on CPUs one call is another one
-    span.quicken()
-    ways, ragged = span._quick, span._ragged
-    assert ways is not None
+    span._fused_shape = None  # on CPUs one call is another one
+    quickening, ragged = span.quickening(), span._ragged
+    assert quickening is not None
     assert ragged is not None
-    assert ways._captured is not None
+    while quickening.has_steps:
+        quickening.step()
+    line, by, hop = quickening.quick.captured, quickening._trial, span.span
+    assert line is not None
     if family == "llama":  # of two blocks
         launches = {"swarmd_cuda.norm.default": 4, "swarmd_cuda.rotate.default": 4, "swarmd_cuda.gate.default": 2}
         assert lines[0] & Counter(launches) == launches
         assert lines[0]["aten.mm.default"] == 8
-    recorded = graphs.GraphedPass(ragged, ways._captured, ways._examples(1, 0)[0])
+    recorded = graphs.GraphedPass(ragged, line, by.examples(1, 0, hop)[0])
     with torch.inference_mode():
         alike = [rows_of_two(span) for _ in range(2)]
-        got, expected = recorded.run([alike[0]])[0], ways._by_pass([alike[1]])[0]
+        got, expected = recorded.run([alike[0]])[0], by.run_pass([alike[1]], hop)[0]
     assert relative_error(got, expected) < 1e-4
-    assert ways._error(recorded.run) < 1e-4
-    assert ways._error(recorded.run, 300) < 1e-4
+    assert by.error(recorded.run, hop, 0, (3,)) < 1e-4
+    assert by.error(recorded.run, hop, 300, (3,)) < 1e-4
 
 
 class TestOnCuda:
@@ -190,7 +191,7 @@ class TestOnCuda:
         span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, "cuda", kind)
         span.self_test()
         span.quicken()
-        assert "by one call" in span.kernels.action, span.kernels
+        assert "by one call" in span.explain_kernels().action, span.explain_kernels()
 
     @pytest.mark.parametrize("kind", ["int8", "int4"])
     def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.fused import LONGEST, STORED, TIMED, FusedPass, NotFused, compiling, fuse
 from swarmd.compute.kvcache import SHARED_TOKENS
 from swarmd.compute.quantize import relative_error
-from swarmd.compute.quick import FUSED_TOLERANCE, MAX_CAPTURED, Quick
+from swarmd.compute.quick import MAX_CAPTURED
+from swarmd.compute.quickening import FUSED_TOLERANCE, Quickening
 from swarmd.compute.ragged import Piece
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.team import Team, Worth
 from swarmd.compute.tiles import has_tiles
+from swarmd.compute.trial import Trial
 from swarmd.values import Span
 from tests.families import FAMILIES, make
 
@@ -47,8 +49,10 @@ def load(
 
 
 def fused_of(span: LoadedSpan) -> FusedPass:
-    assert span.fused is not None, span.kernels.reason
-    return span.fused
+    """One call for all of its blocks, whether it is faster here or not."""
+    folder, decoder = Path(tempfile.gettempdir()), span.model.get_decoder()
+    blocks = [decoder.layers[i] for i in span.span.blocks()]
+    return fuse(decoder, blocks, span.dtype, folder, span.on_block, span.kv_cache != "none")
 
 
 class Session:
@@ -228,26 +232,25 @@ def test_a_beginning_that_is_shared_is_read_where_it_lies(tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", OF_OTHERS)
 def test_blocks_of_other_kinds_are_left_alone(family: str, tmp_path: Path) -> None:
     span = load(family, tmp_path)
-    assert span.fused is None
     span.quicken()
-    assert "not one call: " in span.kernels.reason
-    assert "one call" not in span.kernels.action
+    assert "not one call: " in span.explain_kernels().reason
+    assert "one call" not in span.explain_kernels().action
 
 
 @pytest.mark.parametrize("family", LOOK_ALIKES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_parts_in_another_way_are_found_out(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     span = load(family, tmp_path, dtype)
-    assert span.fused is not None
+    fused_of(span)
     span.quicken()
-    assert "one call: it differs by" in span.kernels.reason
-    assert "one call" not in span.kernels.action
+    assert "one call: it differs by" in span.explain_kernels().reason
+    assert "one call" not in span.explain_kernels().action
 
 
 def test_windows_are_left_alone(tmp_path: Path) -> None:
     span = load("mistral", tmp_path)
     span.quicken()
-    assert "one call: its layers keep more than plain keys and values" in span.kernels.reason
+    assert "one call: its layers keep more than plain keys and values" in span.explain_kernels().reason
 
 
 def test_without_a_compiler_or_memory_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +259,7 @@ def test_without_a_compiler_or_memory_it_is_said(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("swarmd.compute.fused.free_memory_bytes", lambda device: 0)
     with pytest.raises(NotFused, match="not enough memory"):
         fuse(decoder, decoder.layers[:2], span.dtype, tmp_path)
+    monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     with pytest.raises(NotFused, match="numba"):
         fuse(decoder, decoder.layers[:2], span.dtype, tmp_path)
@@ -283,19 +287,26 @@ class WrongForSeveral(FusedPass):
 def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Trial, "seconds", lambda trial, way, hop, n_tokens: 0.1)
+    monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
     span = load("llama", tmp_path)
-    fused = fused_of(span)
     span.quicken()
     known = span._quick
     assert known is not None
-    monkeypatch.setattr(Quick, "_ratio", lambda quick, way, other, n_tokens: 0.1)
-    known.find(WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused))))
-    assert known.n_fused == MAX_CAPTURED
-    assert "for 16 it gives something else" in known.why
-    known.find(fused)
     assert known.n_fused == TIMED[-1]
     assert known.knows(TIMED[-1], LONGEST)
     assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
+    right = Quickening._part
+
+    def wrong(quickening: Quickening, hop: Span) -> FusedPass:
+        fused = right(quickening, hop)
+        return WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused)))
+
+    monkeypatch.setattr(Quickening, "_part", wrong)
+    span.quicken()
+    assert span._quick is not None
+    assert span._quick.n_fused == MAX_CAPTURED
+    assert "for 16 it gives something else" in span._quick.why
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 16, mixing.ROWS_AT_ONCE + 3])

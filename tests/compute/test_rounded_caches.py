@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmd.compute.fused import fuse
 from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.kvcache import RoundedLayer
 from swarmd.compute.loss import quantization_error
@@ -77,8 +78,9 @@ def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
 
 def test_one_call_reads_and_writes_them(tmp_path: Path) -> None:
     span = load(tmp_path)
-    assert span.fused is not None
-    fused, rng = span.fused, torch.Generator().manual_seed(4)
+    decoder, rng = span.model.get_decoder(), torch.Generator().manual_seed(4)
+    blocks = [decoder.layers[block] for block in span.span.blocks()]
+    fused = fuse(decoder, blocks, span.dtype, tmp_path, keeps_8_bits=True)
     hidden, positions = torch.randn(2, 9, span.hidden_size, generator=rng), torch.arange(9).expand(2, -1)
     ours, theirs = span.new_cache(), span.new_cache()
     for cache in (ours, theirs):

@@ -10,7 +10,7 @@ import torch
 
 import swarmd
 from tests.real.faults import Blow, check_identical, check_recovery, disturbed, generate, inputs_for
-from tests.real.harness import local_swarm
+from tests.real.harness import Volunteer, local_swarm
 
 pytestmark = pytest.mark.slow
 VOCABULARY = 1024
@@ -21,9 +21,10 @@ def test_a_server_is_followed_by_its_like_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with local_swarm(tmp_path) as swarm:
         volunteers = swarm.serving((0, 3), (3, 6), (3, 6), SWARMD_KV_CACHE="int8")
-        assert re.search(r"8 or 4 bits put it [\d.]+ % off on a probe", volunteers[1].ask("status")["worker"]["why"])
+        swarm.wait(lambda: all(map(_tells_the_cost, volunteers)), "what 8 bits cost, which is measured while idle")
         chain = swarm.hops((volunteers[0], 0, 3), (volunteers[1], 3, 6))
         with swarmd.connect(swarm.invite()) as client:
+            swarm.wait(lambda: all(s.quantization_error for s in client._swarm.view().spans), "records that tell it")
             for span in client._swarm.view().spans:
                 assert span.quantize == "none+kv_int8"
                 assert span.quantization_error is not None
@@ -36,3 +37,7 @@ def test_a_server_is_followed_by_its_like_bit_for_bit(tmp_path: Path) -> None:
             check_identical(outcome.out, expected)
             with pytest.raises(swarmd.errors.ConfigError, match=r"none\+kv_int8"):
                 client.model("demo", quantize="kv_int8")
+
+
+def _tells_the_cost(volunteer: Volunteer) -> bool:
+    return bool(re.search(r"8 or 4 bits put it [\d.]+ % off on a probe", volunteer.ask("status")["worker"]["why"]))

@@ -9,11 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from torch import nn
-
-from swarmd.compute.few_bits import Int8Head
-from swarmd.compute.fused import NotFused, compiled_blocks
+from swarmd.compute.fused import NotFused
+from swarmd.compute.precompile import compile_all
 
 with suppress(NotFused):
-    compiled_blocks(Path(tempfile.gettempdir()))
-    Int8Head(nn.Linear(64, 64, bias=False), Path(tempfile.gettempdir()))
+    compile_all(Path(tempfile.gettempdir()))
