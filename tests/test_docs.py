@@ -72,3 +72,10 @@ def test_readme_begins_with_the_two_commands() -> None:
     assert "make demo" in first_block
     assert "make test" in first_block
     assert "can read the activations" in README, "privacy is said plainly"
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    """The project is in no package index: extras come from the repository's folder."""
+    pages = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+    assert not [name for name, text in pages.items() if re.search(r"pip install[^`]*\bswarmd\[", text)]
+    assert "<this repository>" not in README, "commands are there to be typed"
