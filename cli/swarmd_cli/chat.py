@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import ask, home, number
 
 HELP = """\
@@ -36,7 +37,11 @@ def chat(
 
     Example: swarmd chat llama
     """
+    from swarmd.gateway.address import running
+
     home().swarm()
+    if running(home().folder) is None:  # one that runs knows the names, and who is there
+        require_answers(model)
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
     with gateway_of_this_home() as (url, token):
@@ -105,7 +110,7 @@ class Talk:
     chain: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        self.model = self.model or self._whole()
+        self.model = self._chosen()
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - arrow keys and a history for input()
@@ -127,10 +132,25 @@ class Talk:
                 self.turns.append({"role": "user", "content": line})
                 self._answer()
 
-    def _whole(self) -> str:
+    def _chosen(self) -> str:
+        """The model that was named, if there is one of that name, else the one that is whole. Raises SwarmError."""
+        listed = self._get("/v1/models")["data"]
+        if not self.model:
+            return self._whole(listed)
+        self._require_named(self.model, listed)
+        return self.model
+
+    def _require_named(self, name: str, listed: list[dict[str, Any]]) -> None:
+        from swarmd.errors import ConfigError
+        from swarmd.values import is_model_hash
+
+        names = [entry["id"] for entry in listed]
+        if name not in names and not is_model_hash(name):
+            raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
+
+    def _whole(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
-        listed = self._get("/v1/models")["data"]
         whole = [entry["id"] for entry in listed if not entry["swarmd"]["missing"]]
         if len(whole) == 1:
             return str(whole[0])
@@ -165,8 +185,7 @@ class Talk:
                 self.turns.pop()
             self._answer() if self.turns else print("(nothing was asked yet)")
         elif name == "model" and rest:
-            self.model = rest
-            print(f"({rest} answers from now on)")
+            self._change_model(rest)
         elif name == "save" and rest:
             self._save(Path(rest).expanduser())
         elif name == "why":
@@ -175,6 +194,17 @@ class Talk:
             print(HELP)
         else:
             print(f"/{name} is no command, or lacks its word\n{HELP}")
+
+    def _change_model(self, name: str) -> None:
+        from swarmd.errors import ConfigError
+
+        try:
+            self._require_named(name, self._get("/v1/models")["data"])
+        except ConfigError as error:
+            print(f"({error})")
+            return
+        self.model = name
+        print(f"({name} answers from now on)")
 
     def _save(self, path: Path) -> None:
         try:

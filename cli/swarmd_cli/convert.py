@@ -23,8 +23,6 @@ def is_gguf(path: Path) -> bool:
 
 def converted(path: Path, dtype: str) -> Path:
     """The folder of what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
-    from swarmd.errors import ConfigError
-
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
     print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
@@ -36,8 +34,6 @@ def converted(path: Path, dtype: str) -> Path:
         return folder
     from swarmd.compute import gguf
 
-    if dtype not in gguf.DTYPES:
-        raise ConfigError(f"--dtype is one of {', '.join(gguf.DTYPES)}, not {dtype!r}")
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)

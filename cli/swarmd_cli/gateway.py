@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json, table
 from swarmd_cli.look import Json
 
@@ -31,15 +32,24 @@ def gateway(
     if context.invoked_subcommand is not None:
         return
     import logging
-
-    import torch
-    import trio
+    import os
 
     from swarmd import config
-    from swarmd.gateway.serving import serve
+    from swarmd.gateway.keys import Keys
+    from swarmd.gateway.listening import bound
 
     home().swarm()
     settings = config.load(home().folder).check().gateway
+    chosen = replace(settings, listen=listen or settings.listen)
+    bound(chosen.listen, bool(Keys(home().folder).all())).close()  # what cannot be is refused before torch is imported
+    if config.SUPERVISED not in os.environ:
+        require_answers()
+        print("starting ...", file=sys.stderr, flush=True)
+    import torch
+    import trio
+
+    from swarmd.gateway.serving import serve
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for whoever serves here
@@ -47,7 +57,6 @@ def gateway(
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)
 
-    chosen = replace(settings, listen=listen or settings.listen)
     while trio.run(serve, home().folder, chosen, ready):
         logging.getLogger(__name__).info("joining again, with a new certificate")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json
 
 
@@ -33,10 +34,12 @@ def run(
 
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
-    home().swarm()
+    home().swarm()  # not joined is said before anything is read
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
+    require_answers(model, draft, adapter=adapter)
+    print(f"{model}: loading what is computed here ...", file=sys.stderr, flush=True)
     import swarmd
     from swarmd.errors import NoRoute
 

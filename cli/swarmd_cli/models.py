@@ -80,6 +80,7 @@ def add(
     """
     import msgspec
 
+    from swarmd.config import DTYPES
     from swarmd.errors import ConfigError
     from swarmd.protocol import manifest
     from swarmd.weights.library import Library
@@ -88,6 +89,10 @@ def add(
     state.swarm()
     if not 1 <= len(name) <= 64:
         raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
+    if base:
+        state.catalog().hash_of(base)
     folder = _folder_of(source, dtype)
     read, kind = _read(folder, base)
     model = manifest.model_id(read)

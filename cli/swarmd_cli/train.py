@@ -62,6 +62,7 @@ def start(
         )
     if written.name in taken:
         written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
+    _require_data(written.data, recipe.parent)
     model, folder = _model(state, written, recipe.parent)
     data, n_rows = _data(state, written, recipe.parent, folder)
     anchors = written.anchors or (state.identity().peer_id,)
@@ -269,6 +270,15 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
         if (folder / name).is_file() and not (made / name).exists():
             shutil.copy(folder / name, made / name)
     return made
+
+
+def _require_data(data: str, beside: Path) -> None:
+    """Refuse what is neither a file nor a hash, before a model is made for it. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.values import is_model_hash
+
+    if not (beside / data).is_file() and not is_model_hash(data):
+        raise ConfigError(f"data: {beside / data} is no file, and no hash of data that is on this machine")
 
 
 def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, int]:

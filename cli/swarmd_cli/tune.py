@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import duration, home, print_json
 from swarmd_cli.look import Json
 
 if TYPE_CHECKING:
     from swarmd.client.dataset import Dataset, Encoding
-    from swarmd.client.tuning import Recipe, Step, Tuner
+    from swarmd.client.tuning import Step, Tuner
+    from swarmd.client.tuning_recipe import Recipe
 
 METHOD = "lora (matrices in the blocks), prompt (virtual tokens in front) or prefix (keys and values in every block)."
 TARGETS = "LoRA: modules to adapt, comma-separated; PEFT's own choice for the family if left out."
@@ -46,7 +48,7 @@ def tune(
     Example: swarmd tune demo --data examples/caesar.jsonl --method lora --steps 60
     """
     home().swarm()
-    from swarmd.client.tuning import Recipe, checkpoints
+    from swarmd.client.tuning_recipe import Recipe, checkpoints
     from swarmd.errors import ConfigError
 
     chosen = tuple(name.strip() for name in targets.split(",") if name.strip())
@@ -58,6 +60,8 @@ def tune(
     if not data.is_file():
         raise ConfigError(f"{data} is no file: give rows of text as JSONL with --data")
     _require_extra()
+    require_answers(model)
+    print("starting ...", file=sys.stderr, flush=True)
     _tune(recipe, data, out, every, resume, as_json)
 
 
@@ -143,7 +147,7 @@ def _announce(tuner: Tuner, rows: Dataset, recipe: Recipe, first: int) -> None:
 
 
 def _interrupted(tuner: Tuner, out: Path) -> int:
-    from swarmd.client.tuning import checkpoints, step_of
+    from swarmd.client.tuning_recipe import checkpoints, step_of
 
     kept = max((step_of(folder) for folder in checkpoints(out)), default=0)
     print(f"\nstopped in step {len(tuner.losses) + 1}; --resume goes on after step {kept}", file=sys.stderr)

@@ -20,13 +20,14 @@ import trio
 from safetensors import SafetensorError
 
 from swarmd.client.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
-from swarmd.client.links import CHANGES, CHANGES_CODEC, Swarm, Terms
+from swarmd.client.links import CHANGES_CODEC, Swarm, Terms
 from swarmd.client.ops import codec_for
 from swarmd.client.own import OwnParameters, give
 from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
 from swarmd.plan.routing import Hop
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Ping, Refusal
+from swarmd.protocol.tensors import CHANGES
 from swarmd.protocol.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, Row
 from swarmd.values import Decision, PeerId
 from swarmd.wire.changes import Changes, rows_of

@@ -21,12 +21,13 @@ import trio
 
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.lane import Lane, MicroBatch
-from swarmd.client.links import CHANGES, Swarm, Terms
+from swarmd.client.links import Swarm, Terms
 from swarmd.client.ticket import Ticket, Twin
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, through_hops, two_of_three
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
+from swarmd.protocol.tensors import CHANGES
 from swarmd.values import Decision, PeerId, Span
 
 logger = logging.getLogger(__name__)

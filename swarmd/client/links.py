@@ -21,7 +21,7 @@ from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
 from swarmd.protocol.records import SpanRecord
-from swarmd.protocol.tensors import CODECS
+from swarmd.protocol.tensors import CHANGES, CODECS
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.wire.top import Top
@@ -60,7 +60,6 @@ class Swarm(Protocol):
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None: ...
 
 
-CHANGES = "aqsgd"  # for fine-tuning: rows that were sent before travel as changes (wire.changes)
 CHANGES_CODEC = "int4"  # how those travel
 
 

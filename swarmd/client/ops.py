@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from swarmd.client.links import CHANGES, Swarm, Terms
+from swarmd.client.links import Swarm, Terms
 from swarmd.errors import RemoteProtocolError
 from swarmd.net.interfaces import is_loopback
 from swarmd.plan.batching import tokens_of_op
 from swarmd.plan.codec import choose_codec
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import Op
-from swarmd.protocol.tensors import CODECS, max_tokens_per_frame
+from swarmd.protocol.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.protocol.understanding import understanding_of
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top

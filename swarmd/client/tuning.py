@@ -26,46 +26,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from swarmd.client.dataset import IGNORED, Dataset, Row
+from swarmd.client.tuning_recipe import PREFIX, Recipe, checkpoints
 from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("lora", "prompt", "prefix")
 KEPT_CHECKPOINTS = 2  # the newest, and one that is whole while it is written
 STATE_FILE = "state.json"
 TENSORS_FILE = "state.safetensors"
-PREFIX = "checkpoint-"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW remembers of a parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What decides the result. ``targets`` of LoRA are names of modules, or PEFT's own choice for the family."""
-
-    model: str
-    method: str = "lora"
-    steps: int = 100
-    batch: int = 8
-    learning_rate: float = 1e-3
-    warmup: int = 10
-    seed: int = 0
-    rank: int = 8
-    alpha: int = 16
-    targets: tuple[str, ...] = ()
-    virtual_tokens: int = 16
-    max_length: int = 256
-    codec: str = "auto"
-
-    def check(self) -> Recipe:
-        """Return the recipe if it can be right. Raises ConfigError."""
-        if self.method not in METHODS:
-            raise ConfigError(f"--method is one of {', '.join(METHODS)}, not {self.method!r}")
-        for name in ("steps", "batch", "rank", "virtual_tokens", "max_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf or self.alpha < 1:
-            raise ConfigError(f"--lr and --alpha are positive, got {self.learning_rate} and {self.alpha}")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +111,7 @@ def with_peft(model: Any, recipe: Recipe) -> Any:
     try:
         from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
     except ImportError:
-        raise ConfigError("fine-tuning needs PEFT: pip install 'swarmd[tune]'") from None
+        raise ConfigError("fine-tuning needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
     kind: dict[str, Any] = {"task_type": TaskType.CAUSAL_LM}
     if recipe.method == "lora":
         targets = list(recipe.targets) or None
@@ -248,16 +217,6 @@ class Tuner:
             state = {kind: tensors[f"{kind}.{name}"] for kind in ADAMW if f"{kind}.{name}" in tensors}
             if state:
                 self._optimizer.state[parameter] = state
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:

@@ -1,12 +1,7 @@
-"""The gateway as a process: a guest of the member whose home it is, with torch, behind one TCP port.
-
-The listening socket is made here, for two options that hypercorn has none for: whoever does not read for three
-seconds is cut off by the kernel (a write to him cannot be cancelled), and a port that is taken is said plainly.
-"""
+"""The gateway as a process: a guest of the member whose home it is, with torch, behind one TCP port."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -25,12 +20,12 @@ from hypercorn.utils import wrap_app
 from swarmd.client.entry import membership
 from swarmd.client.swarm import joined
 from swarmd.config import SUPERVISED, GatewayConfig, split
-from swarmd.errors import ConfigError
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
 from swarmd.gateway.app import Gateway
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
+from swarmd.gateway.listening import bound, is_loopback, url_of
 from swarmd.gateway.models import Models
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
@@ -40,45 +35,8 @@ from swarmd.net.api import TaskStatus
 
 logger = logging.getLogger(__name__)
 
-UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing else ends a write to it
-BACKLOG = 256  # connections that the kernel holds until they are accepted
 RENEWED_BEFORE_S = 86_400.0  # its certificate ends: for as long as half of it, a pause between answers is awaited
 REQUEST_WITHIN_S = 15.0  # from a connection to its whole request head: slow ones are let go
-
-
-def bound(listen: str, has_keys: bool) -> socket.socket:
-    """Listen. Raises ConfigError for an address that cannot be, and for one beyond this machine without keys."""
-    host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError(f"the gateway listens on HOST:PORT, for example 127.0.0.1:4180, not {listen!r}")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"the gateway cannot listen on {listen}: {error.strerror}") from None
-    if not _is_loopback(str(address[0])) and not has_keys:
-        raise ConfigError(
-            f"{host} can be reached from other machines, and there is no API key: make one first (swarmd gateway key "
-            "add NAME), or listen on 127.0.0.1"
-        )
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
-    try:
-        listening.bind(address)
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        taken = error.errno == errno.EADDRINUSE
-        why = "another program, perhaps another gateway, listens there" if taken else error.strerror
-        raise ConfigError(f"the gateway cannot listen on {listen}: {why}") from None
-    listening.setblocking(False)
-    return listening
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
 
 
 async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], None]) -> bool:
@@ -88,7 +46,7 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     """
     keys = Keys(folder)
     listening = bound(settings.listen, bool(keys.all()))
-    is_local, token = _is_loopback(listening.getsockname()[0]), secrets.token_urlsafe(24)
+    is_local, token = is_loopback(listening.getsockname()[0]), secrets.token_urlsafe(24)
     url = url_of(listening)
     origins = split(settings.origins)
     guard = Guard(keys, split(settings.hosts), origins, token, is_local)
@@ -145,8 +103,3 @@ async def _cancel_with_daemon(scope: trio.CancelScope) -> None:
         while await pipe.receive_some():
             pass
     scope.cancel()
-
-
-def url_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

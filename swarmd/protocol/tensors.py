@@ -14,6 +14,7 @@ from swarmd.protocol.fields import TensorMeta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODECS = ("raw", "float16", "bfloat16", "int8", "int4")
+CHANGES = "aqsgd"  # for fine-tuning: rows that were sent before travel as changes (wire.changes)
 INT8_BLOCK = 64  # values that share a scale: 6 % more bytes, and outliers spoil 64 values only
 INT4_BLOCK = 32  # the same of 4 bits, which outliers spoil more: an eighth more bytes
 

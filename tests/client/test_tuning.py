@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from swarmd.client.dataset import IGNORED, Dataset, Row
-from swarmd.client.tuning import Recipe, Tuner, checkpoints, learning_rate, loss_and_gradients, samples
+from swarmd.client.tuning import Tuner, learning_rate, loss_and_gradients, samples
+from swarmd.client.tuning_recipe import Recipe, checkpoints
 from swarmd.errors import ConfigError
 from tests import checkpoints as models
 

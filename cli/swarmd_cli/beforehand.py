@@ -1,0 +1,79 @@
+"""What a verb that asks a model can know before it imports torch: the names, and whether anybody is there to ask.
+
+The catalog on this disk is what the daemon knows while it runs. While it is down the catalog may be old: then a name
+that it lacks is refused only where nobody could know better.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+
+from swarmd_cli.context import home, is_running
+
+DIAL_S = 2.0  # for one of the swarm's members to take a connection, while this machine's daemon is down
+MAX_DIALLED = 16  # that one of so many answers is enough to know
+_TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)")
+
+
+def require_answers(*models: str, adapter: str = "") -> None:
+    """Refuse names that the catalog lacks, and to wait where nobody answers.
+
+    Raises NotJoined, ConfigError, DaemonNotRunning.
+    """
+    from swarmd.errors import DaemonNotRunning
+
+    state = home()
+    state.swarm()
+    has_daemon = is_running()
+    addresses = [] if has_daemon else [a for of_peer in state.bootstrap().values() for a in of_peer]
+    others_answer = bool(addresses) and _does_any_listen(addresses)
+    if has_daemon or not others_answer:
+        _require_names([name for name in models if name], adapter)
+    if has_daemon:
+        return
+    if not others_answer:
+        raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
+    print("your daemon is down (swarmd up): asking other members of the swarm", file=sys.stderr, flush=True)
+
+
+def _require_names(models: Iterable[str], adapter: str) -> None:
+    from swarmd.errors import ConfigError
+    from swarmd.values import is_model_hash
+
+    catalog = home().catalog()
+    for kind, listed, names in (
+        ("model", catalog.models, models),
+        ("adapter", catalog.adapters, [adapter] if adapter else []),
+    ):
+        for name in names:
+            if name not in listed and not is_model_hash(name):
+                known = ", ".join(sorted(listed)) or "none yet"
+                raise ConfigError(f"the catalog has no {kind} {name!r}; it has: {known}")
+
+
+def _does_any_listen(addresses: Iterable[str]) -> bool:
+    """Does somebody take a TCP connection at one of these multiaddrs?"""
+    places = list(dict.fromkeys(found.groups() for a in addresses if (found := _TCP.match(a))))[:MAX_DIALLED]
+    is_answered = threading.Event()
+    n_left = threading.Semaphore(0)
+
+    def dial(host: str, port: str) -> None:
+        try:
+            socket.create_connection((host, int(port)), timeout=DIAL_S).close()
+            is_answered.set()
+        except (OSError, ValueError, OverflowError):
+            pass
+        finally:
+            n_left.release()
+
+    for host, port in places:
+        threading.Thread(target=dial, args=(host, port), daemon=True).start()
+    for _ in places:
+        n_left.acquire(timeout=DIAL_S)
+        if is_answered.is_set():
+            return True
+    return False

@@ -1,0 +1,55 @@
+"""The socket on which the gateway listens. It needs no torch: a wrong address is refused before that is imported.
+
+It is made here, for two options that hypercorn has none for: whoever does not read for three seconds is cut off by
+the kernel (a write to him cannot be cancelled), and a port that is taken is said plainly.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from swarmd.errors import ConfigError
+
+UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing else ends a write to it
+BACKLOG = 256  # connections that the kernel holds until they are accepted
+
+
+def bound(listen: str, has_keys: bool) -> socket.socket:
+    """Listen. Raises ConfigError for an address that cannot be, and for one beyond this machine without keys."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"the gateway listens on HOST:PORT, for example 127.0.0.1:4180, not {listen!r}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"the gateway cannot listen on {listen}: {error.strerror}") from None
+    if not is_loopback(str(address[0])) and not has_keys:
+        raise ConfigError(
+            f"{host} can be reached from other machines, and there is no API key: make one first (swarmd gateway key "
+            "add NAME), or listen on 127.0.0.1"
+        )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+    try:
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        taken = error.errno == errno.EADDRINUSE
+        why = "another program, perhaps another gateway, listens there" if taken else error.strerror
+        raise ConfigError(f"the gateway cannot listen on {listen}: {why}") from None
+    listening.setblocking(False)
+    return listening
+
+
+def is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

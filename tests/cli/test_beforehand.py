@@ -1,0 +1,109 @@
+"""A wrong name or option is refused before anything heavy is imported, and so is asking where nobody answers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from swarmd_cli import chat
+from swarmd_cli.beforehand import require_answers
+from swarmd_cli.context import set_home
+from swarmd_cli.train import _require_data
+
+from swarmd.errors import ConfigError
+from swarmd.home import Home, bundled_folder
+from swarmd.protocol.identity import Identity
+
+HEAVY = {"torch", "transformers", "libp2p", "trio"}
+WRONG = (
+    (["run", "nosuch", "hi"], "the catalog has no model 'nosuch'; it has: demo"),
+    (["run", "demo", "hi", "--draft", "nosuch"], "no model 'nosuch'"),
+    (["run", "demo", "hi", "--adapter", "nosuch"], "no adapter 'nosuch'"),
+    (["run", "demo"], "an empty prompt"),
+    (["run", "demo", "hi"], "your daemon is down"),
+    (["chat", "smole"], "no model 'smole'"),
+    (["chat", "demo"], "your daemon is down"),
+    (["tune", "nosuch", "--data", __file__], "no model 'nosuch'"),
+    (["tune", "demo", "--data", "nowhere.jsonl"], "is no file"),
+    (["tune", "demo", "--data", __file__, "--method", "magic"], "--method is one of"),
+    (["tune", "demo", "--data", __file__, "--codec", "zip"], "--codec is one of"),
+    (["gateway", "--listen", "42180"], "HOST:PORT"),
+    (["gateway", "--listen", "0.0.0.0:0"], "there is no API key"),
+    (["gateway"], "your daemon is down"),
+    (["models", "add", str(bundled_folder()), "--name", "x", "--dtype", "int3"], "--dtype is one of"),
+    (["models", "add", "org/adapter", "--name", "x", "--base", "nosuch"], "no model 'nosuch'"),
+    (["models", "verify", "nosuch"], "no model 'nosuch'"),
+    (["models", "rm", "nosuch"], "no model 'nosuch'"),
+    (["demo", "--chat", "nowhere"], "no file or folder"),
+)
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("founded")
+    Home(folder).found("ours")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "said"), WRONG)
+def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], said: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['swarmd', '--home', {str(founded)!r}, *{words!r}]\n"
+        "from swarmd_cli.main import run\n"
+        "try: run()\n"
+        f"finally: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == (3 if "daemon" in said else 2), done.stderr
+    assert said in done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_members_that_listen_are_asked_while_the_own_daemon_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their catalog may be newer than the one on this disk: an unknown name is theirs to refuse."""
+    home = Home(tmp_path)
+    home.found("ours")
+    set_home(tmp_path)
+    try:
+        with socket.socket() as member:
+            member.bind(("127.0.0.1", 0))
+            member.listen()
+            address = f"/ip4/127.0.0.1/tcp/{member.getsockname()[1]}"
+            home.peers_file.write_text(f'{{"{Identity.generate().peer_id}": ["{address}"]}}')
+            require_answers("new-there")
+    finally:
+        set_home(None)
+    assert "your daemon is down (swarmd up): asking other members" in capsys.readouterr().err
+
+
+def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:
+    class Talk(chat.Talk):
+        def _get(self, path: str) -> dict[str, object]:
+            return {"data": [{"id": "smol", "swarmd": {"missing": []}}]}
+
+    with pytest.raises(ConfigError, match="no model 'smole'; it has: smol"):
+        Talk("http://nowhere", "", "smole", "", {}).run()
+
+
+def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talk(chat.Talk):
+        def _get(self, path: str) -> dict[str, object]:
+            return {"data": [{"id": "smol", "swarmd": {"missing": []}}]}
+
+    talk = Talk("http://nowhere", "", "smol", "", {})
+    talk._command("model", "smole")
+    assert talk.model == "smol"
+    assert "no model 'smole'; it has: smol" in capsys.readouterr().out
+
+
+def test_training_data_that_is_not_there_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no file, and no hash of data"):
+        _require_data("nowhere.txt", tmp_path)
