@@ -148,7 +148,7 @@ class Owner:
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
         view = self._directory.view()
-        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models)}
+        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models, view.is_given)}
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
             known = ModelId(model)

@@ -41,9 +41,18 @@ def status(as_json: Json = False) -> None:
         rows.append(["gateway", f"{gateway['state']}, {gateway['listen']}: {gateway['why']}"])
     for download in now["downloads"]:
         rows.append(["fetching", download_line(download)])
-    for model in now["models"]:
+    for model in by_model(now["models"]):
         rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
     table("Status", ["", ""], rows)
+
+
+def by_model(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each model, under all of its names."""
+    merged: dict[str, dict[str, Any]] = {}
+    for row in listed:
+        known = merged.get(row["model"])
+        merged[row["model"]] = {**row, "name": f"{known['name']}, {row['name']}"} if known else row
+    return list(merged.values())
 
 
 def reach_text(reach: dict[str, Any]) -> str:
@@ -327,7 +336,7 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")
         checks.append((f"serving {name}", is_fine, f"{hosting['state']}: {hosting['why']}"))
-    for model in now["models"]:
+    for model in by_model(now["models"]):
         lacking = model["help"] or _missing(model)
         checks.append((f"model {model['name']}", not model["missing"], lacking or "complete"))
     return checks

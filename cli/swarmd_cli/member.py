@@ -184,8 +184,10 @@ def drain(model: Served = "") -> None:
     print(f"draining: {n} session{'' if n == 1 else 's'} to be taken over", flush=True)
 
     def is_drained() -> bool:
-        rows = [h for h in ask("status")["hosting"] if not model or model == (h["serving"] or {}).get("name")]
-        return all(h["serving"] is None for h in rows)
+        now = ask("status")
+        hash_ = {row["name"]: row["model"] for row in now["models"]}.get(model, model)
+        serving = [h["serving"] for h in now["hosting"] if h["serving"]]
+        return not any(not model or hash_ == s["model"] or model == s["name"] for s in serving)
 
     is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")

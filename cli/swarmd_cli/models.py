@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import converted, forget, is_gguf
-from swarmd_cli.look import Json, download_line, span_text
+from swarmd_cli.look import Json, by_model, download_line, span_text
 
 if TYPE_CHECKING:
     from swarmd.protocol.catalog import Catalog
@@ -44,6 +45,7 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         print_json({"models": listed, "adapters": adapters})
         return
+    listed = by_model(listed)
     rows = [
         [
             m["name"],
@@ -181,9 +183,16 @@ def rm(model: Model) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    found = home().catalog().hash_of(model)
+    catalog = state.catalog()
+    found = catalog.hash_of(model)
     if found == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
+    others = [name for name in catalog.names_of(found) if name != model]
+    if others and model != found:
+        raise ConfigError(
+            f"{', '.join(map(repr, others))} needs the same weights as {model!r}: swarmd models unpublish "
+            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {found} deletes the weights of all names"
+        )
     if (folder := state.folders().get(found)) is not None:
         state.forget_folder(found)
         tell_daemon()
@@ -195,6 +204,53 @@ def rm(model: Model) -> None:
     else:
         n_bytes = Library(state.weights, state.folders()).remove(found)
     print(f"{model}: deleted, {size(n_bytes)} freed")
+
+
+@app.command("unpublish")
+def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's catalog.")]) -> None:
+    """Take a name out of the swarm's catalog, as its founder or a delegate; weights stay where they are.
+
+    Example: swarmd models unpublish llama
+    """
+    import msgspec
+
+    from swarmd.errors import ConfigError
+
+    state = home()
+    state.swarm()
+    require_publisher()
+    catalog = state.catalog()
+    kind = "models" if name in catalog.models else "adapters"
+    if name not in getattr(catalog, kind):
+        known = ", ".join(sorted({*catalog.models, *catalog.adapters})) or "none yet"
+        raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")
+    model = catalog.hash_of(name)
+
+    def take_back(c: Catalog) -> Catalog:
+        left = {other: entry for other, entry in getattr(c, kind).items() if other != name}
+        is_named = any(hash_ == model for hash_, _ in left.values())
+        sources = c.sources if is_named else {hash_: at for hash_, at in c.sources.items() if hash_ != model}
+        return msgspec.structs.replace(c, sources=sources, **{kind: left})
+
+    changed = state.change_catalog(take_back)
+    tell_daemon()
+    others = changed.names_of(model)
+    rest = (
+        f"its weights are still called {', '.join(others)}" if others else f"to delete them: swarmd models rm {model}"
+    )
+    print(f"{name}: no longer in the catalog; {rest}")
+
+
+def require_publisher() -> None:
+    """May this machine change the catalog's names? Raises ConfigError."""
+    from swarmd.errors import ConfigError
+
+    state = home()
+    if not state.may_publish:
+        raise ConfigError(
+            "only a founder of the swarm, or a delegate, publishes names: a founder makes this machine one with "
+            f"swarmd models delegate {state.identity().peer_id}"
+        )
 
 
 @app.command("verify")

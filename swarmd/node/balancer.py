@@ -161,7 +161,7 @@ class Balancer:
         me = view.peers.get(PeerId(own.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
-        for rescue in rescues(view.spans, view.catalog.models):
+        for rescue in rescues(view.spans, view.catalog.models, view.is_given):
             if self._own in rescue.servers:
                 n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own)
                 blocks = ", ".join(map(str, rescue.lacking))

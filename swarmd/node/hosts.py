@@ -42,6 +42,7 @@ class Hosts:
     """See the module."""
 
     def __init__(self, around: Around) -> None:
+        self._around = around
         wanted = enumerate(around.config.to_host())
         self._hostings = [Hosting(around, serve, slot, self.deliver) for slot, serve in wanted]
 
@@ -127,7 +128,9 @@ class Hosts:
         if not model:
             return self._hostings
         rows = [(h, h.snapshot()) for h in self._hostings]
-        found = [h for h, row in rows if model == h.wanted.model or (row.serving and model == row.serving.name)]
+        catalog = self._around.directory.view().catalog
+        names = {model, *catalog.names_of(catalog.models[model][0] if model in catalog.models else model)}
+        found = [h for h, row in rows if h.wanted.model in names or (row.serving and row.serving.name in names)]
         if not found:
             known = ", ".join(row.serving.name or row.serving.model if row.serving else row.wanted for _, row in rows)
             raise ConfigError(f"this daemon serves no model {model!r}; it serves: {known or 'nothing'}")

@@ -14,7 +14,8 @@ one they serve, where each of their blocks has another holder, for one that lack
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,15 +72,21 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """Who could take the blocks of a model that nobody holds, the first in line first."""
+    """Who could take the blocks of a model that nobody holds, the first in line first; nobody without the weights."""
 
     model: ModelId
     name: str
     lacking: tuple[Span, ...]
     servers: tuple[Own, ...]
+    is_given: bool = True
 
     def __str__(self) -> str:
         blocks = ", ".join(map(str, self.lacking))
+        if not self.is_given:
+            return (
+                f"blocks {blocks} are held by nobody, and no member that is up has their weights: start the daemon of "
+                f"one that has, or say swarmd models add FOLDER --name {shlex.quote(self.name)} where they are"
+            )
         if not self.servers:
             return (
                 f"blocks {blocks} are held by nobody, and no server that may choose its model can leave what it "
@@ -115,13 +122,17 @@ def choose_model(
     return Decision(listed[name], f"{name}: its rarest block has {rarity(name)[0]} servers")
 
 
-def rescues(spans: Sequence[SpanRecord], models: Models) -> list[Rescue]:
+def rescues(
+    spans: Sequence[SpanRecord], models: Models, is_given: Callable[[ModelId, int], bool] = lambda model, block: True
+) -> list[Rescue]:
     """For each model with blocks that nobody holds or loads: who could come from another model, without a gap there.
 
+    ``is_given`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
     Those whose present blocks have most other holders come first; of two models that lack blocks each gets every
     second of them.
     """
-    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    by_model = {ModelId(model): (name, n) for name, (model, n) in sorted(models.items(), reverse=True)}
+    listed = {name: (model, n) for model, (name, n) in sorted(by_model.items(), key=lambda item: item[1])}
     counts = {model: coverage(spans, model, n, TAKEN) for model, n in listed.values()}
     lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
     online = {model: coverage(spans, model, n) for model, n in listed.values()}
@@ -139,7 +150,9 @@ def rescues(spans: Sequence[SpanRecord], models: Models) -> list[Rescue]:
         able = [s for s in free if s.model != model]
         servers = able[number :: len(lacking)] or able
         gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
-        found.append(Rescue(model, name, tuple(gaps), tuple((s.peer, s.slot) for s in servers)))
+        can_be_had = all(is_given(model, block) for gap in gaps for block in range(gap.start, gap.end))
+        able_peers = tuple((s.peer, s.slot) for s in servers) if can_be_had else ()
+        found.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
     return found
 
 

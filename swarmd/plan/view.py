@@ -82,6 +82,13 @@ class SwarmView:
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
         return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
 
+    def is_given(self, model: ModelId, block: int) -> bool:
+        """Can the weights of a block be fetched: from a member that has them, or from the hub?"""
+        if model in self.catalog.sources:
+            return True
+        held = (record.holds.get(model, ()) for record in self.peers.values())
+        return any(start <= block < end for groups in held for start, end in groups)
+
     def peer_ending(self, ending: str) -> PeerId:
         """The one peer whose id ends so. Raises ConfigError."""
         matches = [peer for peer in self.peers if peer.endswith(ending)] if ending else []

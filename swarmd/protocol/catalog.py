@@ -86,6 +86,11 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
         """The name of a model's hash."""
         return next((name for name, (known, _) in self.models.items() if known == model), None)
 
+    def names_of(self, hash_: str) -> list[str]:
+        """All names of a model or an adapter, by its hash."""
+        listed = {**self.adapters, **self.models}
+        return sorted(name for name, (known, _) in listed.items() if known == hash_)
+
     @property
     def rank(self) -> tuple[int, int, int]:
         """What is newer counts: by its charters, then the founders' version that it builds on, then its own."""

@@ -15,6 +15,7 @@ from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
 from swarmd.node.hosting import Hosting, State
 from swarmd.node.leaving import DRAIN_S, GRACE_S
+from swarmd.protocol.catalog import Catalog, sign_catalog
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
@@ -120,6 +121,15 @@ async def test_a_model_of_that_name_is_the_one_that_is_drained(virtual_time: Moc
         with pytest.raises(ConfigError, match="serves no model 'other'; it serves: toy"):
             daemon.hosts.drain("other")
         daemon.hosts.drain("toy")
+        await until(found, State.PAUSED)
+
+
+async def test_a_model_is_drained_by_any_of_its_names(virtual_time: MockClock) -> None:
+    async with hosting() as (found, daemon, swarm):
+        await until(found, State.ONLINE)
+        both = Catalog(version=2, models={"toy": (swarm.model, 4), "my toy": (swarm.model, 4)})
+        daemon.exchange.merge_catalog_untrusted(sign_catalog(both, swarm._founder))
+        daemon.hosts.drain("my toy")
         await until(found, State.PAUSED)
 
 

@@ -73,3 +73,14 @@ def test_a_newcomer_takes_what_it_is_told_or_the_rarest_and_says_what_it_waits_f
     assert "models add" in choose_model([], {}, "", frozenset()).reason
     models = {"x": (OLD, 6), "y": (OTHER, 6)}
     assert choose_model([], models, "", frozenset({OTHER})).action == (OTHER, 6), "what is on the disk already"
+
+
+def test_nobody_leaves_anything_for_weights_that_no_member_has() -> None:
+    (rescue,) = rescues([serves(peer) for peer in "abcd"], MODELS, lambda model, block: block != 29)
+    assert rescue.servers == ()
+    assert "no member that is up has their weights" in str(rescue)
+
+
+def test_a_model_of_two_names_lacks_its_blocks_once() -> None:
+    spans = [serves(peer) for peer in "abcd"]
+    assert len(rescues(spans, {**MODELS, "my new": MODELS["new"]})) == 1

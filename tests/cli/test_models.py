@@ -1,0 +1,85 @@
+"""Names and weights of models: what takes one away without the other, and who may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from swarmd_cli.context import set_home
+from swarmd_cli.look import by_model
+from swarmd_cli.main import app
+from typer.testing import CliRunner
+
+from swarmd.errors import ConfigError
+from swarmd.home import Home
+from swarmd.protocol.identity import Identity, certify
+
+MODEL = "b" * 64
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    """A founder's home, with one model under two names, from the hub."""
+    state = Home(tmp_path)
+    state.found("ours")
+    entry = (MODEL, 4)
+    state.change_catalog(
+        lambda c: msgspec.structs.replace(
+            c, models={**c.models, "smol": entry, "my smol": entry}, sources={MODEL: "org/smol@main"}
+        )
+    )
+    yield state
+    set_home(None)
+
+
+def swarmd(home: Home, *words: str) -> str:
+    """What a verb prints. Raises what it refuses with."""
+    done = CliRunner().invoke(app, ["--home", str(home.folder), *words])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def as_mere_member(home: Home) -> None:
+    """Make the home one of a member that did not found the swarm."""
+    identity, founder = Identity.generate(), home.founder()
+    swarm = msgspec.structs.replace(
+        home.swarm(), certificate=(certify(founder, identity.public_key, "member", int(time.time()) + 600),)
+    )
+    home._write("node.key", identity.seed.hex(), secret=True)
+    home._save(swarm)
+    (home.folder / "founder.key").unlink()
+
+
+def test_weights_that_another_name_needs_are_not_removed(home: Home, tmp_path: Path) -> None:
+    home.add_folder(MODEL, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'smol' needs the same weights.*unpublish 'my smol'"):
+        swarmd(home, "models", "rm", "my smol")
+    assert MODEL in home.folders()
+    assert "no longer offers it" in swarmd(home, "models", "rm", MODEL), "the hash means the weights"
+    assert MODEL not in home.folders()
+
+
+def test_a_name_is_taken_back_and_the_last_one_with_where_the_hub_has_it(home: Home) -> None:
+    assert "still called smol" in swarmd(home, "models", "unpublish", "my smol")
+    assert sorted(home.catalog().models) == ["demo", "smol"]
+    assert home.catalog().sources
+    assert f"swarmd models rm {MODEL}" in swarmd(home, "models", "unpublish", "smol")
+    assert sorted(home.catalog().models) == ["demo"]
+    assert not home.catalog().sources
+    with pytest.raises(ConfigError, match="no name 'smol'; it has: demo"):
+        swarmd(home, "models", "unpublish", "smol")
+
+
+def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
+    as_mere_member(home)
+    with pytest.raises(ConfigError, match=f"swarmd models delegate {home.identity().peer_id}"):
+        swarmd(home, "models", "unpublish", "smol")
+
+
+def test_a_model_of_two_names_is_one_row(home: Home) -> None:
+    assert "my smol, smol" in swarmd(home, "models", "ls")
+    assert [row["name"] for row in by_model([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
