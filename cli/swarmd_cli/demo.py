@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -28,7 +29,9 @@ CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
 NAMES = ("Ada", "Barbara", "Claude")
 VICTIM = 1  # who is killed: the middle of the chain
 PROMPT = "The function returns"
-READY_TIMEOUT_S = 90.0  # three workers load torch side by side on a small machine
+QUIET_S = 300.0  # without any change in what they say they do: importing torch beside other work takes a minute or two
+LOOK_INTERVAL_S = 0.2  # a line on a terminal need not be newer
+CONVERTED = "converted"  # models that were files of another format, for the next chat
 
 
 class Volunteers:
@@ -58,22 +61,37 @@ class Volunteers:
             )
 
     def ask(self, index: int, path: str) -> dict[str, Any]:
-        import httpx
-
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
         with httpx.Client(transport=unencrypted, timeout=10) as http:
             return dict(http.get(f"http://swarmd/v1/{path}").json())
 
-    def wait_for(self, condition: Any, what: str) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
+    def wait_for(self, condition: Any, what: str, on_stage: Callable[[str], None]) -> None:
+        """Wait as long as anything changes in what the daemons say; ``on_stage`` is told. Raises SwarmUnavailable."""
+        told, deadline = "", time.monotonic() + QUIET_S
         while not condition():
+            stage = self._stage()
+            if stage != told:
+                told, deadline = stage, time.monotonic() + QUIET_S
+                on_stage(stage)
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
                     log = (self.homes[index].folder / "daemon.log").read_text()[-800:]
                     raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {what}:\n{log}")
             if time.monotonic() > deadline:
-                raise SwarmUnavailable(f"no {what} within {READY_TIMEOUT_S:.0f} s")
-            time.sleep(0.1)
+                raise SwarmUnavailable(f"no {what}, and nothing has changed for {QUIET_S:.0f} s: {told}")
+            time.sleep(LOOK_INTERVAL_S)
+
+    def _stage(self) -> str:
+        """What each daemon does now, in words."""
+        stages = []
+        for index, name in enumerate(NAMES[: len(self.processes)]):
+            try:
+                hosting = self.ask(index, "status")["hosting"] if self.homes[index].socket.exists() else []
+            except httpx.TransportError:  # a moment before it takes connections
+                hosting = []
+            doing = hosting[0]["why"] if hosting and hosting[0]["state"] != "online" else ""
+            stages.append(f"{name}: {doing or ('online' if hosting else 'starting its daemon')}")
+        return "\n  ".join(stages)
 
 
 def play(max_tokens: int, seed: int) -> int:
@@ -81,9 +99,9 @@ def play(max_tokens: int, seed: int) -> int:
     console = Console(highlight=False)
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
     with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
-        with console.status("starting three daemons and their workers ..."):
+        with console.status("starting three daemons and their workers ...") as status:
             volunteers.homes[0].found("demo")
-            _assemble(volunteers)
+            _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
             console.print(f"  {name:8} process {process.pid:<7} serves {_bar(start, end)}  blocks [{start},{end})")
         result = _generate(console, volunteers, max_tokens, seed)
@@ -99,13 +117,14 @@ def talk(source: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
         founder = Home(Path(folder) / NAMES[0].lower())
         founder.found("chat")
+        _keep_conversions(founder)
         set_home(founder.folder)
         models.add(str(source), name="chat", base="", replace=False, dtype="auto")
         n = founder.catalog().models["chat"][1]
         spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
         with Volunteers(Path(folder), "chat", spans) as volunteers:
-            with console.status("starting three daemons, which fetch their parts from each other ..."):
-                _assemble(volunteers)
+            with console.status("starting three daemons, which fetch their parts from each other ...") as status:
+                _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
             for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
                 console.print(
                     f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
@@ -115,10 +134,17 @@ def talk(source: Path) -> int:
     return 0
 
 
-def _assemble(volunteers: Volunteers) -> None:
+def _keep_conversions(founder: Home) -> None:
+    """Have what is converted outlive this chat: the next one begins where the first answer did."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
+    kept.mkdir(parents=True, exist_ok=True)
+    (founder.folder / CONVERTED).symlink_to(kept.resolve())
+
+
+def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
     founder = volunteers.homes[0]
     volunteers.start(0)
-    volunteers.wait_for(founder.socket.exists, "founder's control socket")
+    volunteers.wait_for(founder.socket.exists, "founder's control socket", on_stage)
     invite = founder.invite(tuple(volunteers.ask(0, "status")["addresses"]), 3_600)
     for index in (1, 2):
         volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
@@ -129,7 +155,7 @@ def _assemble(volunteers: Volunteers) -> None:
         online = [s for r in rows for s in r["spans"] if s["state"] == "online"]
         return len(online) == len(NAMES)
 
-    volunteers.wait_for(complete, "complete set of blocks")
+    volunteers.wait_for(complete, "complete set of blocks", on_stage)
 
 
 def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:

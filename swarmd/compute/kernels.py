@@ -70,7 +70,11 @@ KERNELS: Kernels = {  # by what the weights are
 
 
 def choose(
-    model: nn.Module, rows: Sequence[int] = ROWS, more: Kernels = NO_MORE, known: str | None = None
+    model: nn.Module,
+    rows: Sequence[int] = ROWS,
+    more: Kernels = NO_MORE,
+    known: str | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decision[str]:
     """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
 
@@ -80,7 +84,7 @@ def choose(
     kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
     decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more, known)
     if kernel is not None:
-        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds)
+        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds, on_layer=on_layer)
     return decision
 
 

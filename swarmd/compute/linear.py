@@ -407,8 +407,15 @@ def layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Any]:
     }
 
 
-def replace(model: nn.Module, make: Callable[[Any], nn.Module], *kinds: type[nn.Module]) -> None:
+def replace(
+    model: nn.Module,
+    make: Callable[[Any], nn.Module],
+    *kinds: type[nn.Module],
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Put other layers in place of all of these kinds, one by one; ``make`` may give back what it was given."""
-    for name in list(layers(model, *kinds)):  # names only: each layer goes as soon as there is another
+    names = list(layers(model, *kinds))  # names only: each layer goes as soon as there is another
+    for n, name in enumerate(names):
+        on_layer(n, len(names))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, make(model.get_submodule(name)))

@@ -216,15 +216,20 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
 
 
 def load(
-    folder: Path, span: Span | None, dtype: torch.dtype, quantize: str = "none", device: str = "cpu"
+    folder: Path,
+    span: Span | None,
+    dtype: torch.dtype,
+    quantize: str = "none",
+    device: str = "cpu",
+    on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> PreTrainedModel:
     """Build the hollow model and read just its own tensors, lazily, from the shards that hold them.
 
     Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
-    into the device's memory.
+    into the device's memory. ``on_part`` is told what is done, and how many of how many parts of it are.
     """
     if span is not None and quantize in ("int8", "int4"):
-        return _load_quantised(folder, span, dtype, quantize, device)
+        return _load_quantised(folder, span, dtype, quantize, device, on_part)
     config = read_config(folder)
     return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
 
@@ -264,7 +269,14 @@ def _read(
     return (model if bits else model.to(device)).eval().requires_grad_(False)
 
 
-def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, device: str) -> PreTrainedModel:
+def _load_quantised(
+    folder: Path,
+    span: Span,
+    dtype: torch.dtype,
+    kind: str,
+    device: str,
+    on_part: Callable[[str, int, int], None],
+) -> PreTrainedModel:
     """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
@@ -272,7 +284,8 @@ def _load_quantised(folder: Path, span: Span, dtype: torch.dtype, kind: str, dev
     if where.type == "cuda" and (why := trouble(where)):
         raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
     whole: PreTrainedModel | None = None
-    for block in span.blocks():
+    for n, block in enumerate(span.blocks()):
+        on_part(f"reading blocks and rounding them to {kind}", n, len(span))
         part = load(folder, Span(block, block + 1), dtype, device=device)
         replace(part, partial(quantised, kind=kind), nn.Linear)
         if whole is None:

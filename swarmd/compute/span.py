@@ -58,6 +58,7 @@ class LoadedSpan:
         is_quick: bool = True,
         kv_cache: str = "none",
         remembered: Remembered = NOTHING_REMEMBERED,
+        on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
         self.span = span
         self.dtype = dtype
@@ -68,7 +69,7 @@ class LoadedSpan:
         self.device = torch.device(device)
         if self.device.type == "cuda":
             prepare(self.device, cache_folder)
-        self.model = skeleton.load(folder, span, dtype, quantize, device)
+        self.model = skeleton.load(folder, span, dtype, quantize, device, on_part)
         self.config = self.model.config
         self.n_layers = int(skeleton.text_config(self.config).num_hidden_layers)
         self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
@@ -89,7 +90,7 @@ class LoadedSpan:
         self.sample = _first_of(span, [sum(p.nbytes for p in self._layers[b].parameters()) for b in span.blocks()])
         self.kernels, self._layers_by = Decision("plain", "no other was looked for"), "plain"
         if is_quick:
-            self._choose_kernels()
+            self._choose_kernels(partial(on_part, "reading layers and packing them"))
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
@@ -157,7 +158,7 @@ class LoadedSpan:
         """Does one call compute so many new tokens with this cache? It can be made in the midst of another pass."""
         return self._quick is not None and hop == self.span and self._quick.calls(n_tokens, [cache])
 
-    def _choose_kernels(self) -> None:
+    def _choose_kernels(self, on_layer: Callable[[int, int], None]) -> None:
         """Have weights laid out as what computes them reads them."""
         if self.device.type != "cpu":
             self.kernels = Decision("plain", "the library's own layers: only CPUs are offered others")
@@ -175,7 +176,7 @@ class LoadedSpan:
         about = ("kernels", *self._about, self._fused_shape is None, is_compiled, compiled_folder(folder).name)
         known = self._remembered.find(*about)
         fastest = str(known.get("action")) if known is not None else None
-        kernels = choose(self.model, PROMPT_ROWS if self._fused_shape else ROWS, more, fastest)
+        kernels = choose(self.model, PROMPT_ROWS if self._fused_shape else ROWS, more, fastest, on_layer)
         if known is None:
             self._remembered.keep({"action": kernels.action}, *about)
         self.kernels, self._layers_by = Decision(kernels.action, kernels.reason + why), kernels.action

@@ -41,6 +41,7 @@ from swarmd.protocol.worker import (
     AdapterLoaded,
     LoadAdapter,
     Loaded,
+    Loading,
     LoadSpan,
     Measured,
     Rest,
@@ -319,6 +320,7 @@ class Worker:
             self._on_block,
             kept_in,
             kv_cache=request.kv_cache,
+            on_part=self._tell_progress,
             remembered=Remembered(Path(request.spill_folder) if request.spill_folder else None),
         )
         span.self_test()
@@ -327,6 +329,11 @@ class Worker:
     @staticmethod
     def _kept_in(request: LoadSpan) -> Path:
         return Path(request.spill_folder or tempfile.gettempdir())
+
+    def _tell_progress(self, stage: str, done: int, total: int) -> None:
+        """While it loads: what is done, as often as ticks are sent."""
+        if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
+            self._send([messages.framed(Loading(stage=stage, done=done, total=total))])
 
     def _on_block(self) -> None:
         """In the midst of a pass: give a sign of life, and let in steps of others, which are short.

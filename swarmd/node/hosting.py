@@ -422,7 +422,7 @@ class Hosting:
             slot=self.slot,
             wanted=self.wanted.model or "whatever the swarm lacks",
             state=str(self.state),
-            why=self.why,
+            why=serving.worker.snapshot().reason if serving and self.state is State.LOADING else self.why,
             serving=self._serving_status(serving) if serving else None,
             worker=_worker_status(serving.worker.snapshot()) if serving else None,
             server=serving.server.snapshot() if serving else None,

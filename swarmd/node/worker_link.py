@@ -31,7 +31,17 @@ from swarmd.protocol import messages, worker
 from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Refusal
-from swarmd.protocol.worker import Improved, Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed, WorkerMessage
+from swarmd.protocol.worker import (
+    Improved,
+    Loaded,
+    Loading,
+    LoadSpan,
+    Measured,
+    Tick,
+    Work,
+    WorkerFailed,
+    WorkerMessage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +76,8 @@ Starter = Callable[[], Awaitable[WorkerProcess]]
 
 
 # Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
-START = "import gc; gc.disable(); from {} import main; main()"
+# Ctrl-C at a terminal reaches the whole group: it means the daemon, which drains before it ends its workers.
+START = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); from {} import main; main()"
 # -P: the folder in which the daemon was started may be anybody's, and is no place to import from.
 COMMAND = (sys.executable, "-P", "-c")
 # A worker computes: it fetches nothing, least of all code.
@@ -209,6 +220,7 @@ class WorkerLink:
         self._n_handled = 0
         self.n_reused = 0
         self._heard_at = 0.0
+        self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
         self._restarts = -1
         self._state = "down"
         self._reason = "not started"
@@ -340,6 +352,8 @@ class WorkerLink:
             self._loaded = msgspec.structs.replace(self._loaded, **about)
             self._reason = _serving(self._loaded)
             await self._on_change()
+        elif isinstance(message, Loading):
+            self._reason = self._progress(message)
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
             await self._on_change()
@@ -351,6 +365,19 @@ class WorkerLink:
         elif (handle := self._handlers.get(type(message))) is not None:
             await handle(message, frame, more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
+
+    def _progress(self, loading: Loading) -> str:
+        """What it does and how much is left, by the time that parts took since it first told of this stage."""
+        now = trio.current_time()
+        if self._stage is None or self._stage[0] != loading.stage:
+            self._stage = loading.stage, loading.done, now
+        _, first, since = self._stage
+        text = f"loading blocks [{self._request.start},{self._request.end}): {loading.stage}"
+        text += f", {loading.done} of {loading.total}"
+        if loading.done <= first:
+            return text
+        left_s = (now - since) * (loading.total - loading.done) / (loading.done - first)
+        return f"{text}, {left_s:.0f} s left"
 
     def _why_down(self) -> str:
         if trio.current_effective_deadline() == -math.inf:

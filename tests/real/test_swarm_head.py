@@ -73,7 +73,7 @@ def test_a_gateway_takes_them_for_requests_that_they_decide(
     (first.home.folder / "config.toml").write_text('[gateway]\nhead = "swarm"\n')
     asked = {"model": "demo", "prompt": "The function returns", "max_tokens": 24, "temperature": 0, "logprobs": 3}
     answers, n_given = [], []
-    others = ({}, {"top_k": 1, "temperature": 1}, {"presence_penalty": 1e-6}, {"temperature": 1, "ignore_eos": True})
+    others = ({}, {"top_k": 1, "temperature": 1}, {"presence_penalty": 1e-6}, {"temperature": 1, "top_k": 0})
     with real_gateway(first.home.folder) as gateway, gateway.http() as http:
         for more in others:
             answers.append(http.post("/v1/completions", json={**asked, **more}).json()["choices"][0])
