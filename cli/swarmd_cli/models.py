@@ -95,6 +95,8 @@ def add(
         raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base:
         state.catalog().hash_of(base)
+    if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
+        require_publisher()
     folder = _folder_of(source, dtype)
     read, kind = _read(folder, base)
     model = manifest.model_id(read)
@@ -120,6 +122,20 @@ def add(
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{read.n_blocks} blocks, " if read.n_blocks else ""
     print(f"{name}: {model}  {blocks}{len(read.tensors)} tensors{also}")
+    print(_next_step(name, base), file=sys.stderr)
+
+
+def _next_step(name: str, base: str) -> str:
+    """What to type to use what was added."""
+    if base:
+        return f"now: swarmd run {shlex.quote(base)} PROMPT --adapter {shlex.quote(name)}"
+    serve = f"swarmd up --serve {shlex.quote(name)}"
+    if not is_running():
+        return f"now: {serve}"
+    return (
+        "the running daemon was told: it gives the weights to others, and serves them itself once it is free to choose "
+        f"and the swarm lacks them most; to serve them at once: swarmd down, then {serve}"
+    )
 
 
 def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> None:
@@ -128,7 +144,7 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
 
     if not home().may_publish:
         what = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
-        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: the founder adds it first")
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: {_how_to_publish()}")
     if known and not replace:
         raise ConfigError(
             f"{name!r} is {known[:12]} in the catalog, and this folder is {model[:12]}: "
@@ -222,7 +238,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
     catalog = state.catalog()
     kind = "models" if name in catalog.models else "adapters"
     if name not in getattr(catalog, kind):
-        known = ", ".join(sorted({*catalog.models, *catalog.adapters})) or "none yet"
+        known = ", ".join(sorted(catalog.names)) or "none yet"
         raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")
     model = catalog.hash_of(name)
 
@@ -245,12 +261,12 @@ def require_publisher() -> None:
     """May this machine change the catalog's names? Raises ConfigError."""
     from swarmd.errors import ConfigError
 
-    state = home()
-    if not state.may_publish:
-        raise ConfigError(
-            "only a founder of the swarm, or a delegate, publishes names: a founder makes this machine one with "
-            f"swarmd models delegate {state.identity().peer_id}"
-        )
+    if not home().may_publish:
+        raise ConfigError(f"only a founder of the swarm, or a delegate, publishes names: {_how_to_publish()}")
+
+
+def _how_to_publish() -> str:
+    return f"a founder adds it, or says swarmd models delegate {home().identity().peer_id}"
 
 
 @app.command("verify")

@@ -86,6 +86,11 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
         """The name of a model's hash."""
         return next((name for name, (known, _) in self.models.items() if known == model), None)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of models and of adapters."""
+        return frozenset({*self.models, *self.adapters})
+
     def names_of(self, hash_: str) -> list[str]:
         """All names of a model or an adapter, by its hash."""
         listed = {**self.adapters, **self.models}

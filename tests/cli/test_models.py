@@ -14,7 +14,7 @@ from swarmd_cli.main import app
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home
+from swarmd.home import Home, bundled_folder
 from swarmd.protocol.identity import Identity, certify
 
 MODEL = "b" * 64
@@ -83,3 +83,22 @@ def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
     assert [row["name"] for row in by_model([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+
+
+def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:
+    as_mere_member(home)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF, and nothing that could be converted")
+    for words in (["--name", "new"], ["--name", "smol", "--replace"]):
+        with pytest.raises(ConfigError, match=f"swarmd models delegate {home.identity().peer_id}"):
+            swarmd(home, "models", "add", str(file), *words)
+    with pytest.raises(ConfigError, match="says 'smol' is bbbbbbbbbbbb: a founder adds it, or says swarmd models"):
+        swarmd(home, "models", "add", str(bundled_folder()), "--name", "smol")
+
+
+def test_add_ends_with_what_to_type_next(home: Home) -> None:
+    done = CliRunner().invoke(
+        app, ["--home", str(home.folder), "models", "add", str(bundled_folder()), "--name", "t w"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "now: swarmd up --serve 't w'" in done.stderr
