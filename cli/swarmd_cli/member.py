@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -38,7 +39,12 @@ def invite(
         bool, typer.Option("--approve", help="Who comes waits until you say swarmd members approve.")
     ] = False,
     may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
-    revoke: Annotated[str, typer.Option("--revoke", metavar="INVITE", help="Revoke an invite and all it let in.")] = "",
+    revoke: Annotated[
+        str,
+        typer.Option(
+            "--revoke", metavar="INVITE", help="Revoke an invite, or its id in members ls, and all it let in."
+        ),
+    ] = "",
 ) -> None:
     """Print an invite to this swarm for one machine, or revoke one. Only a founder can.
 
@@ -246,9 +252,28 @@ def _invite_addresses() -> tuple[str, ...]:
 def _revoke(text: str) -> None:
     import msgspec
 
-    from swarmd.protocol import invite as invites
-
-    key = invites.decode_untrusted(text, 0.0).identity.public_key
+    key = _invite_key(text)
     home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
     tell_daemon()
     print("Revoked the invite and every membership that came from it.")
+
+
+def _invite_key(text: str) -> bytes:
+    """The key of an invite, given whole or by how its id begins (as members ls shows it). Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol import invite as invites
+
+    state = home()
+    state.founder()
+    if not re.fullmatch(r"[0-9a-f]{4,64}", text):
+        return invites.decode_untrusted(text, 0.0).identity.public_key
+    catalog = state.catalog()
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    came = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
+    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *came} - {""})
+    matches = [bytes.fromhex(key) for key in known if key.startswith(text)]
+    if len(matches) != 1:
+        ids = ", ".join(key[:8] for key in known) or "none"
+        raise ConfigError(f"{len(matches)} invites have an id that begins with {text!r}; there are: {ids}")
+    return matches[0]

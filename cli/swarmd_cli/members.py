@@ -38,7 +38,7 @@ def ls(as_json: Json = False) -> None:
         {"voucher": key.hex(), "uses": t.uses, "waits": t.waits, "may": list(t.may), "ends_at": t.ends_at}
         | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
         for key, t in catalog.invites.items()
-        if t.ends_at > time.time()
+        if t.ends_at > time.time() and key not in catalog.revoked
     ]
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
