@@ -105,7 +105,8 @@ class Presence:
         self.verdict = decide(self.rules, sensors, self._pause, before.rule == "hottest_c")
         if self.verdict.may_work != before.may_work:
             logger.info("%s", self.verdict.reason)
-        if self.verdict.rule != before.rule:
+        is_other_reason = not self.verdict.may_work and self.verdict.reason != before.reason  # who rests says why
+        if self.verdict.rule != before.rule or is_other_reason:
             self._act("" if self.verdict.may_work else self.verdict.reason)
 
     async def follow(self, config: PolicyConfig) -> None:

@@ -76,6 +76,13 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
 
 
+def test_what_rests_knows_the_newest_reason(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.presence.pause(7_200)
+    world.presence.pause(None)
+    assert world.done[-1] == world.presence.snapshot().why == "paused by its owner until swarmd resume"
+
+
 def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
     world = World(tmp_path)
     assert verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
