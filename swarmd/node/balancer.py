@@ -17,6 +17,7 @@ import trio
 
 from swarmd.net.api import TaskStatus
 from swarmd.plan.placement import (
+    MAX_MOVES_PER_DAY,
     TARGET_REDUNDANCY,
     Holder,
     Own,
@@ -156,8 +157,14 @@ class Balancer:
     def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
         own = next((s for s in view.spans if (s.peer, s.slot) == self._own and s.state == "online"), None)
-        if own is None or not own.moves_left:
-            return Decision(None, "this server stays: its blocks are fixed, or it moved often today"), 0
+        if own is None:
+            return Decision(None, "nothing is served here yet that could move"), 0
+        if not own.moves_left:
+            has_moved = not self.moves_left
+            why = (
+                f"it moved {MAX_MOVES_PER_DAY} times today" if has_moved else "its blocks are fixed (--blocks, balance)"
+            )
+            return Decision(None, f"this server stays: {why}"), 0
         me = view.peers.get(PeerId(own.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
