@@ -84,6 +84,17 @@ def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
     assert stage.look()[0] is None
 
 
+def test_it_says_truly_why_it_stays() -> None:
+    stage = Stage()
+    assert stage.look()[1] == "nothing is served here yet that could move"
+    stage.add("me", 0, 3, state="joining")
+    assert stage.look()[1] == "nothing is served here yet that could move"
+    stage.add("me", 0, 3, moves_left=0)
+    assert stage.look()[1] == "this server stays: its blocks are fixed (--blocks, balance)"
+    stage.balancer._moved_at = [stage.now] * 4
+    assert stage.look()[1] == "this server stays: it moved 4 times today"
+
+
 def test_a_draining_holder_counts_for_nothing() -> None:
     stage = Stage()
     stage.add("me", 0, 3)
