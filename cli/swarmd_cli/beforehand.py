@@ -22,7 +22,7 @@ _TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)")
 def require_answers(*models: str, adapter: str = "") -> None:
     """Refuse names that the catalog lacks, and to wait where nobody answers.
 
-    Raises NotJoined, ConfigError, DaemonNotRunning.
+    Raises NotJoined, ConfigError, DaemonNotRunning, SwarmUnavailable.
     """
     from swarmd.errors import DaemonNotRunning
 
@@ -31,13 +31,33 @@ def require_answers(*models: str, adapter: str = "") -> None:
     has_daemon = is_running()
     addresses = [] if has_daemon else [a for of_peer in state.bootstrap().values() for a in of_peer]
     others_answer = bool(addresses) and _does_any_listen(addresses)
+    if has_daemon:
+        require_approved()
     if has_daemon or not others_answer:
         _require_names([name for name in models if name], adapter)
     if has_daemon:
         return
+    if not others_answer and not state.catalog().version:
+        raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {waits_for_founder()}")
     if not others_answer:
         raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
     print("your daemon is down (swarmd up): asking other members of the swarm", file=sys.stderr, flush=True)
+
+
+def waits_for_founder() -> str:
+    """What is said of a machine whose join was not approved yet, as far as is known here; "" of any other."""
+    state = home()
+    if state.catalog().version:  # which nobody is given before
+        return ""
+    return f"you wait for a founder, who lets this machine in with: swarmd members approve {state.identity().peer_id}"
+
+
+def require_approved() -> None:
+    """Raise SwarmUnavailable where a founder has not let this machine in yet."""
+    from swarmd.errors import SwarmUnavailable
+
+    if waiting := waits_for_founder():
+        raise SwarmUnavailable(waiting)
 
 
 def _require_names(models: Iterable[str], adapter: str) -> None:
@@ -45,6 +65,8 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
     from swarmd.values import is_model_hash
 
     catalog = home().catalog()
+    if not catalog.version:
+        return
     for kind, listed, names in (
         ("model", catalog.models, models),
         ("adapter", catalog.adapters, [adapter] if adapter else []),

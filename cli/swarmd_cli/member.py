@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmd_cli.beforehand import waits_for_founder
 from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
 
 
@@ -171,6 +172,8 @@ def up(
         print(f"swarmd is up as {running.network.peer_id}", flush=True)
         for address in running.network.addresses():
             print(f"  {address}", flush=True)
+        if waiting := waits_for_founder():
+            print(f"{waiting}; it serves nothing before", file=sys.stderr, flush=True)
         if sys.stdout.isatty():
             print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli import chat
+from swarmd_cli import beforehand, chat
 from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import set_home
 from swarmd_cli.train import _require_data
 
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, DaemonNotRunning, SwarmUnavailable
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol.identity import Identity
 
@@ -82,6 +82,21 @@ def test_members_that_listen_are_asked_while_the_own_daemon_is_down(
     finally:
         set_home(None)
     assert "your daemon is down (swarmd up): asking other members" in capsys.readouterr().err
+
+
+def test_who_waits_for_a_founder_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    home.found("ours")
+    (home.folder / "catalog.bin").unlink()  # as a join leaves it that has to be approved
+    set_home(tmp_path)
+    try:
+        with pytest.raises(DaemonNotRunning, match="swarmd up; as far as is known here you wait for a founder"):
+            require_answers("demo")
+        monkeypatch.setattr(beforehand, "is_running", lambda: True)
+        with pytest.raises(SwarmUnavailable, match=f"members approve {home.identity().peer_id}"):
+            require_answers("demo")
+    finally:
+        set_home(None)
 
 
 def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:
