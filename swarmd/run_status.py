@@ -48,7 +48,8 @@ class RunRow(Status, frozen=True, kw_only=True):
     """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
 
     ``measured_samples_per_s``: counted ones of all, over the latest updates; ``predicted``: by the plan that was asked
-    for last. ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on.
+    for last. ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on,
+    ``finished`` why it has come to its end.
     """
 
     run: str
@@ -90,6 +91,7 @@ class RunRow(Status, frozen=True, kw_only=True):
     device: str = ""
     worker: int | None = None
     failure: str = ""
+    finished: str = ""
 
 
 class OtherRunRow(Status, frozen=True, kw_only=True):

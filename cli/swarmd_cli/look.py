@@ -306,9 +306,10 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         if state.folder.is_dir()
         else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
     )
+    how = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
     checks: list[tuple[str, bool | None, str]] = [
         ("state folder", *folder),
-        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else "swarmd join INVITE"),
+        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else how),
     ]
     if not state.has_joined:
         return checks

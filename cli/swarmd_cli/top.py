@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -21,7 +25,7 @@ MOST_PEERS = 20  # as many as a screen holds: those nearby
 def top(
     interval: Annotated[float, typer.Option(min=0.5, max=60, metavar="SECONDS", help="Between two looks.")] = 2.0,
 ) -> None:
-    """Show what this daemon does, live, until Ctrl-C; one picture where the output is no terminal.
+    """Show what this daemon does, live, until q; p pauses it, r resumes. One picture where the output is no terminal.
 
     Example: swarmd top
     """
@@ -33,15 +37,74 @@ def top(
         time.sleep(interval)
         console.print(screen(before, ask("status"), ask("peers")["peers"], time.monotonic() - at))
         return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    said, picture = "", screen(before, before, ask("peers")["peers"], interval)
+    with keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(with_footer(picture, said), refresh=True)
         try:
-            while True:
-                time.sleep(interval)
+            while (key := key_within(max(0.0, at + interval - time.monotonic()))) != "q":
+                if key:
+                    said = obey(key)
+                    live.update(with_footer(picture, said), refresh=True)
+                    continue
                 now, passed_s = ask("status"), time.monotonic() - at
-                live.update(screen(before, now, ask("peers")["peers"], passed_s), refresh=True)
+                picture = screen(before, now, ask("peers")["peers"], passed_s)
+                live.update(with_footer(picture, said), refresh=True)
                 before, at = now, at + passed_s
         except KeyboardInterrupt:
             return
+
+
+@contextmanager
+def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
+    """Read single keys: what is given waits so long for one; "" is none. Without a terminal it only waits."""
+    if not file.isatty():
+        yield _wait
+        return
+    import termios
+    import tty
+
+    fd = file.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield lambda within_s: _key_of(fd, within_s)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _wait(within_s: float) -> str:
+    time.sleep(within_s)
+    return ""
+
+
+def _key_of(fd: int, within_s: float) -> str:
+    """The first key that is pressed within so long; a terminal that is gone is left."""
+    is_ready, _, _ = select.select([fd], [], [], within_s)
+    if not is_ready:
+        return ""
+    return os.read(fd, 64).decode(errors="replace")[:1] or "q"
+
+
+def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
+    """Do what a key stands for, and say what came of it."""
+    from swarmd.errors import SwarmError
+
+    try:
+        if key == "p":
+            return str(ask("pause", "POST", seconds="")["policy"]["why"])
+        if key == "r":
+            answer = ask("resume", "POST", model="")
+            return "serves again" if answer["serving"] else f"not yet: {answer['policy']['why']}"
+    except SwarmError as error:
+        return str(error)
+    return ""
+
+
+def with_footer(picture: Group, said: str) -> Group:
+    """The picture, what the last key did, and the keys."""
+    from rich.console import Group
+
+    return Group(picture, *([said] if said else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
 def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:

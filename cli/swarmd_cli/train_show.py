@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,13 @@ def show_run(row: dict[str, Any]) -> None:
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
     print(f"  update {row['update']} of {row['updates']}, {row['samples']} samples counted")
-    print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
+    if row["finished"]:
+        name = shlex.quote(row["name"])
+        print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
+            f"  done: {row['finished']}; swarmd train export {shlex.quote(row['name'])} --out FOLDER writes the model"
+        )
+    else:
+        print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
     if (last := row["last_round"]) is not None:
         print(
             f"  last round led here: {last['n_members']} members, gathered in {last['gather_s']:.2f} s, "

@@ -67,6 +67,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         device=device,
         worker=worker,
         failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
+        finished=ledger.finished(),
     )
 
 

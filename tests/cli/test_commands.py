@@ -136,6 +136,7 @@ def test_before_anything(tmp_path: Path) -> None:
     checked = json.loads(swarmd("doctor", "--json", home=tmp_path / "none").stdout)["checks"]
     assert [c["ok"] for c in checked if c["check"] in ("state folder", "member of a swarm")] == [False, False]
     assert "is not there yet" in checked[0]["detail"]
+    assert all(way in checked[1]["detail"] for way in ("swarmd init --name NAME", "swarmd join INVITE"))
     fails(swarmd("status", home=tmp_path), 4, "swarmd init --name NAME, or swarmd join INVITE")
     fails(swarmd("up", home=tmp_path), 4, "is no member of a swarm")
     fails(swarmd("run", "demo", "hello", home=tmp_path), 4)

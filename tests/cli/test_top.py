@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import pty
 from typing import Any
 
-from rich.console import Console
-from swarmd_cli.top import screen
+from rich.console import Console, Group
+from swarmd_cli.top import keyboard, obey, screen, with_footer
+
+from swarmd.errors import DaemonNotRunning
 
 STATUS: dict[str, Any] = {
     "swarm": "ours",
@@ -64,3 +68,34 @@ def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
     console = Console(width=120, record=True, force_terminal=False)
     console.print(screen(before, STATUS, [], 2.0))
     assert "unknown" in console.export_text()
+
+
+def test_keys_pause_and_resume_and_say_what_came_of_it() -> None:
+    asked: list[str] = []
+
+    def ask(verb: str, method: str, **query: str) -> dict[str, Any]:
+        asked.append(verb)
+        return {"serving": True, "policy": {"why": "paused by its owner"}}
+
+    def refuse(*words: str, **query: str) -> dict[str, Any]:
+        raise DaemonNotRunning("no daemon answers")
+
+    assert (obey("p", ask), obey("r", ask), obey("x", ask)) == ("paused by its owner", "serves again", "")
+    assert asked == ["pause", "resume"]
+    assert obey("p", refuse) == "no daemon answers"
+
+
+def test_the_footer_names_the_keys() -> None:
+    console = Console(width=80, record=True)
+    console.print(with_footer(Group("picture"), "paused"))
+    assert console.export_text().split("\n")[:3] == ["picture", "paused", "q quit   p pause   r resume"]
+
+
+def test_one_key_is_read_without_enter_and_the_terminal_is_as_before() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        with keyboard(terminal) as key_within:
+            assert key_within(0.0) == ""
+            os.write(ours, b"q")
+            assert key_within(5.0) == "q"
+        os.close(ours)
