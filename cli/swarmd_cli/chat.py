@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import ask, home, number
+from swarmd_cli.context import ask, count, home, number
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -268,7 +268,7 @@ class Talk:
         n, about = last["usage"]["completion_tokens"], last["swarmd"]
         self.chain = about["chain"]
         speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
-        told = f"{n} tokens{speed}, the first after {first_s:.2f} s, through {len(self.chain)} hops"
+        told = f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
         for reason in about["repairs"]:
             told += f"\nrepaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}"
         print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)

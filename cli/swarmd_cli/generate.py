@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, print_json
+from swarmd_cli.context import count, home, print_json
 
 
 def run(
@@ -106,7 +106,9 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
             }
         )
         return
-    print(f"{n_new} tokens, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr)
+    print(
+        f"{count(n_new, 'token')}, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr
+    )
     if (where := session.statistics.passes.where()) is not None:
         print(where, file=sys.stderr)
     if (tried := model.last_speculation).n_sent:

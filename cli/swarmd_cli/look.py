@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, duration, home, is_running, number, percent, print_json, rate, size, table
+from swarmd_cli.context import ask, count, duration, home, is_running, number, percent, print_json, rate, size, table
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
 
@@ -21,7 +21,7 @@ def status(as_json: Json = False) -> None:
         print_json(now)
         return
     rows = [
-        ["swarm", f"{now['swarm']}, {now['members']} member{'' if now['members'] == 1 else 's'} known"],
+        ["swarm", f"{now['swarm']}, {count(now['members'], 'member')} known"],
         ["this peer", now["peer"]],
         ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
         *([["reachable", reach_text(now["reach"])]] if now["reach"] else []),
@@ -57,7 +57,7 @@ def by_model(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def reach_text(reach: dict[str, Any]) -> str:
     """Whether others can connect to this machine, and what it does for them, in a line."""
-    relaying = f"; it relays {reach['relaying']} circuits for others" if reach["relaying"] else ""
+    relaying = f"; it relays {count(reach['relaying'], 'circuit')} for others" if reach["relaying"] else ""
     mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
@@ -90,8 +90,13 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
     served = f"{server['tokens_served']} tokens served, {server['tokens_reused']} of them copied"
     rows.append(["sessions", f"{server['sessions']} open, {served}, {free}"])
-    users = f"{tuning['clients']} client{'' if tuning['clients'] == 1 else 's'}"
-    rows.append(["fine-tuning", f"{tuning['lanes']} lanes of {users}, {tuning['tokens_trained']} tokens trained"])
+    users = f"{count(tuning['clients'], 'client')}"
+    rows.append(
+        [
+            "fine-tuning",
+            f"{count(tuning['lanes'], 'lane')} of {users}, {count(tuning['tokens_trained'], 'token')} trained",
+        ]
+    )
     balance = hosting["balance"]
     rows.append(["balance", balance["last_move"] or f"never moved; {balance['last_look']}"])
     return rows
@@ -109,7 +114,7 @@ def download_line(download: dict[str, Any]) -> str:
     left = "" if left_s is None else f", {duration(left_s)} left"
     waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
     donors = len(download["donors"])
-    from_ = f"{rate(download['bytes_per_s'])} from {donors} peer{'' if donors == 1 else 's'}"
+    from_ = f"{rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
     return f"{size(done)} of {size(total)} ({share}), {from_}{left}{waiting}"
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmd_cli.beforehand import waits_for_founder
-from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
+from swarmd_cli.context import ask, count, home, is_running, tell_daemon, wait_until
 
 
 def init(
@@ -190,7 +190,7 @@ def drain(model: Served = "") -> None:
     """
     asked = ask("drain", "POST", model=model)
     n = asked["sessions"]
-    print(f"draining: {n} session{'' if n == 1 else 's'} to be taken over", flush=True)
+    print(f"draining: {count(n, 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
         now = ask("status")

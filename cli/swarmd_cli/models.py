@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
+from swarmd_cli.context import ask, count, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, by_model, download_line, span_text
 
@@ -120,8 +120,8 @@ def add(
     tell_daemon()
     aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    blocks = f"{read.n_blocks} blocks, " if read.n_blocks else ""
-    print(f"{name}: {model}  {blocks}{len(read.tensors)} tensors{also}")
+    blocks = f"{count(read.n_blocks, 'block')}, " if read.n_blocks else ""
+    print(f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}")
     print(_next_step(name, base), file=sys.stderr)
 
 

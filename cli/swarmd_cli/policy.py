@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, print_json, table, tell_daemon, wait_until
+from swarmd_cli.context import ask, count, home, print_json, table, tell_daemon, wait_until
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
@@ -26,7 +26,7 @@ def pause(
     seconds = str(seconds_of(for_)) if for_ else ""
     asked = ask("pause", "POST", seconds=seconds)
     n = asked["sessions"]
-    print(f"{asked['policy']['why']}; {n} session{'' if n == 1 else 's'} to go on elsewhere", flush=True)
+    print(f"{asked['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
     is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
     print(
         "nothing is served here any more; swarmd resume works again"

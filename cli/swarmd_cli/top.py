@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from swarmd_cli.context import ask, drawn, duration, number, size
+from swarmd_cli.context import ask, count, drawn, duration, number, size
 from swarmd_cli.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, An
     from rich.console import Group
 
     lines = [
-        f"[bold]{now['swarm']}[/]  {now['members']} members, up for {duration(now['uptime_s'])}, "
+        f"[bold]{now['swarm']}[/]  {count(now['members'], 'member')}, up for {duration(now['uptime_s'])}, "
         f"{now['memory_mib']:.0f} MiB, version {now['version']}"
     ]
     if (policy := now["policy"]) is not None:

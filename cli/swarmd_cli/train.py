@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, home, print_json, table
+from swarmd_cli.context import ask, count, home, print_json, table
 from swarmd_cli.look import Json
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 
@@ -74,7 +74,9 @@ def start(
     ask("reload", "POST")
     ask("train/join", "POST", name=run.id, role=role)
     print(f"{resolved.name}: run {run.id}")
-    print(f"model {model[:12]}, {n_rows} rows of {resolved.batch.tokens} tokens, {len(anchors)} anchors")
+    print(
+        f"model {model[:12]}, {count(n_rows, 'row')} of {resolved.batch.tokens} tokens, {count(len(anchors), 'anchor')}"
+    )
     print(f"others take part with: swarmd train join {run.id[:12]}")
 
 
@@ -153,7 +155,7 @@ def anchors(
     Example: swarmd train anchors demo-run 12D3KooW… 12D3KooW…
     """
     named = ask("train/order", "POST", name=run, state="running", anchors=",".join(peers))
-    print(f"{named['run'][:12]} has {len(named['anchors'])} anchors from now on")
+    print(f"{named['run'][:12]} has {count(len(named['anchors']), 'anchor')} from now on")
 
 
 @app.command("status")

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from swarmd_cli.context import duration, number, rate, size, table
+from swarmd_cli.context import count, duration, number, rate, size, table
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
@@ -63,17 +63,15 @@ def show_run(row: dict[str, Any]) -> None:
     print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
-    print(f"  update {row['update']} of {row['updates']}, {row['samples']} samples counted")
+    print(f"  update {row['update']} of {row['updates']}, {count(row['samples'], 'sample')} counted")
     if row["finished"]:
         name = shlex.quote(row["name"])
         print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
-            f"  done: {row['finished']}; swarmd train export {shlex.quote(row['name'])} --out FOLDER writes the model"
-        )
     else:
         print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
     if (last := row["last_round"]) is not None:
         print(
-            f"  last round led here: {last['n_members']} members, gathered in {last['gather_s']:.2f} s, "
+            f"  last round led here: {count(last['n_members'], 'member')}, gathered in {last['gather_s']:.2f} s, "
             f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
             f"committed in {last['commit_s']:.2f} s"
             + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
@@ -95,7 +93,7 @@ def show_run(row: dict[str, Any]) -> None:
     audits = row["audits"]
     if not audits["why_not"]:
         found = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
-        print(f"  computed again here: {audits['checked']} contributions of others, {found}")
+        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {found}")
     if audits["trouble"]:
         print(f"  {audits['trouble']}")
     if row["shunned"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import duration, home, print_json
+from swarmd_cli.context import count, duration, home, print_json
 from swarmd_cli.look import Json
 
 if TYPE_CHECKING:
@@ -141,7 +141,10 @@ def _encoding(tokenizer: Any, model: Any, recipe: Recipe) -> Encoding:
 def _announce(tuner: Tuner, rows: Dataset, recipe: Recipe, first: int) -> None:
     n = sum(p.numel() for p in tuner.model.parameters() if p.requires_grad)
     n_tokens = sum(len(row.ids) for row in rows.rows)
-    print(f"{len(rows.rows)} rows, {n_tokens} tokens; {recipe.method} with {n:,} parameters", file=sys.stderr)
+    print(
+        f"{count(len(rows.rows), 'row')}, {count(n_tokens, 'token')}; {recipe.method} with {n:,} parameters",
+        file=sys.stderr,
+    )
     if first:
         print(f"going on after step {first}, where the last checkpoint is", file=sys.stderr)
 

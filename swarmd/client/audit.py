@@ -133,7 +133,7 @@ class Auditor:
                     self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
                 reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
                 checks.tell(Finding(str(link.hop), "inconclusive", reason))
-                logger.info("nothing is found of %s: %s", link.hop, reason)
+                logger.info("%s could not be checked: %s", link.hop, reason)
 
     def _is_excused_too_often(self, link: Link) -> bool:
         return self._opens.checks.is_excused_too_often(self._key(link), trio.current_time())

@@ -222,7 +222,7 @@ class LaneAudits:
             try:
                 verdict, hidden = await self._alone(hop, part, gradient)
             except SwarmError as error:
-                logger.info("nothing is found of %s alone: %s", hop, error)
+                logger.info("%s could not be checked alone: %s", hop, error)
                 return self._banned(lane)
             if verdict is Verdict.WRONG:
                 return hop

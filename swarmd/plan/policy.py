@@ -77,8 +77,8 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
         if verdict is not None:
             return verdict
     change = rules.hours.next_change(now)
-    until = f"until {told(change, now)}" if change else "no rule of its owner is against it"
-    return Verdict(f"works for the swarm: {until}", changes_at=change - MOVING if change else None)
+    why = f"may serve until {told(change, now)}" if change else "may serve: no rule of its owner forbids it"
+    return Verdict(why, changes_at=change - MOVING if change else None)
 
 
 def _hours(rules: Rules, now: datetime) -> Verdict | None:

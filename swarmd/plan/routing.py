@@ -197,7 +197,8 @@ def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
         reached = max(reached, end)
     if missing:
         gaps = ranges(missing)
-        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))} of {wanted}", tuple(gaps))
+        of_wanted = "" if gaps == [wanted] else f" of {wanted}"
+        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_wanted}", tuple(gaps))
     return usable
 
 

@@ -66,7 +66,7 @@ def test_a_rule_that_is_set_is_shown_and_explained_without_a_daemon(tmp_path: Pa
     def swarmd(*arguments: str) -> str:
         return CliRunner().invoke(app, ["--home", str(tmp_path), *arguments], catch_exceptions=False).stdout
 
-    assert "if it were: works for the swarm" in swarmd("policy", "explain")
+    assert "if it were: may serve: no rule of its owner forbids it" in swarmd("policy", "explain")
     assert "the daemon is not running" in swarmd("policy", "set", "hottest_c", "85.5")
     assert "85.5" in swarmd("policy", "show")
 

@@ -18,7 +18,7 @@ STATUS: dict[str, Any] = {
     "uptime_s": 7_200.0,
     "memory_mib": 125.4,
     "version": "0.1.0",
-    "policy": {"why": "works for the swarm: until 08:00", "month_bytes": 1_000_000},
+    "policy": {"why": "may serve until 08:00", "month_bytes": 1_000_000},
     "reach": {"state": "open", "why": "2 of 2 could connect", "relaying": 0, "mapped": ""},
     "health": [
         {"kind": "clock", "is_fine": False, "text": "95 s behind 2 of 2 other members", "remedy": "set it"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from swarmd_cli.context import count
 from swarmd_cli.train_show import _worth_showing, show_run
 
 
@@ -40,3 +41,7 @@ def test_a_run_at_its_end_says_how_to_take_the_model_home(capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "done: 16 updates are done; swarmd train export 'my run' --out FOLDER" in shown
     assert "next round" not in shown
+
+
+def test_one_thing_is_not_written_as_many() -> None:
+    assert [count(n, "anchor") for n in (0, 1, 2)] == ["0 anchors", "1 anchor", "2 anchors"]

@@ -79,7 +79,7 @@ def test_hours_say_when_they_begin_and_end() -> None:
     verdict = decide(rules, Sensors(NOON))
     assert (verdict.may_work, verdict.changes_at) == (False, at("wed", "22:00"))
     assert verdict.reason == "outside its hours (mon-fri 22:00-08:00): next 22:00"
-    assert decide(rules, Sensors(at("wed", "23:00"))).reason == "works for the swarm: until Thu 08:00"
+    assert decide(rules, Sensors(at("wed", "23:00"))).reason == "may serve until Thu 08:00"
 
 
 def test_sessions_move_before_its_hours_end() -> None:

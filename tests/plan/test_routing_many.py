@@ -74,3 +74,9 @@ def test_an_impossible_speed_does_not_draw_everybody() -> None:
     far = {("me", "liar"): 0.1, **{("me", p.peer): 0.0999 for p in honest}}
     route = best_route([*honest, liar], Span(0, 4), ME, far)
     assert route.hops[0].peer != "liar"
+
+
+def test_blocks_that_all_are_missing_are_named_once() -> None:
+    with pytest.raises(NoRoute) as none:
+        best_route([], Span(0, 15), ME, {})
+    assert str(none.value) == "no live server holds blocks [0,15)"
