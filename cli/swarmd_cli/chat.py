@@ -146,7 +146,7 @@ class Talk:
 
         names = [entry["id"] for entry in listed]
         if name not in names and not is_model_hash(name):
-            raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
+            raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
     def _whole(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
