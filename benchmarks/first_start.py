@@ -1,11 +1,11 @@
 """Seconds from ``swarmd up`` to online, at the first start and at a later one, beside those of reading the files alone.
 
-    python benchmarks/first_start.py [--only NAME ...] [--busy]
+    python benchmarks/first_start.py [--only NAME ...] [--moments 10 60 300] [--busy]
 
 Each model is served by one daemon of a new home with one thread: cold is a start where nothing was compiled or measured
 before, warm the next one. Reading is ``skeleton.load`` and a look at all weights, in a process of its own that has
-torch imported. What one stream gives is measured 10 s and 30 s after that (with --long 10 s, 1 and 5 minutes).
-``--busy`` has a loop run on each core meanwhile.
+torch imported. What one stream gives is measured some ``--moments`` after that. ``--busy`` has a loop run on each core
+meanwhile.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _is_online(server: Volunteer) -> bool:
 def speed(home: Path, case: Case) -> float:
     """Tokens/s of one stream, by a client of its own. Only whole models can be asked."""
     with swarmd.connect(home=home) as client:
-        model = client.model("bench", lookup=False, wait_s=60)
+        model = client.model("bench", lookup=False, wait_s=60, dtype=case.dtype, quantize=case.quantize)
         ids = torch.arange(3, 19).unsqueeze(0)
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS}
         model.generate(ids, **how)
@@ -138,8 +138,8 @@ def measure(case: Case, folder: Path, moments: list[int], cold: Path) -> None:
                 wait_until_quick(server)
                 server.stop()
             seconds, begun = online_s(swarm, server), time.monotonic()
-            is_whole, speeds = case.end - case.start in (6, 30, 3, 8), []
-            for moment in moments if is_whole and not case.name.startswith("half") else ():
+            speeds = []
+            for moment in moments if not case.name.startswith("half") else ():
                 time.sleep(max(0.0, begun + moment - time.monotonic()))
                 speeds.append(f"{speed(server.home.folder, case):.1f} after {moment} s")
             marks = 1.2 * files_s + 5
@@ -178,14 +178,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--long", action="store_true")
+    parser.add_argument(
+        "--moments", type=int, nargs="*", default=[10, 30], help="seconds after which speed is measured"
+    )
     options = parser.parse_args()
-    moments = [10, 60, 300] if options.long else [10, 30]
     cold = Path(swarmd.__file__).parent / "compute" / "compiled" / "__pycache__"
     with tempfile.TemporaryDirectory() as folder, loops(options.busy):
         for case in cases(Path(folder)):
             if not options.only or any(word in case.name for word in options.only):
-                measure(case, Path(folder), moments, cold)
+                measure(case, Path(folder), options.moments, cold)
 
 
 if __name__ == "__main__":

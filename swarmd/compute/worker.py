@@ -278,8 +278,8 @@ class Worker:
         if request.threads:
             torch.set_num_threads(request.threads)
         Kept.n_bytes = request.leave_free_bytes
-        folder = self._kept_in(request)
-        compiler = None if precompile.is_compiled(folder) else precompile.start(folder)
+        folder, is_cpu = self._kept_in(request), pick_device(request.device) == "cpu"
+        compiler = precompile.start(folder) if is_cpu and not precompile.is_compiled(folder) else None
         try:
             span = self._load_span(request)
             head = _load_head(request, span) if request.head else None
