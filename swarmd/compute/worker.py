@@ -278,9 +278,10 @@ class Worker:
         if request.threads:
             torch.set_num_threads(request.threads)
         Kept.n_bytes = request.leave_free_bytes
-        folder, is_cpu = self._kept_in(request), pick_device(request.device) == "cpu"
-        compiler = precompile.start(folder) if is_cpu and not precompile.is_compiled(folder) else None
+        folder = self._kept_in(request)
         try:
+            is_cpu = pick_device(request.device) == "cpu"
+            compiler = precompile.start(folder) if is_cpu and not precompile.is_compiled(folder) else None
             span = self._load_span(request)
             head = _load_head(request, span) if request.head else None
             decode, prefill = first_rates(span, QUICK_S)
