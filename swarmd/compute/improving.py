@@ -10,6 +10,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from swarmd.compute.loss import measure_quantization
+from swarmd.compute.quickening import GiveWay
 from swarmd.compute.span import LoadedSpan
 from swarmd.protocol.worker import Improved
 
@@ -28,10 +29,9 @@ class Improving:
         self._span = span
         self._quickening = span.quickening()
         self._compiler = compiler
-        self._loss: Iterator[float | None] | None = None
+        self._folder = folder
+        self._loss: Iterator[float | None] | None = measure_quantization(span, folder) if span.is_rounded else None
         self._error: float | None = None
-        if span.is_rounded:
-            self._loss = measure_quantization(span, folder)
 
     @property
     def is_done(self) -> bool:
@@ -59,6 +59,9 @@ class Improving:
             return False
         try:
             self._error = next(self._loss)
+        except GiveWay:  # what was raised within ended it
+            self._loss = measure_quantization(self._span, self._folder)
+            raise
         except StopIteration:
             self._loss = None
             self._tell()

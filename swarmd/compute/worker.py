@@ -289,7 +289,7 @@ class Worker:
             self._improving = Improving(span, Path(request.path), compiler)
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
-        budget = Budget(request.history_bytes or 1 << 30, self._kept_in(request))
+        budget = Budget(request.history_bytes or 1 << 30, folder)
         self._engine = Engine(span, budget, calls_aside=span.device.type == "cpu", head=head)
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))

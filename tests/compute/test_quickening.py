@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from swarmd.compute import precompile, remembered
 from swarmd.compute.fused import TIMED
+from swarmd.compute.improving import Improving
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.quickening import GiveWay, Quickening
 from swarmd.compute.ragged import Piece
@@ -74,6 +76,28 @@ def test_a_step_that_gives_way_is_made_again(folder: Path) -> None:
             assert quickening._steps[0][0] == stage
     assert "comparing a whole pass" in disturbed or "writing down a pass" in disturbed
     assert quickening.quick.n_fused or quickening.quick.captured
+
+
+def test_what_few_bits_cost_is_told_though_its_measurement_gave_way(folder: Path) -> None:
+    torch.set_num_threads(1)
+    span = LoadedSpan(folder, BLOCKS, torch.float32, quantize="int8")
+    span.self_test()
+    improving, is_disturbed = Improving(span, folder, None), False
+
+    def disturb() -> None:
+        nonlocal is_disturbed
+        if not improving._is_quickening and not is_disturbed:
+            is_disturbed = True
+            raise GiveWay
+
+    span.on_block = disturb
+    while not improving.is_done:
+        with suppress(GiveWay):
+            improving.step()
+    assert is_disturbed
+    error = improving.news[0].quantization_error
+    assert error is not None
+    assert 0 < error < 0.1
 
 
 def test_what_was_timed_is_not_timed_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
