@@ -14,7 +14,6 @@ from swarmd.compute.quickening import GiveWay
 from swarmd.compute.span import LoadedSpan
 from swarmd.protocol.worker import Improved
 
-COMPILING = "compiling, once for this version, in the background"
 MOST_TEXT = 500  # characters of what is told
 
 
@@ -77,5 +76,4 @@ class Improving:
         return False
 
     def _tell(self) -> None:
-        stage = COMPILING if self._is_quickening else ""
-        self.news = [Improved(kernels=self.kernels, quantization_error=self._error, stage=stage)]
+        self.news = [Improved(kernels=self.kernels, quantization_error=self._error)]

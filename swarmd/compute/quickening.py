@@ -74,13 +74,12 @@ class Subject:
 
 
 class Quickening:
-    """The steps to quick ways: ``step()`` while ``has_steps``. ``stage`` says in words what comes next."""
+    """The steps to quick ways: ``step()`` while ``has_steps``. Each has a name that says in words what it does."""
 
     def __init__(
         self, subject: Subject, ragged: RaggedAttention, trial: Trial, cache_folder: Path, remembered: Remembered
     ) -> None:
         self.quick = Quick(ragged)
-        self.stage = ""
         self._subject, self._ragged, self._trial = subject, ragged, trial
         self._cache_folder, self._remembered = cache_folder, remembered
         self._about = (subject.about, compiled_folder(cache_folder).name)
@@ -108,7 +107,7 @@ class Quickening:
 
     def step(self) -> None:
         """Make the next step; if it raises GiveWay, it is still the next one."""
-        self.stage, make = self._steps[0]
+        _, make = self._steps[0]
         try:
             make()
         except NotFused as error:
@@ -116,7 +115,6 @@ class Quickening:
             self._give_up_call(f"not one call: {error}")
         else:
             self._steps.popleft()
-        self.stage = self._steps[0][0] if self._steps else ""
 
     def do_without_call(self, why: str) -> None:
         """Nothing can be compiled here: look for other ways."""

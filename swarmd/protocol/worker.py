@@ -97,11 +97,10 @@ class Loading(Message, tag="loading", frozen=True):
 
 
 class Improved(Message, tag="improved", frozen=True):
-    """Worker to daemon, when it serves already: what was found out since it said Loaded; ``stage``: what comes next."""
+    """Worker to daemon, when it serves already: what was found out since it said Loaded."""
 
     kernels: Text = ""
     quantization_error: float | None = None
-    stage: Text = ""
 
 
 class Done(Message, tag="done", frozen=True):
