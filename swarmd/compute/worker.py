@@ -168,7 +168,8 @@ class Worker:
             return False
         finally:
             self._gives_way = False
-            self._woke_at = self._improved_at = time.monotonic()  # nobody's debt
+            self._worked()  # its owner's share is for all that is computed
+            self._improved_at = time.monotonic()
         if is_made and self._improving.news:
             self._send([messages.framed(self._improving.news.pop())])
         if self._improving.is_done:
@@ -179,7 +180,7 @@ class Worker:
         """While nothing comes, become quicker and measure, pass by pass: a frame that arrives waits for one at most."""
         wait_s = IDLE_S
         while self._improving is not None and not self._has_work and not self._rests:
-            if self._wait(wait_s):
+            if self._wait(max(wait_s, self._duty.wait_s(time.monotonic()))):
                 return
             wait_s = 0.0 if self._improve(gives_way=True) else IDLE_S
         while self._engine is not None and not self._has_work and not self._rests:

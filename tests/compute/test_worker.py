@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from swarmd.compute.worker import Worker
+from swarmd.plan.duty import Duty
 from swarmd.protocol import messages
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CloseSession, Op
@@ -60,3 +62,42 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         ours.sendall(messages.framed(step))
         worker._on_block()
         assert len(worker._late) == 2, "what comes later stays where it is"
+
+
+class PlayedTime:
+    """A clock that waiting and ``pass_by`` move on; a frame comes after ten seconds."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.now = connection, 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    def select(self, *waited: Any) -> tuple[list[socket.socket], list[Any], list[Any]]:
+        seconds = float(waited[3])
+        is_there = self.now + seconds >= 1010
+        self.now = 1010.0 if is_there else self.now + seconds
+        return [self.connection] if is_there else [], [], []
+
+
+def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker, clock = Worker(theirs), PlayedTime(theirs)
+        monkeypatch.setattr("swarmd.compute.worker.time", clock)
+        monkeypatch.setattr("swarmd.compute.worker.select", clock)
+        made_at: list[float] = []
+
+        def step() -> bool:
+            made_at.append(clock.now)
+            clock.pass_by(0.1)
+            return True
+
+        worker._woke_at = clock.now
+        worker._duty = Duty(share=0.1)
+        worker._improving = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
+        worker._measure_while_idle()
+        assert len(made_at) == 10, "a tenth of ten seconds"
