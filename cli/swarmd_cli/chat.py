@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +14,7 @@ import typer
 
 from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import ask, count, home, number
+from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, may_be_wrong
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -44,65 +43,15 @@ def chat(
         require_answers(model)
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
-    with gateway_of_this_home() as (url, token):
-        Talk(url, token, model, system, options).run()
-
-
-@contextmanager
-def gateway_of_this_home() -> Iterator[tuple[str, str]]:
-    """The URL and token of a gateway: the one of this home that runs, else a child that ends with the chat."""
-    from swarmd.errors import SwarmUnavailable
-    from swarmd.gateway.address import running, token_of
-    from swarmd.node.gateway_process import command
-
-    folder = home().folder
-    if (url := running(folder)) is not None and _answers(url):
-        yield url, token_of(folder)
-        return
-    log = folder / "chat.log"
-    with log.open("w") as errors:
-        child = subprocess.Popen(
-            [*command(folder), "--listen", "127.0.0.1:0"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
-    clear = "\r\033[K" if sys.stderr.isatty() else ""
-    if clear:
-        print("waking up ...", end="", file=sys.stderr, flush=True)
-    try:
-        assert child.stdout is not None
-        line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
-        print(clear, end="", file=sys.stderr, flush=True)
-        if " is at " not in line:
-            said = log.read_text().strip().splitlines()
-            raise SwarmUnavailable(
-                said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
-            )
-        yield line.split(" is at ")[1].split()[0], token_of(folder)
-    finally:
-        child.terminate()
-        child.wait()
-
-
-def _answers(url: str) -> bool:
-    """Is somebody there? A gateway that was killed leaves its address behind."""
-    import httpx
-
-    try:
-        httpx.get(f"{url}/health", timeout=5)
-    except httpx.TransportError:
-        return False
-    return True
+    with gateway_of_this_home() as gateway:
+        Talk(gateway, model, system, options).run()
 
 
 @dataclass
 class Talk:
     """A conversation and where it goes."""
 
-    url: str
-    token: str
+    gateway: GatewayClient
     model: str
     system: str
     options: dict[str, Any]
@@ -133,8 +82,8 @@ class Talk:
                 self._answer()
 
     def _chosen(self) -> str:
-        """The model that was named, if there is one of that name, else the one that is whole. Raises SwarmError."""
-        listed = self._get("/v1/models")["data"]
+        """The model that was named, if there is one, else the one that is whole and can chat. Raises SwarmError."""
+        listed = self.gateway.models()
         if not self.model:
             return self._whole(listed)
         self._require_named(self.model, listed)
@@ -151,24 +100,15 @@ class Talk:
     def _whole(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
-        whole = [entry["id"] for entry in listed if not entry["swarmd"]["missing"]]
+        whole = [e["id"] for e in listed if not e["swarmd"]["missing"] and e["swarmd"]["chats"] is not False]
         if len(whole) == 1:
             return str(whole[0])
         if whole:
             raise ConfigError(f"say which model: {', '.join(whole)}")
         names = ", ".join(entry["id"] for entry in listed)
         raise NoRoute(
-            f"no model is whole in the swarm now (it knows {names or 'none'}): swarmd models ls says what lacks"
+            f"no model that can chat is whole now (the swarm knows {names or 'none'}): swarmd models ls says what lacks"
         )
-
-    def _get(self, path: str) -> dict[str, Any]:
-        import httpx
-
-        return dict(httpx.get(self.url + path, headers=self._headers, timeout=30).json())
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
     # --- commands ----------------------------------------------------------------------------------------------
 
@@ -199,7 +139,7 @@ class Talk:
         from swarmd.errors import ConfigError
 
         try:
-            self._require_named(name, self._get("/v1/models")["data"])
+            self._require_named(name, self.gateway.models())
         except ConfigError as error:
             print(f"({error})")
             return
@@ -229,23 +169,13 @@ class Talk:
 
     def _answer(self) -> None:
         """Stream one answer; Ctrl-C stops it, and what came so far is part of the conversation."""
-        import httpx
+        from swarmd.errors import SwarmError
 
-        body = {"model": self.model, "messages": self._messages(), "stream": True, **self.options}
-        body["stream_options"] = {"include_usage": True}
+        body = {"model": self.model, "messages": self._messages(), **self.options}
         text, begun, first, last = "", time.monotonic(), 0.0, dict[str, Any]()
         try:
-            with httpx.stream(
-                "POST", f"{self.url}/v1/chat/completions", json=body, headers=self._headers, timeout=httpx.Timeout(60)
-            ) as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    print(f"({answer.json()['error']['message']}: /retry asks again)")
-                    return
-                for event in _events(answer):
-                    if "error" in event:
-                        print(f"\n({event['error']['message']}: /retry asks again)")
-                        return
+            with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
+                for event in events:
                     last = event if event.get("usage") else last
                     for choice in event["choices"]:
                         part = choice["delta"].get("content") or ""
@@ -254,8 +184,8 @@ class Talk:
                         print(part, end="", flush=True)
         except KeyboardInterrupt:
             print(" (stopped)", end="")
-        except httpx.TransportError as error:
-            print(f"\n(the gateway is gone: {error or type(error).__name__})")
+        except SwarmError as error:
+            print(f"{text and chr(10)}({error}: /retry asks again)")
             return
         print()
         self.turns.append({"role": "assistant", "content": text})
@@ -271,10 +201,6 @@ class Talk:
         told = f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
         for reason in about["repairs"]:
             told += f"\nrepaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}"
+        for doubt in about["doubts"][:1]:
+            told += f"\n{may_be_wrong(doubt['token'], doubt['hop'], doubt['reason'])}"
         print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)
-
-
-def _events(answer: Any) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])

@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from swarmd.errors import SwarmUnavailable
 from swarmd.home import Home
 from swarmd.protocol.identity import Identity
+from swarmd_cli.context import importing
+from swarmd_cli.gateway_client import gateway_of_this_home
 
 SPANS = ((0, 4), (1, 5), (2, 6))
 CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
@@ -119,7 +121,7 @@ def talk(source: Path) -> int:
         founder.found("chat")
         _keep_conversions(founder)
         set_home(founder.folder)
-        models.add(str(source), name="chat", base="", replace=False, dtype="auto")
+        console.print(models.take_in(str(source), "chat"))
         n = founder.catalog().models["chat"][1]
         spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
         with Volunteers(Path(folder), "chat", spans) as volunteers:
@@ -129,8 +131,8 @@ def talk(source: Path) -> int:
                 console.print(
                     f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
                 )
-            with chat.gateway_of_this_home() as (url, token):
-                chat.Talk(url, token, "chat", "", {}).run()
+            with gateway_of_this_home() as gateway:
+                chat.Talk(gateway, "chat", "", {}).run()
     return 0
 
 
@@ -159,12 +161,14 @@ def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
 
 
 def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.streamers import BaseStreamer
+    with importing():
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.generation.streamers import BaseStreamer
 
-    import swarmd
-    from swarmd.compute.skeleton import quiet
+        import swarmd.client.blocking
+        from swarmd.compute.skeleton import quiet
+
     from swarmd.home import bundled_folder
     from swarmd.plan.routing import Hop
     from swarmd.values import Span

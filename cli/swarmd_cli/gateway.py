@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, print_json, table
+from swarmd_cli.context import home, importing, print_json, table
 from swarmd_cli.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -45,10 +45,11 @@ def gateway(
     if config.SUPERVISED not in os.environ:
         require_answers()
         print("starting ...", file=sys.stderr, flush=True)
-    import torch
-    import trio
+    with importing():
+        import torch
+        import trio
 
-    from swarmd.gateway.serving import serve
+        from swarmd.gateway.serving import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.ERROR)

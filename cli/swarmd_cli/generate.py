@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import count, home, print_json
+from swarmd_cli.context import count, home, importing, print_json
+from swarmd_cli.gateway_client import GatewayClient, may_be_wrong, running_gateway
+
+T = TypeVar("T")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TERMINATED = 128 + signal.SIGTERM  # what a shell says of a program that a signal ended
+WAIT_S = 5.0  # between looks whether what a model lacks is served
 
 
 def run(
@@ -32,27 +42,85 @@ def run(
 ) -> None:
     """Have a hosted model answer (one made for chat), or continue a text (any other, or --raw).
 
+    The gateway that runs here is asked, if one does. A client of its own takes some seconds to start, and is what
+    --json, --adapter, --draft, --only and --verify need.
+
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
     home().swarm()  # not joined is said before anything is read
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
+    needs_own_client = as_json or adapter or draft or only or verify
+    if not needs_own_client and (gateway := running_gateway()) is not None:
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        if (path := _path(gateway, model, raw)) is not None:
+            _until_whole(lambda: _ask(gateway, path, model, text, sampling), wait)
+            return
     require_answers(model, draft, adapter=adapter)
     print(f"{model}: loading what is computed here ...", file=sys.stderr, flush=True)
-    import swarmd
-    from swarmd.errors import NoRoute
+    with importing():
+        import swarmd.client.blocking
 
     with swarmd.connect(home=home().folder) as swarm:
-        loaded = None
-        while loaded is None:
-            try:
-                loaded = swarm.model(model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=5.0)
-            except NoRoute as error:
-                if not wait:
-                    raise
-                print(f"waiting: {error}", file=sys.stderr)
+        loaded = _until_whole(
+            lambda: swarm.model(model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=WAIT_S),
+            wait,
+        )
         _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json, raw)
+
+
+def _until_whole(ask: Callable[[], T], waits: bool) -> T:
+    """What ``ask`` gives; again and again while blocks are missing, if it is to wait. Raises SwarmError."""
+    from swarmd.errors import NoRoute
+
+    while True:
+        begun = time.monotonic()
+        try:
+            return ask()
+        except NoRoute as error:
+            if not waits:
+                raise
+            print(f"waiting: {error}", file=sys.stderr)
+        time.sleep(max(0.0, WAIT_S - (time.monotonic() - begun)))
+
+
+def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
+    """Where a gateway answers for this model; None where only reading its files tells. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.values import is_model_hash
+
+    listed = {entry["id"]: entry["swarmd"] for entry in gateway.models()}
+    if is_model_hash(name):
+        return None
+    if name not in listed:
+        raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(listed) or 'none yet'}")
+    chats = listed[name]["chats"]
+    if raw or chats is False:
+        return COMPLETIONS
+    return None if chats is None else CHAT
+
+
+def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
+    """Print what comes, and afterwards what it took. Raises SwarmError."""
+    is_chat, begun, last = path == CHAT, time.monotonic(), dict[str, Any]()
+    asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text, "echo": True}
+    for event in gateway.stream(path, {"model": name, **asked, **sampling}):
+        last = event if event.get("usage") else last
+        for choice in event["choices"]:
+            print(choice["delta"].get("content") or "" if is_chat else choice["text"], end="", flush=True)
+    print()
+    about, n, seconds = last["swarmd"], last["usage"]["completion_tokens"], time.monotonic() - begun
+    _tell(n, seconds, about["chain"])
+    for doubt in about["doubts"][:1]:
+        print(may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]), file=sys.stderr)
+    for reason in about["repairs"]:
+        print(f"repaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}", file=sys.stderr)
+
+
+def _tell(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
+    told = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
+    print(told, file=sys.stderr)
 
 
 def _read_stdin() -> str:
@@ -70,7 +138,6 @@ def _read_stdin() -> str:
 
 
 def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
-    import time
     from dataclasses import asdict
 
     import torch
@@ -106,16 +173,13 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
             }
         )
         return
-    print(
-        f"{count(n_new, 'token')}, {n_new / seconds:.1f} tokens/s through {' -> '.join(session.chain)}", file=sys.stderr
-    )
+    _tell(n_new, seconds, session.chain)
     if (where := session.statistics.passes.where()) is not None:
         print(where, file=sys.stderr)
     if (tried := model.last_speculation).n_sent:
         print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
     for first, hop, reason in doubts[:1]:
-        n_right = max(0, first + 1 - inputs["input_ids"].shape[1])
-        print(f"from token {n_right + 1} of the answer on the text may be wrong: {hop}: {reason}", file=sys.stderr)
+        print(may_be_wrong(max(0, first + 1 - inputs["input_ids"].shape[1]), hop, reason), file=sys.stderr)
     for repair in session.statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 
@@ -146,4 +210,5 @@ def demo(
     """
     from swarmd_cli.demo import play, talk
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # its processes end with it
     raise typer.Exit(play(max_tokens, seed) if chat is None else talk(chat))

@@ -80,6 +80,12 @@ def add(
 
     Example: swarmd models add ./llama --name llama
     """
+    print(take_in(source, name, base, replace, dtype))
+    print(_next_step(name, base), file=sys.stderr)
+
+
+def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
+    """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
 
     from swarmd.config import DTYPES
@@ -121,8 +127,7 @@ def add(
     aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{count(read.n_blocks, 'block')}, " if read.n_blocks else ""
-    print(f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}")
-    print(_next_step(name, base), file=sys.stderr)
+    return f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}"
 
 
 def _next_step(name: str, base: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import count, duration, home, print_json
+from swarmd_cli.context import count, duration, home, importing, print_json
 from swarmd_cli.look import Json
 
 if TYPE_CHECKING:
@@ -76,9 +76,10 @@ def _require_extra() -> None:
 
 
 def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:
-    import swarmd
+    with importing():
+        import swarmd.client.blocking
+        from swarmd.client.tuning import Tuner, with_peft
     from swarmd.client.dataset import read_dataset
-    from swarmd.client.tuning import Tuner, with_peft
     from swarmd_cli.curve import save_png, terminal_curve
 
     with swarmd.connect(home=home().folder) as swarm:

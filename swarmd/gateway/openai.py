@@ -224,6 +224,10 @@ def extra(told: Sequence[Told]) -> dict[str, Any]:
         "longest_stall_s": round(last.longest_stall_s, 4),
         "tried_ahead": last.n_sent_ahead,
         "taken_ahead": last.n_taken_ahead,
+        "doubts": [
+            {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
+            for doubt in last.doubts
+        ],
     }
 
 

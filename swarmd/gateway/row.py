@@ -8,6 +8,7 @@ import torch
 import trio
 from tokenizers import Tokenizer
 
+from swarmd.client.links import Doubt
 from swarmd.client.session import ChainSession
 from swarmd.client.speculation import Costs
 from swarmd.client.swarm_head import Checks, are_enough
@@ -32,6 +33,7 @@ class Told:
     chain: tuple[str, ...] = ()
     repairs: list[str] = field(default_factory=list)
     longest_stall_s: float = 0.0
+    doubts: list[Doubt] = field(default_factory=list)
 
 
 class Row:
@@ -58,6 +60,7 @@ class Row:
         self._vocabulary = vocabulary if are_enough(wanted.n_needed) else 0
         self._prompt = wanted.prompt
         self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
+        self._n_doubts = len(session.statistics.doubts)
 
     @property
     def start(self) -> int:
@@ -97,6 +100,7 @@ class Row:
             told.repairs.append(repair.reason)
             told.longest_stall_s = max(told.longest_stall_s, repair.stall_s)
         self._n_repairs = len(self.session.statistics.repairs)
+        told.doubts = self.session.statistics.doubts[self._n_doubts :]
         told.n_generated = self.answer.n_tokens
         tried = self.answer.speculation
         told.n_sent_ahead, told.n_taken_ahead = tried.n_sent, tried.n_taken

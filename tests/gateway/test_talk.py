@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from swarmd.client.links import Doubt
+from swarmd.gateway.openai import extra
+from swarmd.gateway.row import Told
 from swarmd.gateway.sampling import Sampling
 from swarmd.gateway.schema import Sampled
 from swarmd.gateway.talk import Asked, sampling_of
@@ -33,3 +36,10 @@ def test_what_a_request_names_wins(author: dict[str, Any]) -> None:
     assert chosen(author, temperature=1.0, top_k=0, min_p=0.0) == Sampling()
     assert chosen(author, temperature=0.0).temperature == 0
     assert chosen(author, top_p=0.5).top_p == 0.5
+
+
+def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:
+    told = Told(
+        n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
+    )
+    assert [(doubt["token"], doubt["hop"]) for doubt in extra([told])["doubts"]] == [(0, "a"), (2, "b")]

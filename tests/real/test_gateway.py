@@ -400,6 +400,15 @@ def test_run_answers_with_the_template_and_continues_without(stage: Stage, expec
         [*command, "--max-tokens", str(N_TOKENS)], input=QUESTIONS[0].encode(), capture_output=True, check=True
     )
     assert asked.stdout.decode().strip() == expected[QUESTIONS[0]].strip()
+    assert b"loading" not in asked.stderr, "the gateway that runs answers"
+    own = subprocess.run(
+        [*command, "--max-tokens", str(N_TOKENS), "--json"],
+        input=QUESTIONS[0].encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert b"loading" in own.stderr
+    assert json.loads(own.stdout)["text"].strip() == expected[QUESTIONS[0]].strip(), "a client of its own, the same"
     raw = subprocess.run([*command, "Once upon a", "--raw", "--max-tokens", "4"], capture_output=True, check=True)
     assert raw.stdout.decode().startswith("Once upon a")
 

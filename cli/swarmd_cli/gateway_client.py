@@ -1,0 +1,149 @@
+"""A gateway as verbs ask it: the one of this home that runs, or a child for as long as a verb needs one. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from swarmd_cli.context import home
+
+TAKEN_WITHIN_S = 10.0  # a connection, and what is asked; an answer may need a model that is read first
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClient:
+    """Where a gateway is, and what lets this machine's user in."""
+
+    url: str
+    token: str
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models of the swarm, as GET /v1/models lists them. Raises SwarmError."""
+        import httpx
+
+        try:
+            answer = httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=30)
+        except httpx.TransportError as error:
+            raise _gone(error) from None
+        _require_ok(answer)
+        return list(answer.json()["data"])
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+        """Yield the events of an answer, the usage with the last. Raises SwarmError: refused, or broken off."""
+        import httpx
+
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        limits = httpx.Timeout(TAKEN_WITHIN_S, read=None)
+        try:
+            with httpx.stream("POST", self.url + path, json=body, headers=self._headers, timeout=limits) as answer:
+                _require_ok(answer)
+                for line in answer.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise _error(event["error"])
+                        yield event
+        except httpx.TransportError as error:
+            raise _gone(error) from None
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def running_gateway() -> GatewayClient | None:
+    """The gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
+    from swarmd.gateway.address import running, token_of
+
+    folder = home().folder
+    url = running(folder)
+    return GatewayClient(url, token_of(folder)) if url is not None and _answers(url) else None
+
+
+@contextmanager
+def gateway_of_this_home() -> Iterator[GatewayClient]:
+    """The gateway of this home that runs, else a child that ends with this process."""
+    if (found := running_gateway()) is not None:
+        yield found
+        return
+    from swarmd.config import SUPERVISED
+    from swarmd.errors import SwarmUnavailable
+    from swarmd.gateway.address import token_of
+    from swarmd.node.gateway_process import command
+
+    folder = home().folder
+    log = folder / "chat.log"
+    with log.open("w") as errors:
+        child = subprocess.Popen(
+            [*command(folder), "--listen", "127.0.0.1:0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, SUPERVISED: "1"},  # it ends when its standard input does, however this process ends
+        )
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    if clear:
+        print("waking up ...", end="", file=sys.stderr, flush=True)
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
+        print(clear, end="", file=sys.stderr, flush=True)
+        if " is at " not in line:
+            said = log.read_text().strip().splitlines()
+            raise SwarmUnavailable(
+                said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
+            )
+        yield GatewayClient(line.split(" is at ")[1].split()[0], token_of(folder))
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def may_be_wrong(token: int, hop: str, reason: str) -> str:
+    """What a user is told of an answer whose tokens from ``token`` on (the first is 0) are in doubt."""
+    return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def _require_ok(answer: Any) -> None:
+    """Raise what a gateway refused with."""
+    if answer.status_code == 200:
+        return
+    answer.read()
+    try:
+        refusal = dict(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        refusal = {"message": f"the gateway answered {answer.status_code}"}
+    raise _error(refusal)
+
+
+def _error(refusal: dict[str, Any]) -> Exception:
+    """The error that a refusal in OpenAI's form stands for."""
+    from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
+
+    message = str(refusal.get("message", ""))
+    if refusal.get("code") == "model_incomplete":
+        return NoRoute(message)
+    return ConfigError(message) if refusal.get("type") == "invalid_request_error" else SwarmUnavailable(message)
+
+
+def _gone(error: Exception) -> Exception:
+    from swarmd.errors import SwarmUnavailable
+
+    return SwarmUnavailable(f"the gateway is gone: {error or type(error).__name__}")
