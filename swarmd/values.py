@@ -60,6 +60,11 @@ class Decision(Generic[ActionT]):
     reason: str
 
 
+def count(n: int, noun: str) -> str:
+    """Write a number of things for people: 1 anchor, 2 anchors."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def is_model_hash(text: str) -> bool:
     """Is this a sha256 in hex, as models and adapters are named by?"""
     return re.fullmatch("[0-9a-f]{64}", text) is not None

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import ask, count, home, number
+from swarmd_cli.context import ask, home, number
 from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, may_be_wrong
 
 HELP = """\

@@ -144,11 +144,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3600:.1f} h"
 
 
-def count(n: int, noun: str) -> str:
-    """Write a number of things: 1 anchor, 2 anchors."""
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 def percent(chance: float) -> str:
     """Write a chance for people; only what is certain is 0 or 100 %."""
     if chance <= 0 or chance >= 1:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import count, home, importing, print_json
+from swarmd_cli.context import home, importing, print_json
 from swarmd_cli.gateway_client import GatewayClient, may_be_wrong, running_gateway
 
 T = TypeVar("T")

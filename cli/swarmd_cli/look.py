@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, count, duration, home, is_running, number, percent, print_json, rate, size, table
+from swarmd.values import count
+from swarmd_cli.context import ask, duration, home, is_running, number, percent, print_json, rate, size, table
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
 

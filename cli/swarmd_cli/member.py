@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmd.values import count
 from swarmd_cli.beforehand import waits_for_founder
-from swarmd_cli.context import ask, count, home, is_running, tell_daemon, wait_until
+from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
 
 
 def init(

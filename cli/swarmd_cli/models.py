@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, count, home, is_running, print_json, size, table, tell_daemon
+from swarmd.values import count
+from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, by_model, download_line, span_text
 

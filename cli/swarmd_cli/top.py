@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from swarmd_cli.context import ask, count, drawn, duration, number, size
+from swarmd.values import count
+from swarmd_cli.context import ask, drawn, duration, number, size
 from swarmd_cli.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd_cli.context import ask, count, home, print_json, table
+from swarmd.values import count
+from swarmd_cli.context import ask, home, print_json, table
 from swarmd_cli.look import Json
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 

@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from swarmd_cli.context import count, duration, number, rate, size, table
+from swarmd.values import count
+from swarmd_cli.context import duration, number, rate, size, table
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 

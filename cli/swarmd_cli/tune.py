@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import count, duration, home, importing, print_json
+from swarmd_cli.context import duration, home, importing, print_json
 from swarmd_cli.look import Json
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _require_extra() -> None:
 
     missing = [name for name in ("peft", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pip install 'swarmd[tune]'")
+        raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pip install -e '.[tune]' in swarmd's repository")
 
 
 def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:

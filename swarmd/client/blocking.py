@@ -27,7 +27,7 @@ from swarmd.client.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
 from swarmd.client.swarm_head import Checks, head_called
 from swarmd.client.ticket import Ticket
-from swarmd.config import FORMATS, HEADS
+from swarmd.config import DTYPES, FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.routing import Hop
 from swarmd.plan.view import SwarmView
@@ -241,7 +241,7 @@ class Swarm:
         name: str,
         *,
         exact: bool = False,
-        dtype: str = "float32",
+        dtype: str = "auto",
         chain: tuple[Hop, ...] = (),
         codec: str = "auto",
         adapter: str = "",
@@ -258,6 +258,7 @@ class Swarm:
         ``exact`` asks for the exact grade: recovery on peers of equal numerics, op by op. ``chain`` fixes the first
         chain of every session; ``codec`` says how hidden states travel (auto, raw, float16, bfloat16, int8, int4; in
         fine-tuning also aqsgd: docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
+        ``dtype`` is what servers compute in; auto is that in which all blocks are served, float32 if in several.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
@@ -267,8 +268,9 @@ class Swarm:
         text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
         first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS))
-        (model, n_blocks), folder = self._ready(name, wait_s)
+        _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS), dtype=(dtype, ("auto", *DTYPES)))
+        (model, n_blocks), folder = self._ready(name)
+        dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
         lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
         how = head_called(head, self._swarm.weights_folder, verify)
 
@@ -287,12 +289,10 @@ class Swarm:
         ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
         return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
 
-    def _ready(self, name: str, wait_s: float) -> tuple[tuple[ModelId, int], Path]:
-        """A model's hash, blocks and own part here, once all blocks are served. Raises SwarmError."""
+    def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:
+        """A model's hash, blocks and own part here. Raises SwarmError."""
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        folder = self._thread.call(self._swarm.folder, model, n_blocks)
-        self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s)
-        return (model, n_blocks), folder
+        return (model, n_blocks), self._thread.call(self._swarm.folder, model, n_blocks)
 
     def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
         """A whole model of the catalog that proposes for another one. Raises ConfigError."""

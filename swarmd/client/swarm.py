@@ -217,17 +217,15 @@ class AsyncSwarm:
         known = self.supply.library.folders.get(model)
         return known.folder if known is not None and known.head in known.held else None
 
-    async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float) -> None:
-        """Wait until every block is served. Raises NoRoute with what is missing."""
+    async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float, dtype: str = "auto") -> str:
+        """Wait until every block is served in a dtype, and return which. Raises NoRoute with what is missing."""
         deadline = trio.current_time() + timeout_s
-        while missing := self.view().missing(model, n_blocks):
-            if trio.current_time() >= deadline:
-                listed = ", ".join(map(str, missing))
-                hidden = sum(span.model == model for span in self.view().out_of_reach)
-                more = (
-                    f"; {hidden} server{'s' if hidden > 1 else ''} behind a router cannot be reached" if hidden else ""
-                )
-                raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}{more}", tuple(missing))
+        while True:
+            try:
+                return self.view().served_dtype(model, n_blocks, dtype)
+            except NoRoute:
+                if trio.current_time() >= deadline:
+                    raise
             await trio.sleep(0.3)
             await self.refresh()
 

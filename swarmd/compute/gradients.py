@@ -199,7 +199,7 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise ConfigError("this run trains LoRA: pip install 'swarmd[tune]'") from None
+        raise ConfigError("this run trains LoRA: pip install -e '.[tune]' in swarmd's repository") from None
     config = LoraConfig(
         r=recipe.lora.rank,
         lora_alpha=recipe.lora.alpha,

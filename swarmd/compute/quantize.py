@@ -21,7 +21,9 @@ def library_config(kind: str) -> Any:
     if kind != "nf4":
         raise ConfigError(f"quantize = {kind} is not the library's")
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
-        raise ConfigError(f"quantize = {kind} needs bitsandbytes and accelerate: pip install 'swarmd[quantize]'")
+        raise ConfigError(
+            f"quantize = {kind} needs bitsandbytes and accelerate: pip install -e '.[quantize]' in swarmd's repository"
+        )
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -16,13 +16,11 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.swarm_head import Checks, head_called
 from swarmd.client.tokenizer_trial import try_out
 from swarmd.compute.ends import Ends
-from swarmd.config import DTYPES
 from swarmd.errors import ConfigError, NoRoute, SwarmError
 from swarmd.gateway import refusals
 from swarmd.gateway.engine import Engine
 from swarmd.gateway.head import Head
 from swarmd.gateway.turns import Turns
-from swarmd.plan.view import coverage
 from swarmd.values import ModelId, Span
 
 LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home's link
@@ -88,7 +86,7 @@ class Models:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""
         try:
             model, n_blocks = await self._swarm.resolve(name)
-            dtype = self._served_dtype(model, n_blocks)
+            dtype = self._swarm.view().served_dtype(model, n_blocks)
         except ConfigError:
             raise refusals.unknown_model(name, [listed.name for listed in self.listed()]) from None
         except SwarmError as error:
@@ -103,16 +101,6 @@ class Models:
                 except SwarmError as error:
                     raise refusals.of(error) from error
         return self._engines[model, dtype]
-
-    def _served_dtype(self, model: ModelId, n_blocks: int) -> str:
-        """The dtype in which all blocks are served; the first of several. Raises NoRoute with what is missing."""
-        view = self._swarm.view()
-        for dtype in DTYPES:
-            if all(coverage((s for s in view.spans if s.dtype == dtype), model, n_blocks)):
-                return dtype
-        missing = view.missing(model, n_blocks)
-        listed = ", ".join(map(str, missing)) or "some, in any one dtype,"
-        raise NoRoute(f"no live server holds blocks {listed} of {n_blocks}", tuple(missing))
 
     async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> Engine:
         folder = await self._swarm.folder(model, n_blocks)

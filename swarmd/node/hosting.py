@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.5  # a model that is added is served as soon as a person looks
 RETRY_S = 5.0  # after blocks could not be had
 ROUND_TRIPS_IN_RECORD = 8  # a record has 8 KiB for everything; chains need the links to neighbours only
+FIXED = status.BalanceStatus(
+    last_move=None, last_look="its blocks are given, or balance = false in config.toml", moves_left=0
+)
 NEWS_SHARE = 0.2  # of what was announced last: a change that others should know
 
 
@@ -106,6 +109,10 @@ class Hosting:
     def device(self) -> Loaded | None:
         """What the worker says of its device, once it is loaded."""
         return self._serving.worker.loaded if self._serving else None
+
+    @property
+    def _may_move(self) -> bool:
+        return self._around.config.balance and self.wanted.span is None
 
     def n_decoding(self) -> int:
         return self._serving.server.n_decoding() if self._serving else 0
@@ -185,7 +192,7 @@ class Hosting:
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve one span after the other: a move or a pause ends one."""
         async with trio.open_nursery() as nursery:
-            if self._around.config.balance and self.wanted.span is None:
+            if self._may_move:
                 nursery.start_soon(self.balancer.run)
             task_status.started()
             while True:
@@ -376,7 +383,6 @@ class Hosting:
         server, loaded, config = serving.server, serving.worker.loaded, self._around.config
         likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
         nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
-        may_move = config.balance and wanted.span is None
         span = {
             **always,
             "model": serving.model,
@@ -390,8 +396,8 @@ class Hosting:
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
             "head": bool(loaded and loaded.has_head),
             "n_decoding": server.n_decoding(),
-            "moves_left": self.balancer.moves_left if may_move else 0,
-            "any_model": may_move and not wanted.model,
+            "moves_left": self.balancer.moves_left if self._may_move else 0,
+            "any_model": self._may_move and not wanted.model,
             "free_cache_tokens": server.ledger.room_tokens,
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
@@ -427,7 +433,7 @@ class Hosting:
             worker=_worker_status(serving.worker.snapshot()) if serving else None,
             server=serving.server.snapshot() if serving else None,
             tuning=serving.lanes.snapshot() if serving else None,
-            balance=self.balancer.snapshot(),
+            balance=self.balancer.snapshot() if self._may_move else FIXED,
         )
 
     def _serving_status(self, serving: _Serving) -> status.ServingStatus:

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pass may take as long on a slow CPU
 STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
+TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
 CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
 FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
 LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
@@ -221,6 +222,7 @@ class WorkerLink:
         self.n_reused = 0
         self._heard_at = 0.0
         self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
+        self._told_at = 0.0
         self._restarts = -1
         self._state = "down"
         self._reason = "not started"
@@ -354,6 +356,9 @@ class WorkerLink:
             await self._on_change()
         elif isinstance(message, Loading):
             self._reason = self._progress(message)
+            if trio.current_time() >= self._told_at + TELL_INTERVAL_S:
+                self._told_at = trio.current_time()
+                logger.info("worker %s: %s", self._state, self._reason)
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
             await self._on_change()
@@ -404,7 +409,7 @@ class WorkerLink:
     def _set(self, state: str, reason: str) -> None:
         is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
         logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
-        self._state, self._reason = state, reason
+        self._state, self._reason, self._told_at = state, reason, trio.current_time()
 
 
 def _serving(loaded: Loaded) -> str:

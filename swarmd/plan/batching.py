@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmd.plan.prefixes import BLOCK_TOKENS
-from swarmd.values import Decision
+from swarmd.values import Decision, count
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
@@ -87,7 +87,7 @@ def choose_pass(
     if lets_in:
         return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(Share(longest.key, chunk))
-    return Decision(tuple(shares), f"{len(together)} decode steps and {chunk} tokens of prefill")
+    return Decision(tuple(shares), f"{count(len(together), 'decode step')} and {chunk} tokens of prefill")
 
 
 def may_let_in(aside_s: float, own_s: float) -> bool:

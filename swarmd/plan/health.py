@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from swarmd.values import count
+
 Kind = Literal["clock", "identity", "version", "disk", "index", "device"]
 CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
@@ -68,9 +70,9 @@ def _version(facts: Facts) -> Finding:
         return Finding("version", None, f"{facts.version}; no other member is known")
     newer = [v for v in facts.versions if release(v) > release(facts.version)]
     if not newer:
-        return Finding("version", True, f"{facts.version}; none of {len(facts.versions)} others runs a newer one")
+        return Finding("version", True, f"{facts.version}; none of {count(len(facts.versions), 'other')} runs a newer one")
     newest = max(newer, key=release)
-    text = f"{facts.version}; {len(newer)} of {len(facts.versions)} others run newer ones, the newest {newest}"
+    text = f"{facts.version}; {len(newer)} of {count(len(facts.versions), 'other')} run newer ones, the newest {newest}"
     return Finding("version", False, text, "update swarmd, then restart the daemon")
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from swarmd.plan.view import coverage
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import Decision, ModelId, PeerId, Span, ranges
+from swarmd.values import Decision, ModelId, PeerId, Span, count, ranges
 
 TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
@@ -119,7 +119,7 @@ def choose_model(
         return min(coverage(spans, model, n_blocks)), model not in here
 
     name = min(listed, key=rarity)
-    return Decision(listed[name], f"{name}: its rarest block has {rarity(name)[0]} servers")
+    return Decision(listed[name], f"{name}: its rarest block has {count(rarity(name)[0], 'server')}")
 
 
 def rescues(

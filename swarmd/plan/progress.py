@@ -60,10 +60,10 @@ def decide(me: Progress, others: Sequence[Progress], target: int) -> Decision[Ac
     ahead = [o for o in others if o.epoch > me.epoch]
     if ahead:
         newest = max(o.epoch for o in ahead)
-        return Decision(Action.CATCH_UP, f"{len(ahead)} peers are past update {me.epoch}, the newest at {newest}")
+        return Decision(Action.CATCH_UP, f"others are past update {me.epoch} ({len(ahead)}), the newest at {newest}")
     elsewhere = [o for o in others if o.epoch == me.epoch and o.head != me.head]
     if elsewhere:  # no two commits share a parent: somebody lies, or its anchors were replaced
-        return Decision(Action.CATCH_UP, f"{len(elsewhere)} peers name another commit {me.epoch}")
+        return Decision(Action.CATCH_UP, f"others name another commit {me.epoch} ({len(elsewhere)})")
     total = forecast([me, *others], me.head, target)
     if total.n_samples >= target:
         return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")

@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from typing import Literal
 
 from swarmd.plan.dialing import is_private
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision, PeerId, count
 
 N_ASKED = 3  # members, over each version of IP: one may be behind a firewall of its own, or lie
 VERSIONS = (4, 6)  # of IP
@@ -45,7 +45,7 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     outside = _outside(answers, own_hosts)
     counted = [a for a in outside if version_of(a.host) == 4] or outside or answers
     failed = [answer for answer in counted if not answer.open_ports]
-    who = f"{len(counted)} members{'' if outside else ' of the same network'} that tried"
+    who = f"{count(len(counted), 'member')}{'' if outside else ' of the same network'} that tried"
     if 2 * len(failed) <= len(counted):
         return Decision("open", f"{len(counted) - len(failed)} of {who} could connect to it")
     hosts = ", ".join(sorted({answer.host for answer in failed}))

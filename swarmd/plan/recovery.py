@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision, PeerId, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,17 @@ def choose_way(
     if missed is not None and missed * average_bytes <= state_bytes:
         able = tuple(sorted(p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed))
         if able:
-            return Decision(Way(newest, able), f"{missed} updates behind: {len(able)} peers have their averages")
+            return Decision(
+                Way(newest, able),
+                f"{count(missed, 'update')} behind, of which {count(len(able), 'peer')} can give the averages",
+            )
     known = [o for o in offers.values() if o.state and o.epoch <= newest and (mine is None or o.epoch > mine)]
     if not known:
         return Decision(None, "nobody who is up to date offers its state yet")
     best = max(o.epoch for o in known)
     state, votes = Counter(o.state for o in known if o.epoch == best).most_common(1)[0]
     donors = tuple(sorted(p for p, o in offers.items() if o.epoch == best and o.state == state))
-    return Decision(Way(best, donors, state), f"the state of update {best} from {votes} peers that agree on it")
+    return Decision(Way(best, donors, state), f"the state of update {best} on which {count(votes, 'peer')} agreed")
 
 
 def restorable(newest: int, states: Sequence[int]) -> int | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from swarmd.errors import NoRoute
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import PeerId, Span, ranges
+from swarmd.values import PeerId, Span, count, ranges
 
 DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured
 DEFAULT_DECODE_TOKENS_PER_S = 10.0  # a slow CPU: who has measured nothing is not preferred
@@ -274,7 +274,7 @@ def _trace(
         span, part = usable[server], Span(at, end)
         before = int(came_from[at - wanted.start, server])
         trip = first[server] if before < 0 else between[before, server]
-        load = f" beside {span.n_decoding} sessions" if span.n_decoding else ""
+        load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
         unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
         why.append(
             f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "

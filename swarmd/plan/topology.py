@@ -24,7 +24,7 @@ from typing import Literal
 
 from swarmd.plan.partition import Member, Ways, only_server
 from swarmd.protocol.rounds import Group
-from swarmd.values import Decision
+from swarmd.values import Decision, count
 
 Kind = Literal["parts", "rows", "ring"]
 MOST_IN_ONE_ROW = 32  # members that all talk to all: above, a grid saves more connections than a relay costs
@@ -232,7 +232,7 @@ def choose(asked: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]
     if asked == "sites" or (asked == "auto" and n_shared > 1):
         if n_sites in (1, n):
             return Decision(("parts", one_row), "no two sites of several machines: all talk to all")
-        return Decision(("rows", list(sites)), f"{n} members are at {n_sites} sites: numbers leave each once")
+        return Decision(("rows", list(sites)), f"{n} members at {count(n_sites, 'site')}: numbers leave each once")
     if asked == "auto" and n > MOST_IN_ONE_ROW:
-        return Decision(("rows", grid(n)), f"{n} members: a grid, so that nobody talks to all")
+        return Decision(("rows", grid(n)), f"{count(n, 'member')}: a grid, so that nobody talks to all")
     return Decision(("parts", one_row), "all talk to all")

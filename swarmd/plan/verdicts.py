@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from swarmd.plan.contributions import Weighed
 from swarmd.plan.topology import edges_of
 from swarmd.protocol.rounds import Beat, Gave, Group, Received, Reduction
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision, PeerId, count
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def is_whole(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -
     wanted = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
     named = {p: beat.result for p in wanted if (beat := seen[p].beat) is not None and beat.result}
     have = [p for p, result in named.items() if result == named.get(me)]
-    waits_for = f"{len(wanted) - len(have)} members to have the average"
+    waits_for = f"{count(len(wanted) - len(have), 'member')} to have the average"
     if len(have) == len(wanted):
         return Decision(bool(have), waits_for)
     since = max((seen[p].moved_at for p in have), default=now)

@@ -14,12 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, NoRoute
 from swarmd.plan.dialing import IpNetwork, leads_there
 from swarmd.protocol.catalog import MAX_USES, Catalog, Right
 from swarmd.protocol.identity import Membership
 from swarmd.protocol.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, Verified
-from swarmd.values import Decision, ModelId, PeerId, RunId, Span, ranges
+from swarmd.protocol.tensors import ITEM_BYTES
+from swarmd.values import Decision, ModelId, PeerId, RunId, Span, count, ranges
 
 MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
 MAX_RECORDS_OF_A_PEER = 8  # itself, what it serves and the runs it takes part in
@@ -39,6 +40,10 @@ def coverage(
             for block in range(span.start, min(span.end, n_blocks)):
                 counts[block] += 1
     return counts
+
+
+def _listed(spans: Iterable[Span]) -> str:
+    return ", ".join(map(str, spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,27 @@ class SwarmView:
 
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
         return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
+
+    def served_dtype(self, model: ModelId, n_blocks: int, wanted: str = "auto") -> str:
+        """The dtype in which every block is served: ``wanted``, or the first of several. Raises NoRoute."""
+        gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
+        asked = [*ITEM_BYTES] if wanted == "auto" else [wanted]
+        for dtype in asked:
+            if not gaps[dtype]:
+                return dtype
+        if missing := self.missing(model, n_blocks):
+            n_hidden = sum(span.model == model for span in self.out_of_reach)
+            hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
+            raise NoRoute(f"no live server holds blocks {_listed(missing)} of {n_blocks}{hidden}", tuple(missing))
+        whole = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
+        others = f"can be asked for: {', '.join(whole)}" if whole else "every block is served, but not in one dtype"
+        lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in asked)
+        raise NoRoute(f"no live server holds blocks {lacking} of {n_blocks}; {others}", tuple(gaps[asked[0]]))
+
+    def _gaps(self, model: ModelId, n_blocks: int, dtype: str) -> list[Span]:
+        """The blocks that nobody serves in a dtype."""
+        counts = coverage((span for span in self.spans if span.dtype == dtype), model, n_blocks)
+        return ranges({block for block, n in enumerate(counts) if n == 0})
 
     def is_given(self, model: ModelId, block: int) -> bool:
         """Can the weights of a block be fetched: from a member that has them, or from the hub?"""

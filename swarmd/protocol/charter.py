@@ -18,6 +18,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol import lines
 from swarmd.protocol.identity import Identity, PublicKey, Signature, verify
 from swarmd.protocol.untrusted import decode
+from swarmd.values import count
 
 _DOMAIN = b"swarmd charter 1\0"
 _KEY_DOMAIN = b"swarmd founder 1\0"
@@ -67,7 +68,7 @@ def follower(now: Charter, keys: tuple[bytes, ...], needed: int, honoured: tuple
     if not 1 <= len(keys) <= MAX_FOUNDERS or len(set(keys)) < len(keys):
         raise ConfigError(f"a swarm has 1 to {MAX_FOUNDERS} founders, each once, not {len(keys)}")
     if not 1 <= needed <= len(keys):
-        raise ConfigError(f"{len(keys)} founders cannot be asked for {needed} signatures")
+        raise ConfigError(f"{count(len(keys), 'founder')} cannot be asked for {count(needed, 'signature')}")
     return Signed(msgspec.msgpack.encode(Charter(keys, needed, honoured, now.digest)))
 
 

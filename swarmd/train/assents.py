@@ -20,7 +20,7 @@ from swarmd.train.accounts import Given
 from swarmd.train.groups import counted_of
 from swarmd.train.round import Round
 from swarmd.train.work import Gathered
-from swarmd.values import PeerId
+from swarmd.values import PeerId, count
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Backing:
             self._asked_at = now
             await self._tell_all([p for p in self._peers if not _has_average(p, seen)], self._check(), b"")
         shares = self._shares.look(seen)
-        self.waits_for = f"{len(self.lacking())} members to say what they gave"
+        self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
         if shares is None:
             return b""
         if self._assents is None:
@@ -167,7 +167,7 @@ class Backing:
             self._asked_at = now
             await self._tell_all(self._peers, self._check(), backing.encode(Backed(body, shares)))
         n = self._assents.look(seen)
-        self.waits_for = f"{len(self._peers) - n} members to stand for the average"
+        self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
         return self._assents.backed() if is_enough and 2 * n > len(self._peers) else b""
 

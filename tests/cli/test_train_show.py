@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from swarmd_cli.context import count
 from swarmd_cli.train_show import _worth_showing, show_run
+
+from swarmd.values import count
 
 
 def row(setting: str, rate: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +17,17 @@ from swarmd.node.worker_link import STALL_S, WorkerLink, WorkerLost
 from swarmd.protocol import messages, worker
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import Op, Refusal, Replay, Replayed
-from swarmd.protocol.worker import AdapterLoaded, LoadAdapter, Loaded, LoadSpan, Measured, Tick, Work, WorkerFailed
+from swarmd.protocol.worker import (
+    AdapterLoaded,
+    LoadAdapter,
+    Loaded,
+    Loading,
+    LoadSpan,
+    Measured,
+    Tick,
+    Work,
+    WorkerFailed,
+)
 
 KEY = b"s" * 16
 
@@ -136,6 +147,21 @@ async def test_who_waits_hears_when_the_worker_ends_and_the_next_one_has_its_own
         await trio.sleep(0.1)
         s.workers[1].say(Replayed(re=s.workers[1].taken[-1].id, ops=1))
         assert await again.wait()
+
+
+async def test_how_far_it_is_with_loading_is_told_now_and_then_with_what_is_left(
+    virtual_time: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(Loading(stage="reading layers", done=0, total=40)) as s:
+        with caplog.at_level(logging.INFO):
+            for done in range(1, 21):
+                await trio.sleep(1)
+                s.workers[0].say(Loading(stage="reading layers", done=done, total=40))
+            await trio.sleep(0.1)
+        assert s.link.snapshot().reason == "loading blocks [0,4): reading layers, 20 of 40, 20 s left"
+        told = [record.getMessage() for record in caplog.records if "reading layers" in record.getMessage()]
+        assert 3 <= len(told) <= 4, "not each layer"
+        assert "10 of 40, 30 s left" in told[1]
 
 
 async def test_a_worker_that_makes_no_progress_is_replaced(virtual_time: MockClock) -> None:

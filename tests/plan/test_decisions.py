@@ -26,11 +26,11 @@ from swarmd.plan.placement import (
     moves_left,
 )
 from swarmd.plan.routing import best_rejected, best_route, least_loaded, pass_s
-from swarmd.plan.view import RecordBook, short_name
+from swarmd.plan.view import RecordBook, SwarmView, short_name
 from swarmd.protocol.catalog import Catalog
 from swarmd.protocol.identity import Identity, Membership
 from swarmd.protocol.records import SpanRecord, Verified
-from swarmd.values import PeerId, Span, ranges
+from swarmd.values import ModelId, PeerId, Span, ranges
 
 ME = PeerId("me")
 
@@ -72,6 +72,22 @@ def test_route_avoids_the_ineligible_and_names_missing_blocks() -> None:
     with pytest.raises(NoRoute, match=r"blocks \[4,6\)") as caught:
         best_route(spans, Span(0, 6), ME, {}, lambda s: s.peer != "b")
     assert caught.value.missing == (Span(4, 6),)
+
+
+def test_a_model_is_asked_in_the_dtype_in_which_it_is_served() -> None:
+    def view(*spans: SpanRecord) -> SwarmView:
+        return SwarmView({}, spans, Catalog())
+
+    model, half = ModelId("m"), view(span("a", 0, 4, dtype="bfloat16"), span("b", 0, 2))
+    assert half.served_dtype(model, 4) == "bfloat16"
+    with pytest.raises(NoRoute, match=r"blocks \[2,4\) in float32 of 4; can be asked for: bfloat16") as caught:
+        half.served_dtype(model, 4, "float32")
+    assert caught.value.missing == (Span(2, 4),)
+    assert view(*half.spans, span("c", 2, 4)).served_dtype(model, 4) == "float32", "where there are several"
+    with pytest.raises(NoRoute, match="every block is served, but not in one dtype"):
+        view(span("a", 0, 2, dtype="bfloat16"), span("b", 2, 4)).served_dtype(model, 4)
+    with pytest.raises(NoRoute, match=r"holds blocks \[2,4\) of 4$"):
+        view(span("b", 0, 2)).served_dtype(model, 4)
 
 
 def test_route_counts_the_trip_of_a_push_and_the_way_back_once() -> None:
