@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,7 @@ def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
     return run
 
 
+@cache
 def compiled_folder(cache_folder: Path) -> Path:
     """Where compiled functions are kept: beside the source, or in ``cache_folder`` where that may not be written."""
     source = Path(compiled.__path__[0])

@@ -68,11 +68,12 @@ def _identity(facts: Facts) -> Finding:
 def _version(facts: Facts) -> Finding:
     if not facts.versions:
         return Finding("version", None, f"{facts.version}; no other member is known")
+    others = count(len(facts.versions), "other")
     newer = [v for v in facts.versions if release(v) > release(facts.version)]
     if not newer:
-        return Finding("version", True, f"{facts.version}; none of {count(len(facts.versions), 'other')} runs a newer one")
+        return Finding("version", True, f"{facts.version}; none of {others} runs a newer one")
     newest = max(newer, key=release)
-    text = f"{facts.version}; {len(newer)} of {count(len(facts.versions), 'other')} run newer ones, the newest {newest}"
+    text = f"{facts.version}; {len(newer)} of {others} run newer ones, the newest {newest}"
     return Finding("version", False, text, "update swarmd, then restart the daemon")
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from swarmd_cli.context import set_home
-from swarmd_cli.main import app
-from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
 from swarmd.home import Home
+from tests.cli.typed import swarmd
 
 
 @pytest.fixture
@@ -20,14 +19,6 @@ def home(tmp_path: Path) -> Iterator[Home]:
     state.found("ours")
     yield state
     set_home(None)
-
-
-def swarmd(home: Home, *words: str) -> str:
-    """What a verb prints. Raises what it refuses with."""
-    done = CliRunner().invoke(app, ["--home", str(home.folder), *words])
-    if done.exception is not None:
-        raise done.exception
-    return done.stdout
 
 
 def test_an_invite_is_revoked_by_the_id_that_members_ls_shows(home: Home) -> None:

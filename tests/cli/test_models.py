@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol.identity import Identity, certify
+from tests.cli.typed import swarmd
 
 MODEL = "b" * 64
 
@@ -33,14 +34,6 @@ def home(tmp_path: Path) -> Iterator[Home]:
     )
     yield state
     set_home(None)
-
-
-def swarmd(home: Home, *words: str) -> str:
-    """What a verb prints. Raises what it refuses with."""
-    done = CliRunner().invoke(app, ["--home", str(home.folder), *words])
-    if done.exception is not None:
-        raise done.exception
-    return done.stdout
 
 
 def as_mere_member(home: Home) -> None:
