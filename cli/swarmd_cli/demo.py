@@ -59,7 +59,14 @@ class Volunteers:
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home.folder / "daemon.log").open("wb") as log:
             self.processes.append(
-                subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+                subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    process_group=0,  # Ctrl-C stops an answer of the chat, and nobody who serves
+                )
             )
 
     def ask(self, index: int, path: str) -> dict[str, Any]:

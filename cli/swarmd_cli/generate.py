@@ -19,7 +19,6 @@ from swarmd_cli.gateway_client import GatewayClient, may_be_wrong, running_gatew
 T = TypeVar("T")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TERMINATED = 128 + signal.SIGTERM  # what a shell says of a program that a signal ended
 WAIT_S = 5.0  # between looks whether what a model lacks is served
 
 
@@ -211,5 +210,6 @@ def demo(
     """
     from swarmd_cli.demo import play, talk
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # its processes end with it
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # its processes end with it
     raise typer.Exit(play(max_tokens, seed) if chat is None else talk(chat))
