@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -19,6 +20,16 @@ if shutil.which("nvidia-smi") is None or "+cpu" in version("torch"):  # before a
     os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile("swarmd", deadline=None)  # how fast a machine is, no test asserts
 hypothesis.settings.load_profile("swarmd")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what importing makes stays: looking for cycles in it takes a tenth of the time of all tests
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
