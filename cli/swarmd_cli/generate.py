@@ -102,13 +102,25 @@ def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
 
 
 def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
-    """Print what comes, and afterwards what it took. Raises SwarmError."""
-    is_chat, begun, last = path == CHAT, time.monotonic(), dict[str, Any]()
-    asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text, "echo": True}
-    for event in gateway.stream(path, {"model": name, **asked, **sampling}):
-        last = event if event.get("usage") else last
-        for choice in event["choices"]:
-            print(choice["delta"].get("content") or "" if is_chat else choice["text"], end="", flush=True)
+    """Print what comes, and afterwards what it took. Raises NoRoute as long as nothing came, and SwarmError."""
+    from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
+
+    begun, last, has_begun = time.monotonic(), dict[str, Any](), False
+    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text, "echo": True}
+    try:
+        for event in gateway.stream(path, {"model": name, **asked, **sampling}):
+            last = event if event.get("usage") else last
+            for choice in event["choices"]:
+                delta = choice.get("delta") or {"content": choice.get("text")}
+                part = delta.get("content") or delta.get("reasoning_content") or ""
+                print(part, end="", flush=True)
+                has_begun = has_begun or bool(part)
+    except SwarmError as error:
+        if has_begun:
+            print()
+        if has_begun and isinstance(error, NoRoute):  # to wait and ask again would say the beginning twice
+            raise SwarmUnavailable(str(error)) from None
+        raise
     print()
     about, n, seconds = last["swarmd"], last["usage"]["completion_tokens"], time.monotonic() - begun
     _tell(n, seconds, about["chain"])
