@@ -10,6 +10,8 @@ from swarmd.errors import ConfigError
 
 ActionT = TypeVar("ActionT")
 
+MAX_NAME = 64  # characters of what a person calls a model, a swarm or a run
+
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58, derived from an ed25519 public key."""
 
@@ -63,6 +65,16 @@ class Decision(Generic[ActionT]):
 def count(n: int, noun: str) -> str:
     """Write a number of things for people: 1 anchor, 2 anchors."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def require_name(what: str, name: str) -> None:
+    """Refuse what is no name that a person can read and type. ``what``: a model, a swarm, a run. Raises ConfigError."""
+    if not 1 <= len(name) <= MAX_NAME:
+        raise ConfigError(f"the name of {what} has 1 to {MAX_NAME} characters, not {len(name)}")
+    if not name.isprintable() or name != name.strip():
+        raise ConfigError(f"the name of {what} is one line of characters that can be seen, not {name!r}")
+    if is_model_hash(name):
+        raise ConfigError(f"the name of {what} cannot look like a model's hash: {name}")
 
 
 def is_model_hash(text: str) -> bool:

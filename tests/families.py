@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from swarmd.client.model import remote_model
 from swarmd.compute import skeleton
 from swarmd.compute.check import check_folder
+from swarmd.compute.rates import first_rates
 from swarmd.compute.span import LoadedSpan
+from swarmd.compute.worker import describe
 from swarmd.protocol import manifest
 from swarmd.protocol.messages import Edit
+from swarmd.protocol.worker import Measured
 from swarmd.values import Span
 
 N_LAYERS = 4
@@ -168,8 +171,10 @@ def prove(folder: Path) -> Proof:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     n = skeleton.text_config(whole.config).num_hidden_layers
     spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
-    for span in spans:
+    for span in spans:  # as a worker does
         span.self_test()
+        first_rates(span, 0.01)
+        assert describe(span, "m", Measured()).cache_bytes_per_token > 0
     lanes: Any = None  # nothing is trained through this client
     model = remote_model(folder, lambda batch, tokens, own: LocalSession(spans, tokens), lanes, torch.float32)
     ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))

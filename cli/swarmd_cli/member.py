@@ -22,10 +22,9 @@ def init(
 
     Example: swarmd init --name ours
     """
-    from swarmd.errors import ConfigError
+    from swarmd.values import require_name
 
-    if not 1 <= len(name) <= 64:
-        raise ConfigError(f"a swarm's name has 1 to 64 characters, not {len(name)}")
+    require_name("a swarm", name)
     state = home()
     state.found(name)
     print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)

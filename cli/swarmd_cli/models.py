@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd.values import count
+from swarmd.values import count, require_name
 from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import converted, forget, is_gguf
 from swarmd_cli.look import Json, by_model, download_line, span_text
@@ -96,8 +96,7 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
 
     state = home()
     state.swarm()
-    if not 1 <= len(name) <= 64:
-        raise ConfigError(f"a model's name has 1 to 64 characters, not {len(name)}")
+    require_name("a model", name)
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base:

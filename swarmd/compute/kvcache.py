@@ -7,6 +7,7 @@ says so, keys and values lie there in 8 bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -386,10 +387,20 @@ class SpanCache:
             layer.reorder_cache(rows)
 
     def n_bytes(self) -> int:
-        tensors = [t for layer in self.owned for t in stored(layer) if torch.is_tensor(t)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Of all that its layers keep: keys and values, and whatever a family keeps beside or instead of them."""
+        return sum(t.numel() * t.element_size() for layer in self.owned for t in _tensors_of(layer))
+
+
+def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    """All tensors that a layer keeps, as they lie in memory."""
+    if isinstance(layer, SlabLayer):
+        yield from filter(torch.is_tensor, layer.stored)
+        return
+    for value in vars(layer).values():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from filter(torch.is_tensor, several)
 
 
 def stored(layer: Any) -> tuple[Any, Any]:
-    """Keys and values of any layer as they lie in memory."""
+    """Keys and values, as they lie in memory, of a layer that has them: see ``keeps_tokens_only``."""
     return layer.stored if isinstance(layer, SlabLayer) else (layer.keys, layer.values)

@@ -125,6 +125,10 @@ def read_config(folder: Path) -> PretrainedConfig:
     kind = CONFIG_MAPPING[family]
     fields = getattr(kind, "__dataclass_fields__", {})
     plain = configuration.plain(written)
+    own = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
+    if lost := sorted(k for k, v in written.items() if k in own and k not in plain and v != fields[k].default):
+        value = str(written[lost[0]])[:40]
+        raise ConfigError(f"{path}: {lost[0]} is {value!r}, expected numbers, flags, and words of letters and digits")
     settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)

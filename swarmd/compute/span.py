@@ -40,6 +40,7 @@ from swarmd.values import Decision, Span
 NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index", "block_idx", "layer_number")
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+USUAL_SESSION_TOKENS = 512  # states that do not grow with a session are counted as so many tokens' share each
 NOTHING_REMEMBERED = Remembered(None)
 
 
@@ -398,9 +399,15 @@ class LoadedSpan:
         return cache
 
     def cache_bytes_per_token(self) -> int:
-        cache = self.new_cache()
-        self.forward(*self.example(8), None, cache, 0)
-        return max(1, cache.n_bytes() // 8)
+        """What a token of a session takes, and its share of what every session takes (states that do not grow)."""
+        after = []
+        for n_tokens in (8, 16):
+            cache = self.new_cache()
+            self.forward(*self.example(n_tokens), None, cache, 0)
+            after.append(cache.n_bytes())
+        per_token = max(0, after[1] - after[0]) // 8
+        fixed = max(0, after[0] - 8 * per_token)
+        return max(1, per_token + fixed // USUAL_SESSION_TOKENS)
 
     def example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [1, t, d] and positions [1, t]."""

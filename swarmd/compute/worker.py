@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Op
 from swarmd.protocol.worker import (
     AdapterLoaded,
+    Ending,
     LoadAdapter,
     Loaded,
     Loading,
@@ -64,6 +66,7 @@ MEASURE_INTERVAL_S = 600.0  # other programs come and go on a volunteer's machin
 BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
 MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
 STREAMS = (1, 4, 16)  # sessions decoding at once; between them speed is interpolated
+MOST_WORDS = 500  # characters of why it ends
 _RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
@@ -295,19 +298,8 @@ class Worker:
         per_block = len(span.span) * self._speed.prefill_tokens_per_s  # tokens/s
         self._training = Training(span, request.tuning_bytes, max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * per_block)))
         self._allowance = Allowance(request.tuning_share)
-        name, memory_bytes = device_description(str(span.device))
-        return Loaded(
-            device=name,
-            device_memory_bytes=memory_bytes,
-            numerics=span.numerics(request.model),
-            hidden=span.hidden_size,
-            layer_arity=span.layer_arity,
-            cache_bytes_per_token=span.cache_bytes_per_token(),
-            batching=span.batching[:500],
-            kernels=self._improving.kernels,
-            has_head=head is not None,
-            speed=self._speed,
-        )
+        about = describe(span, request.model, self._speed)
+        return msgspec.structs.replace(about, kernels=self._improving.kernels, has_head=head is not None)
 
     def _load_span(self, request: LoadSpan) -> LoadedSpan:
         """Load blocks, and find out what they can do. Raises ConfigError."""
@@ -386,6 +378,21 @@ def _is_op(frame: Frame) -> bool:
         return False
 
 
+def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
+    """What is told of a span that is loaded."""
+    name, memory_bytes = device_description(str(span.device))
+    return Loaded(
+        device=name,
+        device_memory_bytes=memory_bytes,
+        numerics=span.numerics(model),
+        hidden=span.hidden_size,
+        layer_arity=span.layer_arity,
+        cache_bytes_per_token=span.cache_bytes_per_token(),
+        batching=span.batching[:500],
+        speed=speed,
+    )
+
+
 def main() -> None:
     gc.freeze()  # what importing made stays, and need not be looked at again
     gc.enable()
@@ -396,6 +403,10 @@ def main() -> None:
             Worker(connection).run()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
+        except Exception as error:
+            with suppress(OSError):
+                connection.sendall(messages.framed(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_WORDS])))
+            raise
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Refusal
 from swarmd.protocol.worker import (
+    Ending,
     Improved,
     Loaded,
     Loading,
@@ -223,6 +224,7 @@ class WorkerLink:
         self._heard_at = 0.0
         self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
         self._told_at = 0.0
+        self._last_words = ""
         self._restarts = -1
         self._state = "down"
         self._reason = "not started"
@@ -308,7 +310,7 @@ class WorkerLink:
     async def _run_once(self) -> None:
         self._process = await self._start()
         self._n_sent, self._n_handled, self._heard_at = 0, 0, trio.current_time()
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting, self._waiting_bytes, self._last_words = [], 0, ""
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
@@ -359,6 +361,8 @@ class WorkerLink:
             if trio.current_time() >= self._told_at + TELL_INTERVAL_S:
                 self._told_at = trio.current_time()
                 logger.info("worker %s: %s", self._state, self._reason)
+        elif isinstance(message, Ending):
+            self._last_words = message.reason
         elif isinstance(message, WorkerFailed):
             self._set("failed", message.message)
             await self._on_change()
@@ -387,7 +391,9 @@ class WorkerLink:
     def _why_down(self) -> str:
         if trio.current_effective_deadline() == -math.inf:
             return NOT_NEEDED
-        return self._reason if self._reason.startswith("no progress") else "the worker ended"
+        if self._reason.startswith("no progress"):
+            return self._reason
+        return f"the worker ended: {self._last_words}" if self._last_words else "the worker ended"
 
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from swarmd.config import MAX_HOSTED
 from swarmd.errors import ConfigError, NoRoute
 from swarmd.plan.dialing import IpNetwork, leads_there
 from swarmd.protocol.catalog import MAX_USES, Catalog, Right
@@ -23,7 +24,8 @@ from swarmd.protocol.tensors import ITEM_BYTES
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, count, ranges
 
 MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
-MAX_RECORDS_OF_A_PEER = 8  # itself, what it serves and the runs it takes part in
+MAX_RUNS = 7  # that one daemon takes part in at a time
+MAX_RECORDS_OF_A_PEER = 1 + MAX_HOSTED + MAX_RUNS  # itself, what it serves and the runs it takes part in
 MAX_PEERS_OF_A_VOUCHER = MAX_USES  # that announce themselves at a time: a larger group takes several invites
 MAX_RECORDS_OF_A_VOUCHER = 512  # of all whom one invite, or one member, has brought in
 MAX_SENT = 4_096  # records in one exchange; the rest follows in the next

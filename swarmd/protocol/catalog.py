@@ -77,9 +77,11 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def hash_of(self, name: str) -> ModelId:
         """The hash of a model or an adapter by its name, or by that hash itself. Raises ConfigError."""
+        if is_model_hash(name):  # a name may be like another's hash
+            return ModelId(name)
         listed = {**self.adapters, **self.models}
-        if name in listed or is_model_hash(name):
-            return ModelId(listed[name][0] if name in listed else name)
+        if name in listed:
+            return ModelId(listed[name][0])
         raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed)) or 'none yet'}")
 
     def name_of(self, model: str) -> str | None:

@@ -36,14 +36,14 @@ LIMITS = {
 """Beyond any model that there is: what is built from larger numbers would not end well."""
 MAX_DEPTH = 8  # of values in values: models have a section, its rope's parameters, and those of a kind of layer
 MAX_VALUES = 100_000  # a kind for each layer, and some lists of numbers beside
-MAX_WORD = 64  # letters; the longest that any family uses is a class's name
+MAX_WORD = 1_024  # letters; the longest is a pattern with one for each block
 CODE = ("auto_map", "custom_pipelines")
 PACKAGES = ("quantization_config", "compression_config", "sparsity_config")
 PLACES = ("tokenizer_class", "processor_class", "name_or_path", "kernel_config", "use_kernels", "id2label", "label2id")
 FLOATS = {f'{{"__float__": "{name}"}}': float(name) for name in ("Infinity", "-Infinity", "NaN")}
 """transformers' own way to write what JSON has no number for."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}", re.ASCII)
-_WORD = re.compile(rf"[A-Za-z0-9_.+-]{{0,{MAX_WORD}}}", re.ASCII)
+_WORD = re.compile(rf"[A-Za-z0-9_.+*|-]{{0,{MAX_WORD}}}", re.ASCII)  # no place, no name of a repository: no "/"
 
 
 def check(config: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.fields import Count, Digest, Name, Text
 from swarmd.protocol.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.values import PeerId, RunId, is_model_hash
+from swarmd.values import PeerId, RunId, is_model_hash, require_name
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_ANCHORS = 31  # a majority of them signs each commit
@@ -31,6 +31,10 @@ _OF_CODECS = {  # which codecs a key of [parts] is for
     "rank": ("powersgd",),
     "threshold": ("significance",),
     "decay": ("topk", "powersgd", "significance"),
+}
+_OF_KINDS = {  # which optimizer a key of [optimizer] is for
+    "momentum": "sgd",
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), "adamw"),
 }
 DEFAULT_AUDIT = 32  # 3 % of what a run computes, once its members are known
 _RUN_DOMAIN = b"swarmd run 1\0"
@@ -67,7 +71,10 @@ class Optimizer(Part, frozen=True):
 
 
 class Schedule(Part, frozen=True):
-    """The learning rate's factor: up over ``warmup`` updates, then constant, or down to ``floor`` at ``steps``."""
+    """The learning rate's factor: up over ``warmup`` updates, then constant, or down to ``floor``.
+
+    The last update is one step before ``floor``, as in transformers' schedules: a rate of 0 would learn nothing.
+    """
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
@@ -209,7 +216,7 @@ class Recipe(Part, frozen=True):
         schedule, last = self.schedule, self.stop.steps
         factor = min(1.0, step / schedule.warmup) if schedule.warmup else 1.0
         if schedule.decay != "constant" and step > schedule.warmup:
-            done = min(1.0, (step - schedule.warmup) / max(1, last - schedule.warmup))
+            done = min(1.0, (step - 1 - schedule.warmup) / max(1, last - schedule.warmup))
             left = 1 - done if schedule.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
             factor = schedule.floor + (1 - schedule.floor) * left
         return self.optimizer.learning_rate * factor
@@ -249,8 +256,9 @@ def read_toml(path: Path) -> Recipe:
         recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_named(str(error), written)}") from None
-    if "diloco" in written and not recipe.steps_inside:
-        raise ConfigError(f'{path}: [diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"')
+    require_name("a run", recipe.name)
+    if why := _says_nothing(recipe, written):
+        raise ConfigError(f"{path}: {why}")
     for key in written.get("parts", {}):
         if recipe.parts.codec not in (codecs := _OF_CODECS.get(key, (recipe.parts.codec,))):
             expected = " or ".join(f'"{codec}"' for codec in codecs)
@@ -264,14 +272,42 @@ def read_toml(path: Path) -> Recipe:
     return recipe
 
 
+def _says_nothing(recipe: Recipe, written: dict[str, Any]) -> str:
+    """What in a file would be passed over, or end a run before it learns, and what it needs; "" where all counts."""
+    optimizer, schedule, steps = recipe.optimizer, recipe.schedule, recipe.stop.steps
+    if "diloco" in written and not recipe.steps_inside:
+        return f'[diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"'
+    if "lora" in written and recipe.train != "lora":
+        return f'[lora] needs train = "lora", got "{recipe.train}"'
+    if recipe.train == "lora" and not recipe.lora.targets:
+        return 'train = "lora" needs the names of modules: lora.targets, for example ["q_proj", "v_proj"]'
+    for key in written.get("optimizer", {}):
+        if (kind := _OF_KINDS.get(key, optimizer.kind)) != optimizer.kind:
+            return f'optimizer.{key} needs kind = "{kind}", got "{optimizer.kind}"'
+    if optimizer.learning_rate * optimizer.weight_decay >= 1:
+        return (
+            f"optimizer.learning_rate times weight_decay is {optimizer.learning_rate * optimizer.weight_decay:g}: "
+            "each update would take all of every weight away; expected less than 1"
+        )
+    if schedule.floor and schedule.decay == "constant":
+        return 'schedule.floor needs decay = "linear" or "cosine", got "constant"'
+    if schedule.warmup >= steps:
+        return f"schedule.warmup is {schedule.warmup}, expected less than the {steps} updates of the run (stop.steps)"
+    return ""
+
+
 def _named(error: str, written: dict[str, Any]) -> str:
-    """A refusal with the key as it is written, and the value that was found there."""
+    """A refusal with the key as it is written, what is allowed there, and the value that was found."""
     what, marker, place = error.partition(" - at `$.")
     if not marker:
         return error
     keys, found = place.rstrip("`"), written
+    kind: Any = msgspec.inspect.type_info(Recipe)
     for key in keys.split("."):
         found = found.get(key, "nothing") if isinstance(found, dict) else "nothing"
+        kind = next((field.type for field in getattr(kind, "fields", ()) if field.encode_name == key), None)
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        what = f"expected one of {', '.join(map(str, kind.values))}"
     return f"{keys}: {what}, got {found!r}"
 
 

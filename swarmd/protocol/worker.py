@@ -127,6 +127,12 @@ class WorkerFailed(Message, tag="worker_failed", frozen=True):
     message: FilePath = ""
 
 
+class Ending(Message, tag="ending", frozen=True):
+    """Worker to daemon: the last that it says, and why it ends. Another one may do better."""
+
+    reason: Text = ""
+
+
 class LoadRun(Message, tag="load_run", frozen=True):
     """Daemon to worker: load the model to be trained; the payload is the recipe, as it was signed."""
 
@@ -198,6 +204,7 @@ WorkerMessage = (
     | Done
     | Tick
     | WorkerFailed
+    | Ending
     | Rest
     | Work
     | LoadRun

@@ -25,6 +25,7 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.directory import Directory
+from swarmd.plan.view import MAX_RUNS
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import AnyMessage
@@ -117,6 +118,8 @@ class Runs:
         run_id = self._find(name)
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
+        if len(self._taken) >= MAX_RUNS:
+            raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
         folder = RunFolder(self._root / run_id)
         known = (folder.folder / "run.bin").is_file()
         run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view, run_id)

@@ -36,6 +36,20 @@ def home(tmp_path: Path) -> Iterator[Home]:
     set_home(None)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x\ny", "can be seen"),
+        ("\x1b[2J", "can be seen"),
+        ("a" * 64, "look like a model's hash"),
+        ("b" * 65, "1 to 64"),
+    ],
+)
+def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(name: str, said: str, home: Home) -> None:
+    with pytest.raises(ConfigError, match=said):
+        swarmd(home, "models", "add", str(bundled_folder()), "--name", name)
+
+
 def as_mere_member(home: Home) -> None:
     """Make the home one of a member that did not found the swarm."""
     identity, founder = Identity.generate(), home.founder()

@@ -13,7 +13,10 @@ from tests.families import FAMILIES, REFUSED, TOLERANCE, make, prove
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- written by tests/compute/test_families.py: SWARMD_WRITE_DOCS=1 pytest tests/compute/test_families.py -->"
-IN_CI = {"llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bloom", "falcon_h1", "deepseek_v3", "opt", "phi3"}
+IN_CI = {
+    *("llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bloom", "falcon_h1", "deepseek_v3", "opt", "phi3"),
+    *("qwen3_5_text", "lfm2", "jamba"),  # blocks without keys and values
+}
 _rows: dict[str, str] = {}
 _refusals: dict[str, str] = {}
 
@@ -43,9 +46,8 @@ def test_what_cannot_be_served_is_refused_with_a_reason(family: str, tmp_path: P
     _refusals[family] = str(refusal.value).removeprefix(f"{tmp_path}: ").removesuffix(": unsupported family")
 
 
-def test_ten_families_of_different_kinds_are_proved_in_ci() -> None:
+def test_families_of_different_kinds_are_proved_in_ci() -> None:
     assert set(FAMILIES) >= IN_CI
-    assert len(IN_CI) == 10
 
 
 def test_the_document_says_what_was_proved() -> None:

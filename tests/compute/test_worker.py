@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from swarmd.compute.worker import Worker
+from swarmd.compute.worker import Worker, main
 from swarmd.plan.duty import Duty
 from swarmd.protocol import messages
+from swarmd.protocol import worker as protocol
 from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import CloseSession, Op
 
@@ -62,6 +63,20 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         ours.sendall(messages.framed(step))
         worker._on_block()
         assert len(worker._late) == 2, "what comes later stays where it is"
+
+
+def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(worker: Worker) -> None:
+        raise AttributeError("no keys")
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(Worker, "run", run)
+    monkeypatch.setattr("sys.argv", ["worker", str(theirs.detach())])
+    with ours:
+        with pytest.raises(AttributeError):
+            main()
+        (frame,) = FrameDecoder().feed_untrusted(ours.recv(1 << 16))
+    assert protocol.decode(frame.header) == protocol.Ending(reason="AttributeError: no keys")
 
 
 class PlayedTime:

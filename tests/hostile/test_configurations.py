@@ -132,6 +132,7 @@ def test_names_of_code_and_places_are_not_there(
         ({"hidden_act": "os.system"}, "cannot be built"),
         ({"layer_types": ["full_attention"]}, "llama"),
         ({"rope_parameters": {"rope_type": "no-such"}}, ""),
+        ({"hidden_act": "no word"}, "hidden_act is 'no word', expected numbers, flags, and words"),
         ({"rope_scaling": [[[[[[[[[[[1]]]]]]]]]]]}, "more than 8 levels"),
         ({"note": [0] * 200_000}, "more than 8 levels or 100000 values"),
     ],
@@ -164,6 +165,10 @@ def test_a_tokenizer_brings_no_code(checkpoint: Path, tmp_path: Path, trapped: l
     with pytest.raises(ConfigError, match="cannot be used"):
         load_tokenizer(folder)
     assert not trapped
+
+
+def test_a_pattern_of_kinds_of_blocks_is_kept() -> None:
+    assert configuration.plain({"hybrid_override_pattern": "M-M*" * 30}) == {"hybrid_override_pattern": "M-M*" * 30}
 
 
 def test_infinite_numbers_are_kept_however_they_are_written() -> None:

@@ -53,7 +53,7 @@ async def test_what_daemon_and_worker_say_comes_from_no_peer(virtual_time: MockC
     async with scene() as s:
         channel = await s.attacker.rpc.channel(s.server)
         own = [kind for kind in _kinds(worker.WorkerMessage) if kind.__module__ == worker.__name__]
-        assert len(own) == 19
+        assert len(own) == 20
         for kind in own:
             assert kind.__struct_config__.tag not in messages.TAGS
             await channel.send(kind())

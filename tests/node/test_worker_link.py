@@ -19,6 +19,7 @@ from swarmd.protocol.frames import FrameDecoder
 from swarmd.protocol.messages import Op, Refusal, Replay, Replayed
 from swarmd.protocol.worker import (
     AdapterLoaded,
+    Ending,
     LoadAdapter,
     Loaded,
     Loading,
@@ -172,6 +173,18 @@ async def test_a_worker_that_makes_no_progress_is_replaced(virtual_time: MockClo
         with pytest.raises(WorkerLost, match="no progress"):
             await asked.wait()
         assert STALL_S <= trio.current_time() - begun < STALL_S + 2
+
+
+async def test_why_a_worker_ended_is_said_in_its_own_words_and_of_this_one_only(virtual_time: MockClock) -> None:
+    async with stage() as s:
+        s.workers[0].say(Ending(reason="AttributeError: no keys"))
+        s.workers[0].kill()
+        await trio.sleep(0.1)
+        assert s.link.snapshot().reason == "the worker ended: AttributeError: no keys"
+        await trio.sleep(5)
+        s.workers[1].kill()
+        await trio.sleep(0.1)
+        assert s.link.snapshot().reason == "the worker ended"
 
 
 async def test_a_load_that_cannot_succeed_is_not_tried_again(virtual_time: MockClock) -> None:

@@ -24,7 +24,7 @@ from swarmd.plan.samples import permuted, row_of, shard_of
 from swarmd.protocol import commit as commits
 from swarmd.protocol.commit import Commit, Counted
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import Batch, Recipe, start_run
+from swarmd.protocol.recipe import Batch, Recipe, Schedule, Stop, start_run
 from swarmd.values import PeerId
 
 OWNER = Identity(b"o" * 32)
@@ -245,4 +245,11 @@ def test_the_cheaper_way_and_the_majority_win() -> None:
 def test_learning_rates() -> None:
     recipe = Recipe("r", "m", "d")
     assert recipe.learning_rate(1) == recipe.optimizer.learning_rate
+    for decay in ("linear", "cosine"):
+        short = Recipe("r", "m", "d", schedule=Schedule(decay=decay), stop=Stop(steps=4))
+        rates = [short.learning_rate(step) / short.optimizer.learning_rate for step in range(1, 5)]
+        assert rates[0] == 1
+        assert rates == sorted(rates, reverse=True)
+        assert rates[-1] == pytest.approx(0.25 if decay == "linear" else 0.1464, abs=1e-4), "as transformers' schedules"
+        assert Recipe("r", "m", "d", schedule=Schedule(decay=decay), stop=Stop(steps=1)).learning_rate(1) > 0
     assert np.isclose(RUN.recipe.learning_rate(500), 1e-3)

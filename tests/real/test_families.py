@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import swarmd
 from swarmd.errors import ConfigError
 from swarmd.home import bundled_folder
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.real.faults import MODES, inputs_for
 from tests.real.harness import Volunteer, local_swarm
 
@@ -81,6 +81,31 @@ def test_chain_of_three_equals_local(stage: Stage) -> None:
         assert statistics.frames_sent == statistics.frames_received == statistics.steps
         assert not statistics.repairs
     assert {v.ask("status")["memory_mib"] < 150 for v in stage.volunteers} == {True}
+
+
+STATES = [
+    "qwen3_5_text",
+    *(pytest.param(family, marks=pytest.mark.prove) for family in ("lfm2", "jamba", "qwen3_next")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+@pytest.mark.parametrize("family", STATES)
+def test_blocks_without_keys_and_values_are_served(family: str, tmp_path: Path) -> None:
+    """They keep states instead, which do not grow with a session."""
+    folder = families.make(family, tmp_path / "made", families.FAMILIES[family])
+    local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False, "pad_token_id": 0}
+    expected = local.generate(ids, **options)
+    n = local.config.num_hidden_layers
+    with local_swarm(tmp_path) as swarm:
+        volunteers = swarm.serving((0, families.CUT), (families.CUT, n), model="model", models={"model": folder})
+        with swarmd.connect(home=volunteers[0].home.folder) as client:
+            assert torch.equal(client.model("model").generate(ids, **options), expected)
+        for volunteer in volunteers:
+            (hosting,) = volunteer.ask("status")["hosting"]
+            assert hosting["server"]["total_cache_tokens"] > 1_000, "a session's states are not those of a token"
 
 
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "bloom": ["query_key_value", "dense"], "qwen3_moe": ["q_proj", "o_proj"]}
