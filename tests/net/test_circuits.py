@@ -269,22 +269,22 @@ async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_m
 
 async def test_a_dial_that_is_given_up_leaves_no_socket() -> None:
     """Row 22: unclosed sockets are errors here."""
-    listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
-    address = Multiaddr(f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}")
     with kept_port([]) as port:
-
-        async def dial() -> None:
-            await (await connect_from(port, address)).close()
-
         for n_steps in range(4):
-            with trio.CancelScope() as given_up:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(dial)
-                    for _ in range(n_steps):
-                        await trio.lowlevel.checkpoint()
-                    given_up.cancel()
+            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")  # two ports meet once in a minute
+            async with listener:
+                address = Multiaddr(f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}")
+                with trio.CancelScope() as given_up:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(_dial_and_close, port, address)
+                        for _ in range(n_steps):
+                            await trio.lowlevel.checkpoint()
+                        given_up.cancel()
             gc.collect()
-    await listener.aclose()
+
+
+async def _dial_and_close(port: int, address: Multiaddr) -> None:
+    await (await connect_from(port, address)).close()
 
 
 @pytest.mark.parametrize("address", ["/ip6/::1/tcp/9", "/ip4/127.0.0.1", "/p2p-circuit", "/"])
