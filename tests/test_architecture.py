@@ -20,6 +20,7 @@ LAYERS = {
     "swarmd.config": 0,
     "swarmd.folders": 0,
     "swarmd.hours": 0,
+    "swarmd.importing": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
     "swarmd.member_status": 0,

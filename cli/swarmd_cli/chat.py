@@ -15,7 +15,7 @@ import typer
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import ask, home, number
-from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, may_be_wrong
+from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, require_listed, what_happened
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -87,16 +87,8 @@ class Talk:
         listed = self.gateway.models()
         if not self.model:
             return self._whole(listed)
-        self._require_named(self.model, listed)
+        require_listed(self.model, listed)
         return self.model
-
-    def _require_named(self, name: str, listed: list[dict[str, Any]]) -> None:
-        from swarmd.errors import ConfigError
-        from swarmd.values import is_model_hash
-
-        names = [entry["id"] for entry in listed]
-        if name not in names and not is_model_hash(name):
-            raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
     def _whole(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
@@ -140,7 +132,7 @@ class Talk:
         from swarmd.errors import ConfigError
 
         try:
-            self._require_named(name, self.gateway.models())
+            require_listed(name, self.gateway.models())
         except ConfigError as error:
             print(f"({error})")
             return
@@ -200,8 +192,5 @@ class Talk:
         self.chain = about["chain"]
         speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
         told = f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
-        for reason in about["repairs"]:
-            told += f"\nrepaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}"
-        for doubt in about["doubts"][:1]:
-            told += f"\n{may_be_wrong(doubt['token'], doubt['hop'], doubt['reason'])}"
+        told = "\n".join([told, *what_happened(about)])
         print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,17 +74,6 @@ def wait_until(is_done: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import torch and what needs it: looking for cycles among what stays takes a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swarmd.errors import SwarmUnavailable
 from swarmd.home import Home
+from swarmd.importing import importing
 from swarmd.protocol.identity import Identity
-from swarmd_cli.context import importing
 from swarmd_cli.gateway_client import gateway_of_this_home
 
 SPANS = ((0, 4), (1, 5), (2, 6))

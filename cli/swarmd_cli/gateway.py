@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from swarmd.importing import importing
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, importing, print_json, table
+from swarmd_cli.context import home, print_json, table
 from swarmd_cli.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)

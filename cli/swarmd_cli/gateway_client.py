@@ -106,6 +106,23 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
         child.wait()
 
 
+def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
+    """Refuse a name that is none of the models listed, and no hash. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.values import is_model_hash
+
+    names = [entry["id"] for entry in listed]
+    if name not in names and not is_model_hash(name):
+        raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
+
+
+def what_happened(about: dict[str, Any]) -> list[str]:
+    """Lines for a user, of what a gateway tells about an answer: repairs, and from where on it may be wrong."""
+    repairs = [f"repaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}" for reason in about["repairs"]]
+    doubts = [may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in about["doubts"][:1]]
+    return repairs + doubts
+
+
 def may_be_wrong(token: int, hop: str, reason: str) -> str:
     """What a user is told of an answer whose tokens from ``token`` on (the first is 0) are in doubt."""
     return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"

@@ -11,10 +11,17 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from swarmd.importing import importing
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, importing, print_json
-from swarmd_cli.gateway_client import GatewayClient, may_be_wrong, running_gateway
+from swarmd_cli.context import home, print_json
+from swarmd_cli.gateway_client import (
+    GatewayClient,
+    may_be_wrong,
+    require_listed,
+    running_gateway,
+    what_happened,
+)
 
 T = TypeVar("T")
 
@@ -87,15 +94,12 @@ def _until_whole(ask: Callable[[], T], waits: bool) -> T:
 
 def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     """Where a gateway answers for this model; None where only reading its files tells. Raises ConfigError."""
-    from swarmd.errors import ConfigError
-    from swarmd.values import is_model_hash
-
-    listed = {entry["id"]: entry["swarmd"] for entry in gateway.models()}
-    if is_model_hash(name):
+    listed = gateway.models()
+    require_listed(name, listed)
+    by_name = {entry["id"]: entry["swarmd"] for entry in listed}
+    if name not in by_name:  # by its hash
         return None
-    if name not in listed:
-        raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(listed) or 'none yet'}")
-    chats = listed[name]["chats"]
+    chats = by_name[name]["chats"]
     if raw or chats is False:
         return COMPLETIONS
     return None if chats is None else CHAT
@@ -124,10 +128,8 @@ def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict
     print()
     about, n, seconds = last["swarmd"], last["usage"]["completion_tokens"], time.monotonic() - begun
     _tell(n, seconds, about["chain"])
-    for doubt in about["doubts"][:1]:
-        print(may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]), file=sys.stderr)
-    for reason in about["repairs"]:
-        print(f"repaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}", file=sys.stderr)
+    for line in what_happened(about):
+        print(line, file=sys.stderr)
 
 
 def _tell(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmd.importing import importing
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import duration, home, importing, print_json
+from swarmd_cli.context import duration, home, print_json
 from swarmd_cli.look import Json
 
 if TYPE_CHECKING:

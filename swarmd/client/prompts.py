@@ -8,7 +8,6 @@ is ended and replaced. Control tokens in what users wrote are text: only the tem
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ import psutil
 import trio
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable
+from swarmd.importing import importing
 from swarmd.protocol.manifest import read_json
 
 STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a busy machine
@@ -187,17 +187,15 @@ def main(folder: Path) -> None:
     """Answer one question a line until the questions end."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is none
-    gc.disable()  # what importing makes stays: looking for cycles in it takes a fifth of the time
     try:
-        from swarmd.client.tokenizer import load_tokenizer
+        with importing():
+            from swarmd.client.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)  # which imports what its kind needs
         template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
         hello: dict[str, Any] = {"has_template": bool(template), "shows_tools": "tools" in template}
     except SwarmError as error:
         hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
-    gc.freeze()
-    gc.enable()
     _limit(psutil.Process().memory_info().vms + MOST_MEMORY_BYTES)
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:

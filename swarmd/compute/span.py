@@ -400,10 +400,9 @@ class LoadedSpan:
 
     def cache_bytes_per_token(self) -> int:
         """What a token of a session takes, and its share of what every session takes (states that do not grow)."""
-        after = []
-        for n_tokens in (8, 16):
-            cache = self.new_cache()
-            self.forward(*self.example(n_tokens), None, cache, 0)
+        (hidden, positions), cache, after = self.example(16), self.new_cache(), list[int]()
+        for start, end in ((0, 8), (8, 16)):
+            self.forward(hidden[:, start:end], positions[:, start:end], None, cache, start)
             after.append(cache.n_bytes())
         per_token = max(0, after[1] - after[0]) // 8
         fixed = max(0, after[0] - 8 * per_token)

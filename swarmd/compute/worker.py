@@ -25,7 +25,7 @@ from swarmd.compute import precompile
 from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
 from swarmd.compute.head import Head
-from swarmd.compute.improving import Improving
+from swarmd.compute.improving import MOST_TEXT, Improving
 from swarmd.compute.quickening import GiveWay
 from swarmd.compute.rates import decode_rates, first_rates, prefill_rates
 from swarmd.compute.remembered import Remembered
@@ -66,7 +66,6 @@ MEASURE_INTERVAL_S = 600.0  # other programs come and go on a volunteer's machin
 BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
 MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
 STREAMS = (1, 4, 16)  # sessions decoding at once; between them speed is interpolated
-MOST_WORDS = 500  # characters of why it ends
 _RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
@@ -388,7 +387,7 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
         hidden=span.hidden_size,
         layer_arity=span.layer_arity,
         cache_bytes_per_token=span.cache_bytes_per_token(),
-        batching=span.batching[:500],
+        batching=span.batching[:MOST_TEXT],
         speed=speed,
     )
 
@@ -405,7 +404,7 @@ def main() -> None:
             return
         except Exception as error:
             with suppress(OSError):
-                connection.sendall(messages.framed(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_WORDS])))
+                connection.sendall(messages.framed(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_TEXT])))
             raise
 
 

@@ -91,15 +91,15 @@ class SwarmView:
 
     def served_dtype(self, model: ModelId, n_blocks: int, wanted: str = "auto") -> str:
         """The dtype in which every block is served: ``wanted``, or the first of several. Raises NoRoute."""
-        gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
         asked = [*ITEM_BYTES] if wanted == "auto" else [wanted]
         for dtype in asked:
-            if not gaps[dtype]:
+            if not self._gaps(model, n_blocks, dtype):
                 return dtype
         if missing := self.missing(model, n_blocks):
             n_hidden = sum(span.model == model for span in self.out_of_reach)
             hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
             raise NoRoute(f"no live server holds blocks {_listed(missing)} of {n_blocks}{hidden}", tuple(missing))
+        gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
         whole = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
         others = f"can be asked for: {', '.join(whole)}" if whole else "every block is served, but not in one dtype"
         lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in asked)

@@ -6,18 +6,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from swarmd_cli import beforehand, chat
 from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import set_home
-from swarmd_cli.gateway_client import GatewayClient
 from swarmd_cli.train import _require_data
 
 from swarmd.errors import ConfigError, DaemonNotRunning, SwarmUnavailable
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol.identity import Identity
+from tests.cli.played import PlayedGateway
 
 HEAVY = {"torch", "transformers", "libp2p", "trio"}
 WRONG = (
@@ -101,27 +100,20 @@ def test_who_waits_for_a_founder_is_told_so(tmp_path: Path, monkeypatch: pytest.
         set_home(None)
 
 
-class PlayedGateway(GatewayClient):
-    """One that knows two models, of which one can chat."""
-
-    def __init__(self) -> None:
-        super().__init__("http://nowhere", "")
-
-    def models(self) -> list[dict[str, Any]]:
-        return [{"id": name, "swarmd": {"missing": [], "chats": name == "smol"}} for name in ("demo", "smol")]
+CHATS: dict[str, bool | None] = {"demo": False, "smol": True}
 
 
 def test_a_chat_without_a_name_is_with_the_model_that_can() -> None:
-    assert chat.Talk(PlayedGateway(), "", "", {})._chosen() == "smol"
+    assert chat.Talk(PlayedGateway(CHATS), "", "", {})._chosen() == "smol"
 
 
 def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:
     with pytest.raises(ConfigError, match="no model 'smole'; it has: demo, smol"):
-        chat.Talk(PlayedGateway(), "smole", "", {}).run()
+        chat.Talk(PlayedGateway(CHATS), "smole", "", {}).run()
 
 
 def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    talk = chat.Talk(PlayedGateway(), "smol", "", {})
+    talk = chat.Talk(PlayedGateway(CHATS), "smol", "", {})
     talk._command("model", "smole")
     assert talk.model == "smol"
     assert "no model 'smole'; it has: demo, smol" in capsys.readouterr().out

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 from swarmd_cli import gateway_client
-from swarmd_cli.gateway_client import GatewayClient
 from swarmd_cli.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole
 
 from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
+from tests.cli.played import PlayedGateway
 
 ABOUT = {
     "chain": ["[0,6) on abc"],
@@ -21,22 +20,7 @@ ABOUT = {
 LAST = {"choices": [], "usage": {"completion_tokens": 2}, "swarmd": ABOUT}
 
 
-class PlayedGateway(GatewayClient):
-    """Says some events, and then an error where there is one."""
-
-    def __init__(self, *events: Any) -> None:
-        super().__init__("http://nowhere", "")
-        object.__setattr__(self, "events", events)
-
-    def models(self) -> list[dict[str, Any]]:
-        known = {"talks": True, "continues": False, "unread": None}
-        return [{"id": name, "swarmd": {"chats": chats}} for name, chats in known.items()]
-
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
-        for event in self.events:  # type: ignore[attr-defined]
-            if isinstance(event, Exception):
-                raise event
-            yield event
+CHATS: dict[str, bool | None] = {"talks": True, "continues": False, "unread": None}
 
 
 def delta(**said: str) -> dict[str, Any]:
@@ -45,13 +29,13 @@ def delta(**said: str) -> dict[str, Any]:
 
 def test_what_comes_is_printed_with_its_doubts(capsys: pytest.CaptureFixture[str]) -> None:
     events = [delta(role="assistant", content=""), delta(reasoning_content="hm, "), delta(content="yes"), delta(), LAST]
-    _ask(PlayedGateway(*events), CHAT, "m", "?", {})
+    _ask(PlayedGateway(CHATS, *events), CHAT, "m", "?", {})
     said = capsys.readouterr()
     assert said.out == "hm, yes\n"
     assert "2 tokens, " in said.err
     assert "from token 2 of the answer on the text may be wrong: [0,6) on abc: it lied" in said.err
     _ask(
-        PlayedGateway({"choices": [{"text": "Once"}]}, {"choices": [{"text": " more"}]}, LAST),
+        PlayedGateway(CHATS, {"choices": [{"text": "Once"}]}, {"choices": [{"text": " more"}]}, LAST),
         COMPLETIONS,
         "m",
         "Once",
@@ -63,9 +47,9 @@ def test_what_comes_is_printed_with_its_doubts(capsys: pytest.CaptureFixture[str
 def test_what_was_begun_is_not_said_again() -> None:
     missing = NoRoute("no live server holds blocks [0,6) of 6")
     with pytest.raises(NoRoute):
-        _ask(PlayedGateway(missing), CHAT, "m", "?", {})
+        _ask(PlayedGateway(CHATS, missing), CHAT, "m", "?", {})
     with pytest.raises(SwarmUnavailable) as caught:
-        _ask(PlayedGateway(delta(content="ye"), missing), CHAT, "m", "?", {})
+        _ask(PlayedGateway(CHATS, delta(content="ye"), missing), CHAT, "m", "?", {})
     assert not isinstance(caught.value, NoRoute)
 
 
@@ -85,7 +69,7 @@ def test_it_waits_for_missing_blocks_only_if_it_is_to(monkeypatch: pytest.Monkey
 
 
 def test_a_model_made_for_chat_is_asked_and_any_other_continues() -> None:
-    gateway = PlayedGateway()
+    gateway = PlayedGateway(CHATS)
     assert _path(gateway, "talks", raw=False) == CHAT
     assert _path(gateway, "talks", raw=True) == COMPLETIONS
     assert _path(gateway, "continues", raw=False) == COMPLETIONS

@@ -1,0 +1,27 @@
+"""A gateway that says what a test has it say, without a process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from swarmd_cli.gateway_client import GatewayClient
+
+
+class PlayedGateway(GatewayClient):
+    """Knows whole models by name, and which of them can chat; says some events, and an error where there is one."""
+
+    def __init__(self, chats: dict[str, bool | None], *events: Any) -> None:
+        super().__init__("http://nowhere", "")
+        object.__setattr__(self, "played", (chats, events))
+
+    def models(self) -> list[dict[str, Any]]:
+        chats, _ = self.played  # type: ignore[attr-defined]
+        return [{"id": name, "swarmd": {"missing": [], "chats": can}} for name, can in chats.items()]
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+        _, events = self.played  # type: ignore[attr-defined]
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
