@@ -14,31 +14,27 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from swarmd.compute.kvcache import SlabLayer, SpanCache, stored
+from swarmd.compute.cache_state import Tensors, is_known, layer_state, restore_layer_untrusted, whole_numbers
+from swarmd.compute.kvcache import SpanCache
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.messages import Edit
 from swarmd.protocol.untrusted import decode
 from swarmd.wire.history import History, Sent
 
-Tensors = dict[str, torch.Tensor]
 MAX_RECENT = 4_096  # single ops of a session beside its merged history
 UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 
 
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
-    """Encode one session's state. Raises Refused for layers that keep more than keys and values."""
-    if not cache.keeps_tokens_only:
+    """Encode one session's state. Raises Refused for layers of a kind that is not known."""
+    if not is_known(cache):
         raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
     tensors: Tensors = {"n_tokens": torch.tensor(n_tokens)}
     if mask is not None:
         tensors["mask"] = mask.cpu().to(torch.uint8).contiguous()
     for index, layer in enumerate(cache.owned):
-        keys, values = stored(layer)
-        if torch.is_tensor(keys) and keys.numel():
-            tensors[f"layer.{index}.keys"] = keys.cpu().contiguous()
-            tensors[f"layer.{index}.values"] = values.cpu().contiguous()
-        if hasattr(layer, "cumulative_length"):
-            tensors[f"layer.{index}.seen"] = torch.tensor([layer.cumulative_length, int(layer.record_past)])
+        for name, tensor in layer_state(layer).items():
+            tensors[f"layer.{index}.{name}"] = tensor
     whole = next(iter(history.base(1 << 62)), None)
     if whole is not None:
         _put(tensors, "base", whole[2])
@@ -75,11 +71,11 @@ def unpack_state_untrusted(
     """
     try:
         tensors = load(raw)
-        n_tokens = _whole_numbers(tensors["n_tokens"], 1)[0]
+        n_tokens = whole_numbers(tensors["n_tokens"], 1)[0]
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore(layer, like.owned[index], tensors, index, (shape.n_rows, n_tokens))
+            _restore(layer, like.owned[index], tensors, index, shape.n_rows, n_tokens)
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
         if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
@@ -91,7 +87,7 @@ def unpack_state_untrusted(
 
 def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> None:
     """Check and take over what was sent on: the merged part, then the ops after it, up to the op the state reaches."""
-    base_seq, base_records = _whole_numbers(tensors["base.reached"], 2)
+    base_seq, base_records = whole_numbers(tensors["base.reached"], 2)
     n_recent = sum(name.endswith(".seq") for name in tensors)
     if not 0 <= base_seq <= shape.seq or n_recent > MAX_RECENT:
         raise Refused(Code.MALFORMED, f"history up to op {base_seq} and {n_recent} more, for op {shape.seq}")
@@ -101,7 +97,7 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
     history.base_seq = base_seq
     reached, n_tokens = base_seq, history.n_tokens
     for number in range(n_recent):
-        seq, record_past = _whole_numbers(tensors[f"recent.{number}.seq"], 2)
+        seq, record_past = whole_numbers(tensors[f"recent.{number}.seq"], 2)
         sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
         for edit in sent.edits:
             n_tokens -= edit.crop or 0
@@ -117,37 +113,15 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
 
 
-def _whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
-    if tensor.dtype != torch.int64 or tensor.numel() != n:
-        raise Refused(Code.MALFORMED, f"expected {n} whole numbers, got {tuple(tensor.shape)} of {tensor.dtype}")
-    return [int(value) for value in tensor.flatten().tolist()]
-
-
-def _restore(layer: Any, like: Any, tensors: Tensors, index: int, size: tuple[int, int]) -> None:
-    (n_rows, n_tokens), records, is_slab = size, hasattr(layer, "cumulative_length"), isinstance(like, SlabLayer)
-    keys, values = tensors.get(f"layer.{index}.keys"), tensors.get(f"layer.{index}.values")
-    if keys is None or values is None:
-        if n_tokens:
-            raise Refused(Code.MALFORMED, f"the caches lack layer {index}")
-        return
-    n = keys.shape[2] if keys.ndim == 4 else -1
-    for came, known in zip((keys, values), stored(like), strict=True):
-        expected = (n_rows, known.shape[1], n, known.shape[3])
-        if not (0 < n <= n_tokens and (n == n_tokens or records) and tuple(came.shape) == expected):
-            text = f"layer {index}: expected {expected} for {n_tokens} tokens, got {tuple(came.shape)}"
-            raise Refused(Code.BAD_SHAPE, text)
-        if came.dtype != known.dtype:
-            raise Refused(Code.BAD_SHAPE, f"layer {index}: expected {known.dtype}, got {came.dtype}")
-    if not all(torch.isfinite(like.read(part) if is_slab else part).all() for part in (keys, values)):
-        raise Refused(Code.NOT_FINITE, f"layer {index} of the caches holds values that are not finite")
-    (layer.put if is_slab else layer.update)(keys.to(like.device), values.to(like.device))
-    if records:
-        seen, records_past = _whole_numbers(tensors[f"layer.{index}.seen"], 2)
-        kept = min(n_tokens, like.sliding_window - 1)
-        if seen != n_tokens or not (n == kept or (records_past and n >= kept)):
-            raise Refused(Code.BAD_SHAPE, f"layer {index} keeps {n} of {seen} tokens, expected {kept} of {n_tokens}")
-        layer.keys, layer.values = keys.to(like.keys.device), values.to(like.keys.device)
-        layer.cumulative_length, layer.record_past = int(seen), bool(records_past)
+def _restore(layer: Any, like: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
+    prefix = f"layer.{index}."
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    try:
+        restore_layer_untrusted(layer, like, state, n_rows, n_tokens)
+    except Refused as error:
+        raise Refused(error.code, f"layer {index}: {error}") from None
+    except RemoteProtocolError as error:
+        raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
 
 
 def _put(tensors: Tensors, name: str, sent: Sent) -> None:

@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from swarmd.compute.compiled.layout import LEVELS, SCALE_BYTES, TINIEST
 from swarmd.compute.shared import Kept
@@ -378,9 +384,20 @@ class SpanCache:
             self._placed[index] = slabs, beginning
         return self._places
 
+    def refuses_crop(self, n_tokens: int) -> str:
+        """Why the last ``n_tokens`` cannot be taken back; empty if they can.
+
+        The library's layers each refuse for themselves, when others are cropped already, and some take back a part of
+        what they keep only: a recurrence's sum stays, and what is no longer recorded is missing.
+        """
+        whys = (_refuses_crop(layer, n_tokens) for layer in self.owned) if n_tokens else ()
+        return next(filter(None, whys), "")
+
     def crop(self, n_tokens: int) -> None:
+        """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep no more of the past than needed."""
         for layer in self.owned:
-            layer.crop(-n_tokens)
+            if n_tokens or getattr(layer, "record_past", False):
+                layer.crop(-n_tokens)
 
     def reorder(self, rows: torch.Tensor) -> None:
         for layer in self.owned:
@@ -389,6 +406,23 @@ class SpanCache:
     def n_bytes(self) -> int:
         """Of all that its layers keep: keys and values, and whatever a family keeps beside or instead of them."""
         return sum(t.numel() * t.element_size() for layer in self.owned for t in _tensors_of(layer))
+
+
+def _refuses_crop(layer: Any, n_tokens: int) -> str:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if any(layer.is_recurrent_states_initialized.values()):
+            return "its blocks keep the sum of all tokens, from which none can be taken away"
+        if not layer.record_past:
+            return "the past was not recorded"
+        for number, states in layer.conv_states.items():
+            if states is not None and states.shape[-1] - n_tokens < layer.conv_kernel_size[number]:
+                return f"the past is recorded for fewer than {n_tokens} tokens"
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+        n_needed = min(layer.cumulative_length - n_tokens, layer.sliding_window - 1)
+        if layer.keys.shape[-2] - n_tokens < n_needed:
+            return f"a window has passed, and the past is recorded for fewer than {n_tokens} tokens"
+    is_known = isinstance(layer, LinearAttentionCacheLayerMixin | DynamicLayer | DummyLayer)
+    return "" if is_known else f"its blocks keep a {type(layer).__name__}"
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:

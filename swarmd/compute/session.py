@@ -35,6 +35,7 @@ from swarmd.protocol.messages import (
     Replay,
     TokensAre,
     WantTokens,
+    cropped,
 )
 from swarmd.protocol.tensors import max_tokens_per_frame
 from swarmd.protocol.worker import Done
@@ -150,8 +151,7 @@ class HopSession:
     def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         entering = self._read_untrusted(op, payload)
-        for edit in op.edits:
-            self._edit(edit)
+        self._edit(op.edits)
         if op.record_past:
             self._cache.record_past()
         self._begun = _Begun(op, came_at)
@@ -315,14 +315,15 @@ class HopSession:
         self, op: Op, payload: memoryview
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
-        n_tokens = self._n_tokens
+        n_cropped = cropped(op.edits)
+        n_tokens = self._n_tokens - n_cropped
         for edit in op.edits:
-            if edit.crop is not None:
-                n_tokens -= edit.crop
             if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
+        if why := self._cache.refuses_crop(n_cropped):
+            raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
@@ -358,18 +359,21 @@ class HopSession:
         rows, places = hidden[0].contiguous().view(torch.uint8).numpy(), positions[0].contiguous().numpy()
         begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, places, strict=True)])
 
-    def _edit(self, edit: Edit) -> None:
+    def _edit(self, edits: tuple[Edit, ...]) -> None:
+        """Crop once and then reorder: rows and tokens are independent of each other."""
+        if not edits:
+            return
+        n_cropped = cropped(edits)
         if self._prefix is not None:
-            self._prefix.crop(self._n_tokens - (edit.crop or 0))
-        if edit.crop is not None:
-            try:
-                self._cache.crop(edit.crop)
-            except RuntimeError as error:
-                raise Refused(Code.UNSUPPORTED, f"this model's cache cannot be cropped: {error}") from None
-            self._n_tokens -= edit.crop
+            self._prefix.crop(self._n_tokens - n_cropped)
+        if any(edit.crop is not None for edit in edits):
+            self._cache.crop(n_cropped)
+            self._n_tokens -= n_cropped
             if self._mask is not None:
                 self._mask = self._mask[:, : self._n_tokens]
-        if edit.rows is not None:
+        for edit in edits:
+            if edit.rows is None:
+                continue
             rows = torch.tensor(edit.rows, device=self._span.device)
             self._cache.reorder(rows)
             if self._mask is not None:

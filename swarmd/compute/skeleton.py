@@ -52,6 +52,7 @@ class Stub(nn.Module):
     """Stands in for a decoder layer that lives elsewhere: returns its input in the shape the family expects."""
 
     returns_tuple = 0  # how many values this family's layers return; 0 is a bare tensor
+    beside: tuple[Any, ...] = ()  # values that it hands on beside hidden states; others are None
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -78,7 +79,9 @@ class Stub(nn.Module):
         return self.wrap(args[0] if args else kwargs["hidden_states"])
 
     def wrap(self, hidden: torch.Tensor) -> Any:
-        return (hidden, *(None,) * (self.returns_tuple - 1)) if self.returns_tuple else hidden
+        if not self.returns_tuple:
+            return hidden
+        return (hidden, *self.beside, *(None,) * (self.returns_tuple - 1 - len(self.beside)))
 
 
 class RemoteLayer(Stub):

@@ -40,6 +40,7 @@ from swarmd.values import Decision, Span
 NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index", "block_idx", "layer_number")
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+ONE_BY_ONE_TOLERANCE = 1e-5  # on CPUs the same kernels compute the same numbers
 USUAL_SESSION_TOKENS = 512  # states that do not grow with a session are counted as so many tokens' share each
 NOTHING_REMEMBERED = Remembered(None)
 
@@ -80,6 +81,7 @@ class LoadedSpan:
         self._arguments = _accepted_arguments(self._decoder.forward)
         self._entering: torch.Tensor | None = None
         self._leaving: torch.Tensor | None = None
+        self._beside: tuple[Any, ...] = ()  # what the hop's last block returned beside hidden states
         self.adapters = Adapters(self.model, self._layers, span, dtype, self.device, on_progress)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
@@ -314,6 +316,7 @@ class LoadedSpan:
                 self._test_alone(hop)
         except PROBE_ERRORS as error:
             raise ConfigError(f"{type(self.config).__name__}: a self-test fails: {error}: unsupported family") from None
+        self._test_one_by_one()
         self._test_batching()
         if self.kv_cache != "none":
             self._round_caches()
@@ -331,9 +334,7 @@ class LoadedSpan:
 
     def _test_alone(self, hop: Span) -> None:
         """Cached passes must equal uncached ones, and nothing but hidden states may matter. Raises ConfigError."""
-        rng = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
-        positions = torch.arange(6, device=self.device).unsqueeze(0)
+        hidden, positions = self._probe()
         whole = self.forward(hidden, positions, hop=hop)
         cache = self.new_cache(hop)
         cuts = ((0, 4), (4, 5), (5, 6))
@@ -355,6 +356,43 @@ class LoadedSpan:
             raise ConfigError(
                 f"{type(self.config).__name__}: its blocks need the embedding beside hidden states: unsupported family"
             )
+
+    @torch.inference_mode()
+    def _test_one_by_one(self) -> None:
+        """Blocks at once must equal the same blocks one by one, with hidden states between them. Raises ConfigError.
+
+        A block may hand more to the next one: another value that it returns, or something in what they share. Servers
+        send hidden states only, so that a chain of them would be wrong without a word. A block that is alone here is
+        asked whether it looks at what the block before it would have returned beside.
+        """
+        family, (hidden, positions) = type(self.config).__name__, self._probe()
+        try:
+            at_once = self._decode(hidden, positions, None, None, self.span)
+            if len(self.span) == 1:
+                apart = self._decode_beside_others(hidden, positions)
+            else:
+                apart = hidden
+                for block in self.span.blocks():
+                    apart = self._decode(apart, positions, None, None, Span(block, block + 1))
+        except PROBE_ERRORS as error:
+            raise ConfigError(f"{family}: a block fails without the ones before it: {error}: unsupported family") from None
+        error = (at_once - apart).abs().max().item() / max(1.0, at_once.abs().max().item())
+        if not error <= (ONE_BY_ONE_TOLERANCE if self.device.type == "cpu" else self._tolerance):
+            text = f"its blocks hand more than hidden states to the next one (without it they differ by {error:.2g})"
+            raise ConfigError(f"{family}: {text}: unsupported family")
+
+    def _decode_beside_others(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute the only block, and have the one before it hand on other numbers than None beside hidden states."""
+        before = self._layers[self.span.start - 1] if self.span.start else None
+        if isinstance(before, skeleton.Stub):
+            before.beside = tuple(
+                torch.randn_like(value) if torch.is_tensor(value) and value.is_floating_point() else value
+                for value in self._beside
+            )
+        out = self._decode(hidden, positions, None, None, self.span)
+        if isinstance(before, skeleton.Stub):
+            before.beside = ()
+        return out
 
     def _test_batching(self) -> None:
         """Let sessions be computed together if that gives what they give alone; ``batching`` says why (not)."""
@@ -391,6 +429,12 @@ class LoadedSpan:
         pairs = list(zip(self.forward_ragged(together, hop), alone, strict=True))
         errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
         return max(error if error == error else math.inf for error in errors)
+
+    def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random hidden states [1, 6, d] and their positions."""
+        rng = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+        return hidden, torch.arange(6, device=self.device).unsqueeze(0)
 
     def example_cache(self, hop: Span) -> SpanCache:
         """A cache of ``hop`` with one token in it, to compare shapes with."""
@@ -429,6 +473,7 @@ class LoadedSpan:
             out = forward(*args, **kwargs)
             if index == self._hop.end - 1:
                 self._leaving = out[0] if isinstance(out, tuple) else out
+                self._beside = out[1:] if isinstance(out, tuple) else ()
             self.layer_arity = len(out) if isinstance(out, tuple) else 0
             self.on_block()
             return out
