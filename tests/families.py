@@ -6,16 +6,21 @@ tests/compute/test_families.py runs the proof for each family and writes docs/mo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from swarmd.client.model import remote_model
 from swarmd.compute import skeleton
+from swarmd.compute.adapters import Lora
 from swarmd.compute.check import check_folder
+from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
+from swarmd.compute.kvcache import SpanCache
 from swarmd.compute.rates import first_rates
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.worker import describe
@@ -23,6 +28,7 @@ from swarmd.protocol import manifest
 from swarmd.protocol.messages import Edit
 from swarmd.protocol.worker import Measured
 from swarmd.values import Span
+from swarmd.wire.history import Budget, History
 
 N_LAYERS = 4
 CUT = 2
@@ -62,14 +68,16 @@ LATENT = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+INDEXED = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
+ALTERNATING = ["linear_attention", "full_attention"] * 2
 NO_HEAD_DIM = {"head_dim": None}
 
 _DENSE = """
     apertus arcee beam biogpt bitnet bloom cohere cohere2 cwm diffllama ernie4_5 exaone4 falcon_mamba flint gemma gemma2
     gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite granite_swa helium hunyuan_v1_dense
     hyperclovax internlm3 iquestcoder jais2 kolibri1 lfm2 lfm3 llama mamba mellum ministral ministral3 mistral mpt
-    nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 recurrent_gemma seed_oss smollm3 stablelm
+    nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
     starcoder2 vaultgemma xglm
 """
 _EXPERTS = """
@@ -78,22 +86,51 @@ _EXPERTS = """
     olmo_hybrid olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next solar_open
 """
 _LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu"
+_INDEXED = "axk2 deepseek_v32 glm_moe_dsa"
 
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in _DENSE.split()},
     **dict.fromkeys(_EXPERTS.split(), EXPERTS),
     **dict.fromkeys(_LATENT.split(), LATENT),
+    **dict.fromkeys(_INDEXED.split(), INDEXED),
+    "bailing_hybrid": {**LATENT, "layer_group_size": 2},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "falcon": NO_HEAD_DIM,
     "falcon_h1": MAMBA,
+    "gemma4_unified_text": {},
+    "gpt-sw3": {},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {**EXPERTS, **MAMBA, "layer_types": ALTERNATING, "shared_intermediate_size": 32},
     "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "kimi_linear": {
+        **LATENT,
+        "q_lora_rank": None,
+        "layer_types": ALTERNATING,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+    "minimax_m3_vl_text": EXPERTS,
+    "moshi": {},
+    "nemotron_h": {
+        **EXPERTS,
+        "num_hidden_layers": None,  # a kind for each block says how many there are
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "phi4_multimodal": {},
 }
 """What is served, with what makes its configuration small and valid; None takes a setting away."""
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {},
     "bert": {},
     "cpmant": {},
     "ctrl": {},
@@ -103,19 +140,32 @@ REFUSED: dict[str, dict[str, Any]] = {
     "minimax": EXPERTS,
     "modernbert-decoder": {},
     "rwkv": {},
+    "deepseek_v4": LATENT,
+    "hy_v4": EXPERTS,
+    "openai-gpt": {},
+    "xlstm": {"num_blocks": 4, "num_heads": 4},
+    "zamba2": {"num_hidden_layers": 6, "layer_types": ["linear_attention", "hybrid"] * 3},
+    "zaya": {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 """What is refused when a model is added or loaded, each with its own reason."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Largest differences between two spans and the whole model, relative to the largest value; None: not possible."""
+    """Largest differences between two spans and the whole model, relative to the largest value."""
 
     full: float
     cached: float
-    padded: float | None
+    padded: float
     gradient: float
+    lora: float
+    operations: float  # appending, taking back, reordering and handing over, in each span
+    can_crop: bool
     batching: str
+
+    @property
+    def worst(self) -> float:
+        return max(self.full, self.cached, self.padded, self.gradient, self.lora, self.operations)
 
 
 class LocalSession:
@@ -184,7 +234,9 @@ def prove(folder: Path) -> Proof:
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
         padded = _error(_decode(model, ids, mask), _decode(whole, ids, mask))
-    return Proof(full, cached, padded, _gradient_error(whole, spans, ids), spans[0].batching.split(":")[0])
+    gradient, lora = _gradient_errors(whole, spans, ids)
+    operations, crops = zip(*(_operations_error(span) for span in spans), strict=True)
+    return Proof(full, cached, padded, gradient, lora, max(operations), all(crops), spans[0].batching.split(":")[0])
 
 
 def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -200,9 +252,48 @@ def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     return torch.stack(logits)
 
 
-def _gradient_error(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> float:
-    """Difference of gradients with respect to what enters the first block, for the same gradient of what leaves."""
+def _operations_error(span: LoadedSpan) -> tuple[float, bool]:
+    """How far a session's operations are from the same tokens at once; and whether tokens can be taken back.
+
+    Six tokens of two rows, two more of which one is taken back and another one follows, rows that change places, and a
+    cache that another worker goes on with.
+    """
+    rng = torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, 9, span.hidden_size, generator=rng)
+    positions = torch.arange(9).expand(2, -1)
+
+    def append(cache: SpanCache, start: int, end: int, rows: Sequence[int] = (0, 1)) -> torch.Tensor:
+        return span.forward(hidden[list(rows), start:end], positions[:, start:end], None, cache, start)
+
+    expected, cache = span.forward(hidden, positions), span.new_cache()
+    outs = [append(cache, 0, 6)]
+    cache.record_past()
+    outs.append(append(cache, 6, 8))
+    can_crop = not cache.refuses_crop(1)
+    if can_crop:
+        cache.crop(1)
+        append(cache, 7, 8)
+    heir = span.new_cache()
+    state = pack_state(cache, History(False, Budget()), None, 8)
+    shape = StateShape(2, 16, span.hidden_size, torch.float32, 0)
+    unpack_state_untrusted(state, heir, History(False, Budget()), span.example_cache(span.span), shape)
+    for each in (cache, heir):
+        each.reorder(torch.tensor([1, 0]))
+        outs.append(append(each, 8, 9, (1, 0))[[1, 0]])
+    whole = torch.cat([expected, expected[:, 8:]], 1)
+    return _error(torch.cat(outs, 1), whole), can_crop
+
+
+def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> tuple[float, float]:
+    """Differences of gradients with respect to what enters the first block, and to a LoRA of one of its matrices."""
     layers, seen = skeleton.decoder_layers(whole), {}
+    name, matrix = _first_matrix(whole, layers[0], ids)
+    rng = torch.Generator().manual_seed(1)
+    is_conv = isinstance(matrix, Conv1D)  # GPT-2's linear layers
+    n_in, n_out = (matrix.nx, matrix.nf) if is_conv else (matrix.in_features, matrix.out_features)
+    a = torch.randn(2, n_in, generator=rng).requires_grad_()
+    b = torch.randn(n_out, 2, generator=rng).requires_grad_()
+    lora = Lora({name: (a, b, 1.0)})
 
     def enter(module: Any, args: Any, kwargs: Any) -> Any:
         hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
@@ -215,20 +306,37 @@ def _gradient_error(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> f
     hooks = [
         layers[0].register_forward_pre_hook(enter, with_kwargs=True),
         layers[-1].register_forward_hook(leave),
+        matrix.register_forward_hook(lambda _, args, out: out + args[0] @ a.T @ b.T),
     ]
     whole(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    weights = torch.randn(seen["out"].shape, generator=torch.Generator().manual_seed(1))
-    (expected,) = torch.autograd.grad((seen["out"] * weights).sum(), seen["in"])
+    weights = torch.randn(seen["out"].shape, generator=rng)
+    expected = torch.autograd.grad((seen["out"] * weights).sum(), (seen["in"], a, b))
     entered = seen["in"].detach().requires_grad_()
     positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
     out = entered
     for span in spans:
+        if span.adapters.block_of(name) is not None:
+            span.adapters.hook(lora)
         for block in span.span.blocks():  # as fine-tuning computes them
-            out = span.forward_with_grad(out, positions, None, Span(block, block + 1))
-    (got,) = torch.autograd.grad((out * weights).sum(), entered)
-    return _error(got, expected)
+            own = lora if span.adapters.block_of(name) == block else None
+            out = span.forward_with_grad(out, positions, None, Span(block, block + 1), own)
+    got = torch.autograd.grad((out * weights).sum(), (entered, a, b))
+    errors = [_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)]
+    return errors[0], max(errors[1:])
+
+
+def _first_matrix(whole: Any, layer: Any, ids: torch.Tensor) -> tuple[str, Any]:
+    """The first linear layer of a block that its forward calls, with its name in the model."""
+    called: list[Any] = []
+    hooks = [m.register_forward_hook(lambda module, *_: called.append(module)) for m in layer.modules()]
+    with torch.no_grad():
+        whole(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    matrix = next(module for module in called if isinstance(module, torch.nn.Linear | Conv1D))
+    return next(name for name, module in whole.named_modules() if module is matrix), matrix
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

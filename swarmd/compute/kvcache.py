@@ -394,7 +394,7 @@ class SpanCache:
         return next(filter(None, whys), "")
 
     def crop(self, n_tokens: int) -> None:
-        """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep no more of the past than needed."""
+        """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep as little past as is needed."""
         for layer in self.owned:
             if n_tokens or getattr(layer, "record_past", False):
                 layer.crop(-n_tokens)
@@ -402,6 +402,19 @@ class SpanCache:
     def reorder(self, rows: torch.Tensor) -> None:
         for layer in self.owned:
             layer.reorder_cache(rows)
+
+    def change_states(self, added: float) -> bool:
+        """Add a number to all recurrent states, to see whether they matter; False where there are none."""
+        states = [
+            state
+            for layer in self.owned
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            for number, state in layer.recurrent_states.items()
+            if layer.is_recurrent_states_initialized[number]
+        ]
+        for state in states:
+            state.add_(added)
+        return bool(states)
 
     def n_bytes(self) -> int:
         """Of all that its layers keep: keys and values, and whatever a family keeps beside or instead of them."""

@@ -84,6 +84,7 @@ class LoadedSpan:
         self._beside: tuple[Any, ...] = ()  # what the hop's last block returned beside hidden states
         self.adapters = Adapters(self.model, self._layers, span, dtype, self.device, on_progress)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
+        self.goes_on_at_once = True  # may a session that has tokens get several more in one pass?
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self.shares_beginnings = False  # may they have the keys and values of a common beginning in one place?
         self._hop = span
@@ -117,6 +118,13 @@ class LoadedSpan:
         lora: Lora | None = None,
     ) -> torch.Tensor:
         """Run ``hop`` (or the whole span): hidden [b, t, d], positions [b, t], mask [b, n_past + t] -> [b, t, d]."""
+        n_tokens = hidden.shape[1]
+        if cache is not None and n_past and n_tokens > 1 and not self.goes_on_at_once:
+            outs = []
+            for n in range(n_tokens):
+                seen, one = None if mask is None else mask[:, : n_past + n + 1], slice(n, n + 1)
+                outs.append(self.forward(hidden[:, one], positions[:, one], seen, cache, n_past + n, hop, lora))
+            return torch.cat(outs, 1)
         if cache is not None:
             cache.see(n_past)
         with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
@@ -336,16 +344,35 @@ class LoadedSpan:
         """Cached passes must equal uncached ones, and nothing but hidden states may matter. Raises ConfigError."""
         hidden, positions = self._probe()
         whole = self.forward(hidden, positions, hop=hop)
-        cache = self.new_cache(hop)
-        cuts = ((0, 4), (4, 5), (5, 6))
-        parts = [self.forward(hidden[:, a:b], positions[:, a:b], None, cache, a, hop) for a, b in cuts]
-        error = (torch.cat(parts, 1) - whole).abs().max().item() / max(1.0, whole.abs().max().item())
+        self.goes_on_at_once = self.goes_on_at_once and not self._forgets_states(hidden, positions, hop)
+        error = self._cached_error(hidden, positions, whole, hop)
         if not error <= self._tolerance:
             raise ConfigError(
-                f"{type(self.config).__name__}: cached and uncached passes differ by {error:.2g} "
-                f"(at most {self._tolerance:g}): this family cannot be served"
+                f"{type(self.config).__name__}: cached passes, with another session's between them, and uncached "
+                f"ones differ by {error:.2g} (at most {self._tolerance:g}): this family cannot be served"
             )
         self._test_embedding(hidden, positions, whole, hop)
+
+    @torch.inference_mode()
+    def _forgets_states(self, hidden: torch.Tensor, positions: torch.Tensor, hop: Span) -> bool:
+        """Does it not matter which states a session has, when several tokens follow? Some families begin anew."""
+        outs = []
+        for change in (0.0, 1.0):
+            cache = self.new_cache(hop)
+            self.forward(hidden[:, :3], positions[:, :3], None, cache, 0, hop)
+            if not cache.change_states(change):
+                return False
+            outs.append(self.forward(hidden[:, 3:], positions[:, 3:], None, cache, 3, hop))
+        return torch.equal(*outs)
+
+    def _cached_error(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, hop: Span) -> float:
+        """How far a session's passes are from ``expected``, all at once; another session's tokens come between them."""
+        cache, other, outs = self.new_cache(hop), self.new_cache(hop), []
+        for start, end in ((0, 3), (3, 5), (5, 6)):
+            now = slice(start, end)
+            outs.append(self.forward(hidden[:, now], positions[:, now], None, cache, start, hop))
+            self.forward(-hidden[:, now], positions[:, now], None, other, start, hop)
+        return (torch.cat(outs, 1) - expected).abs().max().item() / max(1.0, expected.abs().max().item())
 
     @torch.inference_mode()
     def _test_embedding(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, hop: Span) -> None:
@@ -374,8 +401,10 @@ class LoadedSpan:
                 apart = hidden
                 for block in self.span.blocks():
                     apart = self._decode(apart, positions, None, None, Span(block, block + 1))
-        except PROBE_ERRORS as error:
-            raise ConfigError(f"{family}: a block fails without the ones before it: {error}: unsupported family") from None
+        except PROBE_ERRORS as failure:
+            raise ConfigError(
+                f"{family}: a block fails without the ones before it: {failure}: unsupported family"
+            ) from None
         error = (at_once - apart).abs().max().item() / max(1.0, at_once.abs().max().item())
         if not error <= (ONE_BY_ONE_TOLERANCE if self.device.type == "cpu" else self._tolerance):
             text = f"its blocks hand more than hidden states to the next one (without it they differ by {error:.2g})"
@@ -497,7 +526,8 @@ class LoadedSpan:
                 continue
             if self.layer_arity == arity:
                 return
-        raise ConfigError(f"{type(self.config).__name__}: a probe of its layers fails: {failure}: unsupported family")
+        family = type(self.config).__name__
+        raise ConfigError(f"{family}: its blocks fail on hidden states alone ({failure}): unsupported family")
 
 
 def _accepted_arguments(forward: Callable[..., Any]) -> set[str]:

@@ -37,6 +37,8 @@ LIMITS = {
 MAX_DEPTH = 8  # of values in values: models have a section, its rope's parameters, and those of a kind of layer
 MAX_VALUES = 100_000  # a kind for each layer, and some lists of numbers beside
 MAX_WORD = 1_024  # letters; the longest is a pattern with one for each block
+KINDS_OF_BLOCKS = ("layers_block_type", "layer_types")
+"""Lists with a kind for each block, by which some families say how many there are."""
 CODE = ("auto_map", "custom_pipelines")
 PACKAGES = ("quantization_config", "compression_config", "sparsity_config")
 PLACES = ("tokenizer_class", "processor_class", "name_or_path", "kernel_config", "use_kernels", "id2label", "label2id")
@@ -72,6 +74,9 @@ def count_blocks(config: Mapping[str, Any]) -> int:
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if section.get(key) and _is_whole(section[key], LIMITS[key]):
             return int(section[key])
+    for key in KINDS_OF_BLOCKS:
+        if isinstance(section.get(key), list) and 0 < len(section[key]) <= LIMITS["num_layers"]:
+            return len(section[key])
     raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from swarmd.errors import ConfigError
-from tests.families import FAMILIES, REFUSED, TOLERANCE, make, prove
+from tests.families import FAMILIES, REFUSED, TOLERANCE, Proof, make, prove
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- written by tests/compute/test_families.py: SWARMD_WRITE_DOCS=1 pytest tests/compute/test_families.py -->"
 IN_CI = {
     *("llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bloom", "falcon_h1", "deepseek_v3", "opt", "phi3"),
     *("qwen3_5_text", "lfm2", "jamba"),  # blocks without keys and values
+    *("mamba", "glm_moe_dsa", "nemotron_h"),  # states only; an indexer's keys; blocks that keep nothing
 }
-_rows: dict[str, str] = {}
+REFUSED_IN_CI = {"recurrent_gemma", "zaya"}  # sessions mix in its modules; its router looks at the router before
+_rows: dict[str, Proof] = {}
 _refusals: dict[str, str] = {}
 
 
@@ -32,18 +35,19 @@ def one_thread() -> None:
 )
 def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path) -> None:
     proof = prove(make(family, tmp_path, FAMILIES[family]))
-    errors = (proof.full, proof.cached, proof.padded, proof.gradient)
-    assert max(errors) <= TOLERANCE, proof
-    _rows[family] = proof.batching
+    assert proof.worst <= TOLERANCE, proof
+    _rows[family] = proof
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.prove
-@pytest.mark.parametrize("family", sorted(REFUSED))
+@pytest.mark.parametrize(
+    "family", [f if f in REFUSED_IN_CI else pytest.param(f, marks=pytest.mark.prove) for f in sorted(REFUSED)]
+)
 def test_what_cannot_be_served_is_refused_with_a_reason(family: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         prove(make(family, tmp_path, REFUSED[family]))
-    _refusals[family] = str(refusal.value).removeprefix(f"{tmp_path}: ").removesuffix(": unsupported family")
+    sentence = str(refusal.value).removeprefix(f"{tmp_path}: ").removesuffix(": unsupported family")
+    _refusals[family] = re.sub(r"differ by [\d.e+-]+", "differ by more than they may", sentence)  # runs differ
 
 
 def test_families_of_different_kinds_are_proved_in_ci() -> None:
@@ -53,8 +57,9 @@ def test_families_of_different_kinds_are_proved_in_ci() -> None:
 def test_the_document_says_what_was_proved() -> None:
     if set(_rows) != set(FAMILIES) or set(_refusals) != set(REFUSED):
         pytest.skip("only with all families of this file")
-    together = [f for f, how in _rows.items() if how.startswith("all")]
+    together = [f for f, proof in _rows.items() if proof.batching.startswith("all")]
     alone = [f for f in _rows if f not in together]
+    keep_all = [f for f, proof in _rows.items() if not proof.can_crop]
     text = "\n".join(
         [
             f"{len(_rows)} families, by transformers' own names.",
@@ -63,6 +68,9 @@ def test_the_document_says_what_was_proved() -> None:
             "|---|---|",
             f"| together, as one batch | {', '.join(together)} |",
             f"| one at a time | {', '.join(alone)} |",
+            f"| tokens cannot be taken back (no tries ahead) | {', '.join(keep_all)} |",
+            "",
+            f"{len(_refusals)} are refused.",
             "",
             "| refused | why |",
             "|---|---|",
