@@ -85,14 +85,19 @@ def test_chain_of_three_equals_local(stage: Stage) -> None:
 
 STATES = [
     "qwen3_5_text",
-    *(pytest.param(family, marks=pytest.mark.prove) for family in ("lfm2", "jamba", "qwen3_next")),
+    "glm_moe_dsa",  # keys of an indexer beside keys and values
+    "falcon_h1",  # keys, values and states in the same block
+    *(
+        pytest.param(family, marks=pytest.mark.prove)
+        for family in ("lfm2", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear")
+    ),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
 @pytest.mark.parametrize("family", STATES)
-def test_blocks_without_keys_and_values_are_served(family: str, tmp_path: Path) -> None:
-    """They keep states instead, which do not grow with a session."""
+def test_blocks_that_keep_more_than_keys_and_values_are_served(family: str, tmp_path: Path) -> None:
+    """Most keep states instead, which do not grow with a session."""
     folder = families.make(family, tmp_path / "made", families.FAMILIES[family])
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(0))
