@@ -29,9 +29,9 @@ def evidence_of(
     entered: tuple[torch.Tensor, torch.Tensor],
     left: tuple[torch.Tensor, torch.Tensor],
 ) -> bytes | None:
-    """What shows it, as a payload; None where nobody else could compute it: own parameters, coded, or too much."""
+    """What shows it, as a payload; None where nobody else could compute it: own parameters, coded, too much, receipts with gaps."""
     hidden, positions = entered
-    is_plain = not terms.adapter and terms.own is None and len(signed) <= MAX_RECEIPTS
+    is_plain = not terms.adapter and terms.own is None and 0 < len(signed) <= MAX_RECEIPTS
     if not is_plain or not torch.equal(positions, torch.arange(hidden.shape[1]).expand_as(positions).int()):
         return None
     payload = evidence.encode(Evidence(signed, pack(*entered, None), pack(*left, None)))

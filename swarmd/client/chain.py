@@ -148,7 +148,6 @@ class Chain:
         numerics = self._numerics if is_exact else ""
         request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
-        self.accounts.reopened((link.hop.peer, link.hop.span.start))
         link.joined = self.accounts.n_tokens
         try:
             if self.terms.own is not None:
@@ -157,6 +156,7 @@ class Chain:
         except PeerError as error:
             failures[index] = error
             return
+        self.accounts.reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
         if isinstance(reply, Opened):
             self.layer_arity = reply.layer_arity
             link.received = 0 if self.position.seq == 0 else None

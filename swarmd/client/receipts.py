@@ -17,7 +17,7 @@ from swarmd.protocol.evidence import MAX_RECEIPTS
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import cropped, is_reordered
-from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, digests_of
+from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of
 from swarmd.protocol.records import MAX_SKEW_S
 from swarmd.values import PeerId
 from swarmd.wire.history import Sent
@@ -34,6 +34,7 @@ class Account:
     entered: bytearray = field(default_factory=bytearray)
     left: bytearray = field(default_factory=bytearray)
     last: Receipt | None = None
+    is_whole: bool = True  # does each receipt go on where the ones before it ended?
     _signed: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # from which token on, body, signature
 
     @property
@@ -42,11 +43,18 @@ class Account:
 
     @property
     def signed(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Bodies and signatures, for others to see."""
-        return tuple((body, signature) for _, body, signature in self._signed)
+        """Bodies and signatures, for others to see; none where one is missing between them."""
+        return tuple((body, signature) for _, body, signature in self._signed) if self.is_whole else ()
 
     def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
-        """Take what is newer; receipts whose tokens it tells of, too, are not needed any more."""
+        """Take what is newer; receipts whose tokens it tells of, too, are not needed any more.
+
+        Raises IntegrityError for one that says otherwise what it goes on from: others would blame who shows it.
+        """
+        goes_on = said.first <= self.n_tokens and said.before == digest_before(self.entered, self.left, said.first)
+        if not goes_on and (said.first == 0 or (self.is_whole and self.last is not None)):
+            raise IntegrityError(f"a receipt of {said.peer} does not go on from those before it")
+        self.is_whole = goes_on and (self.is_whole or said.first == 0)
         if self.last is not None and said.first < self.last.first:
             self._signed = [entry for entry in self._signed if entry[0] < said.first]
         for digests, more in ((self.entered, said.entered), (self.left, said.left)):
@@ -113,6 +121,7 @@ class Accounts:
         if said.first + len(said.left) // DIGEST_BYTES > self._max_tokens:
             raise IntegrityError(f"a receipt beyond the {self._max_tokens} tokens of the session")
         if abs(now - said.at) > MAX_SKEW_S:
+            account.is_whole = False
             return account  # it would convince nobody
         if len(account.signed) >= MAX_RECEIPTS:
             raise IntegrityError(f"more than {MAX_RECEIPTS} receipts for one session")
@@ -139,7 +148,7 @@ class Accounts:
     def pass_on(self, giver: Place, heir: Place) -> None:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
-        self._accounts[heir] = Account(bytearray(known.entered), bytearray(known.left))
+        self._accounts[heir] = Account(bytearray(known.entered), bytearray(known.left), is_whole=False)
 
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""

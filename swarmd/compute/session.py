@@ -322,7 +322,7 @@ class HopSession:
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
-        if why := self._cache.refuses_crop(n_cropped):
+        if n_cropped and (why := self._cache.refuses_crop(n_cropped)):
             raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
         if op.tensor is None:
             return None

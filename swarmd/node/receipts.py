@@ -91,7 +91,7 @@ class Receipts:
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
-        first, entered, left = hop.trail.cut()
+        first, entered, left, before = hop.trail.cut()
         body, signature = receipt.sign(
             Receipt(
                 peer=self._served.identity.peer_id,
@@ -110,6 +110,7 @@ class Receipts:
                 first=first,
                 entered=entered,
                 left=left,
+                before=before,
             ),
             self._served.identity,
         )

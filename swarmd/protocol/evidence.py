@@ -16,7 +16,7 @@ from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol import receipt
 from swarmd.protocol.arrays import Floats, unpack_array_untrusted
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.receipt import DIGEST_BYTES, Receipt, digests_of
+from swarmd.protocol.receipt import DIGEST_BYTES, Receipt, digest_before, digests_of
 from swarmd.protocol.untrusted import decode
 from swarmd.values import Span
 
@@ -60,9 +60,11 @@ def read_untrusted(payload: memoryview, accused: str) -> Shown:
         expected = (accused, first.session, first.model, first.start, first.end, first.numerics, False)
         if same != expected or one.start >= one.end:
             raise RemoteProtocolError("evidence with receipts of several hops")
+        if one.first * DIGEST_BYTES > len(entered):
+            raise RemoteProtocolError("evidence that lacks a receipt")
+        if one.before != digest_before(entered, left, one.first):
+            raise RemoteProtocolError("evidence that leaves out what was signed between two of its receipts")
         for digests, more in ((entered, one.entered), (left, one.left)):
-            if one.first * DIGEST_BYTES > len(digests):
-                raise RemoteProtocolError("evidence that lacks a receipt")
             digests[one.first * DIGEST_BYTES :] = more
     metas = [meta for meta, _ in (evidence.entered, evidence.left)]
     if any(m.has_mask or not m.has_positions or m.codec != "raw" or m.dtype != metas[0].dtype for m in metas):

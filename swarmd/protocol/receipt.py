@@ -24,7 +24,7 @@ DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
 UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
 MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
 MAX_FIRST = 2**22  # the tokens of the longest session
-_DOMAIN = b"swarmd receipt 1\0"
+_DOMAIN = b"swarmd receipt 2\0"
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
@@ -33,7 +33,9 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
     The cache holds ``first`` tokens and those whose digests are here, as they ``entered`` and ``left``;
     ``n_computed`` counts all that was computed in this session, what was cropped again included. An ``adapter``, or
-    the client's own parameters (``tuned``), took part. An heir has its cache from another server.
+    the client's own parameters (``tuned``), took part. An heir has its cache from another server. ``before`` is the
+    digest of the ``first`` tokens' digests (``digest_before``): so nobody can show receipts and leave one out between,
+    of tokens that were cropped, or of another opening of the same session, and have the others look wrong.
     """
 
     peer: Name
@@ -52,6 +54,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     first: Annotated[int, msgspec.Meta(ge=0, le=MAX_FIRST)]
     entered: Digests
     left: Digests
+    before: Digest
 
 
 def sign(receipt: Receipt, identity: Identity) -> tuple[bytes, bytes]:
@@ -67,6 +70,12 @@ def read_untrusted(body: bytes, signature: bytes) -> Receipt:
     if len(receipt.entered) != len(receipt.left) or len(receipt.entered) % DIGEST_BYTES:
         raise IntegrityError("a receipt has one digest for each token, as it entered and as it left")
     return receipt
+
+
+def digest_before(entered: bytes | bytearray, left: bytes | bytearray, first: int) -> bytes:
+    """What a receipt that tells of tokens from ``first`` on says of those before it."""
+    end = first * DIGEST_BYTES
+    return hashlib.blake2b(bytes(entered[:end]) + bytes(left[:end]), digest_size=DIGEST_BYTES).digest()
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
@@ -153,15 +162,16 @@ class Trail:
     def n_left(self) -> int:
         return len(self.left) // DIGEST_BYTES
 
-    def cut(self, most: int = MAX_TOKENS) -> tuple[int, bytes, bytes]:
-        """What a receipt says of the tokens since the last one: (first, entered, left)."""
+    def cut(self, most: int = MAX_TOKENS) -> tuple[int, bytes, bytes, bytes]:
+        """What a receipt says of the tokens since the last one: (first, entered, left, before)."""
         first = max(self._first, self.n_left - most)
         # what entered beyond has not left; what an op under way has cropped is no more
         end = min(self.n_left, self.n_entered - sum(under.n_tokens for under in self._under))
         end = max(first, end)
         self._first, self.n_ops = end, 0
         window = slice(first * DIGEST_BYTES, end * DIGEST_BYTES)
-        return first, bytes(self.entered[window]), bytes(self.left[window])
+        before = digest_before(self.entered, self.left, first)
+        return first, bytes(self.entered[window]), bytes(self.left[window]), before
 
     def _drop(self, digests: bytearray, n_tokens: int) -> None:
         if n_tokens:

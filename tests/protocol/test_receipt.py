@@ -17,7 +17,7 @@ from swarmd.protocol.arrays import pack_array, rounded, unpack_array_untrusted
 from swarmd.protocol.evidence import Evidence
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Edit, Op
-from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, Trail, digests_of
+from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN, Receipt, Trail, digest_before, digests_of
 from swarmd.wire.tensors import pack
 from tests.protocol.test_mutated import mutants
 
@@ -81,7 +81,8 @@ def test_receipts_one_after_the_other_give_what_the_cache_holds(steps: list[tupl
         left += [UNSEEN] * (n_tokens - n_leaving)
         left += [seen[i : i + DIGEST_BYTES] for i in range(0, len(seen), DIGEST_BYTES)]
         if has_receipt:
-            first, *digests = trail.cut()
+            first, *digests, before = trail.cut()
+            assert before == digest_before(*known, first), "it goes on from what was signed before"
             for whole, more in zip(known, digests, strict=True):
                 whole[first * DIGEST_BYTES :] = more
             assert known[0] == b"".join(entered)
@@ -96,7 +97,7 @@ def test_what_is_under_way_is_not_signed_yet() -> None:
     trail.enter(Op(seq=2, edits=(Edit(crop=1),), tensor=meta), payload)
     assert trail.cut()[0] == 0
     assert trail.n_left == 3
-    first, entered, _ = trail.cut()
+    first, entered, _, _ = trail.cut()
     assert (first, len(entered)) == (2, 0), "the last token may be gone already"
 
 
@@ -117,7 +118,7 @@ def test_a_payload_that_is_not_what_its_header_says_ends_the_trail() -> None:
 
 def signed(**changed: object) -> tuple[bytes, bytes]:
     said = Receipt(
-        SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, 1, "n", False, "", b"", 0, b"e" * 32, b"l" * 32
+        SERVER.peer_id, "client", bytes(16), "m", 0, 3, 5, 9, 1, "n", False, "", b"", 0, b"e" * 32, b"l" * 32, b""
     )
     return receipt.sign(msgspec.structs.replace(said, **changed), SERVER)
 
