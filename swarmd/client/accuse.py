@@ -29,7 +29,10 @@ def evidence_of(
     entered: tuple[torch.Tensor, torch.Tensor],
     left: tuple[torch.Tensor, torch.Tensor],
 ) -> bytes | None:
-    """What shows it, as a payload; None where nobody else could compute it: own parameters, coded, too much, receipts with gaps."""
+    """What shows it, as a payload; None where nobody else could compute or believe it.
+
+    That is with own parameters, over coded links, where it is too much, and where a receipt is missing.
+    """
     hidden, positions = entered
     is_plain = not terms.adapter and terms.own is None and 0 < len(signed) <= MAX_RECEIPTS
     if not is_plain or not torch.equal(positions, torch.arange(hidden.shape[1]).expand_as(positions).int()):

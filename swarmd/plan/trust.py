@@ -2,7 +2,9 @@
 
 Each probes some others: the same seeded input through the same blocks. Whom no more vouchers found wrong than right is
 proven; whom two found wrong, and fewer right, is doubted; who alone holds its blocks, and nobody could ask, is not held
-back.
+back. What is announced is a word without evidence, so it counts from servers of the same model only, which could have
+computed it; and who calls several wrong that others found right weighs the less against each of them: two members
+cannot have every honest server doubted by saying so.
 Blame climbs: whoever brings in liars again and again has all his guests doubted.
 """
 
@@ -92,12 +94,21 @@ def trust_in(
     """
     said: dict[tuple[str, bytes], Said] = defaultdict(Said)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
+    accused_by: dict[bytes, set[str]] = defaultdict(set)
+    model_of = {(span.peer, name_of(span)): span.model for span in spans}
+    models_of: dict[str, set[str]] = defaultdict(set)
+    for span in spans:
+        models_of[span.peer].add(span.model)
     for record in peers:
         speaker = voucher_of(PeerId(record.peer))
         for found in record.found:
             host = voucher_of(PeerId(found.peer))
-            if found.peer == record.peer:
+            served, model = models_of[record.peer], model_of.get((found.peer, found.name))
+            could_compute = model in served if model is not None else bool(served)  # of who left, any server
+            if found.peer == record.peer or not could_compute:
                 continue
+            if not found.is_right:
+                accused_by[speaker].add(found.peer)
             said[found.peer, found.name].add(found.is_right, speaker, is_kin=host == speaker)
             if not found.is_right and found.voucher and host[:VOUCHER_BYTES] == found.voucher and host != speaker:
                 guests[found.voucher][speaker].add(found.peer)
@@ -110,7 +121,7 @@ def trust_in(
         is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
         about = said.get((span.peer, name_of(span)), Said())
-        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone)
+        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
     return trust
 
 
@@ -128,14 +139,16 @@ class Said:
         else:
             (self.right if is_right else self.wrong).add(speaker)
 
-    def trust(self, is_alone: bool) -> Trust:
+    def trust(self, is_alone: bool, accused_by: Mapping[bytes, set[str]]) -> Trust:
         """One word against a server is no proof: then it is as if nobody had looked."""
-        if not self.right and not self.wrong:
+        n_right, n_wrong = len(self.right), len(self.wrong)
+        if not n_right and not n_wrong:
             is_known_right = self.kin == {True}
             return Trust.PROVEN if is_known_right or (is_alone and not self.kin) else Trust.UNKNOWN
-        if len(self.wrong) >= AGREEING and len(self.wrong) > len(self.right):
+        weight = sum(1 / len(accused_by[voucher]) for voucher in self.wrong) if n_right else n_wrong
+        if n_wrong >= AGREEING and weight > n_right:
             return Trust.DOUBTED
-        return Trust.PROVEN if len(self.right) >= len(self.wrong) else Trust.UNKNOWN
+        return Trust.PROVEN if n_right >= n_wrong or n_right > weight else Trust.UNKNOWN
 
 
 def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:

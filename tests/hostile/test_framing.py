@@ -133,7 +133,7 @@ def test_receipts_that_leave_something_out_convince_nobody(n_cases: int) -> None
                     if np.array_equal(left[:, -1:], computed(entered)[:, -1:]):
                         continue
                     n_framed += 1
-                    with pytest.raises(RemoteProtocolError, match="leaves out|lacks a receipt"):
+                    with pytest.raises(RemoteProtocolError, match=r"leaves out|lacks a receipt"):
                         evidence.read_untrusted(shown(tuple(s for s, _ in chosen), entered, left), SERVER.peer_id)
 
 

@@ -156,7 +156,8 @@ def test_trust_follows_what_others_found() -> None:
     trust = trust_in([A, B, C], said, own_voucher)
     assert trust == {("a", 0): Trust.UNKNOWN, ("b", 0): Trust.PROVEN, ("c", 0): Trust.UNKNOWN}, "one word is no proof"
     said.append(peer("d", finding(C, False)))
-    assert trust_in([A, B, C], said, own_voucher)["c", 0] is Trust.DOUBTED
+    assert trust_in([A, B, C], said, own_voucher)["c", 0] is Trust.UNKNOWN, "who serves nothing computed nothing"
+    assert trust_in([A, B, C, span("d", 0, 4)], said, own_voucher)["c", 0] is Trust.DOUBTED
     assert trust_in([A, B, C], [peer("a")], own_voucher) == {}, "nobody said anything"
 
 
@@ -180,11 +181,24 @@ def test_whose_guests_are_wrong_again_and_again_vouches_for_nobody() -> None:
     def voucher_of(p: PeerId) -> bytes:
         return vouchers.get(p, p.encode())
 
-    assert trust_in([A, newcomer], said, voucher_of)["new", 0] is Trust.DOUBTED
-    assert trust_in([A, newcomer], said[:1], voucher_of)["new", 0] is Trust.UNKNOWN, "one member's word"
+    assert trust_in([A, B, newcomer], said, voucher_of)["new", 0] is Trust.DOUBTED
+    assert trust_in([A, B, newcomer], said[:1], voucher_of)["new", 0] is Trust.UNKNOWN, "one member's word"
     unknown = [
         peer(name, *(finding(span(f"made up {n}", 0, 4), False, b"leaky invite") for n in range(3))) for name in "ab"
     ]
-    assert trust_in([A, newcomer], unknown, voucher_of)["new", 0] is Trust.UNKNOWN, "of peers that nobody has seen"
+    assert trust_in([A, B, newcomer], unknown, voucher_of)["new", 0] is Trust.UNKNOWN, "of peers that nobody has seen"
     fewer = [peer(name, *(finding(s, False, b"leaky invite") for s in wrong[:2])) for name in ("a", "b")]
-    assert trust_in([A, newcomer], fewer, voucher_of)["new", 0] is Trust.UNKNOWN, "two may have bad memory"
+    assert trust_in([A, B, newcomer], fewer, voucher_of)["new", 0] is Trust.UNKNOWN, "two may have bad memory"
+
+
+def test_two_members_words_do_not_have_all_others_doubted() -> None:
+    """They serve, too, and call every honest server wrong, each of which two others have probed."""
+    honest = [span(name, 0, 4) for name in "abcd"]
+    hostile = [span(name, 0, 4) for name in ("liar", "second", "third")]
+    said = [peer(name, *(finding(s, True) for s in honest if s.peer != name)) for name in "ab"]
+    said += [peer(s.peer, *(finding(h, False) for h in honest)) for s in hostile]
+    trust = trust_in([*honest, *hostile], said, own_voucher)
+    assert {trust[s.peer, 0] for s in honest[2:]} == {Trust.PROVEN}, "two probes"
+    assert Trust.DOUBTED not in {trust[s.peer, 0] for s in honest}
+    said += [peer(name, finding(hostile[0], False)) for name in "cd"]
+    assert trust_in([*honest, *hostile], said, own_voucher)["liar", 0] is Trust.DOUBTED
