@@ -12,10 +12,10 @@ from swarmd.protocol.messages import KNOWN_NEEDS
 from swarmd.protocol.records import PeerRecord
 from swarmd.protocol.tensors import CODECS
 
-MINOR = 5  # grows with each message, codec or need that is added
+MINOR = 6  # grows with each message, codec or need that is added
 
 CHARTERS = 5  # the minor from which on catalogs may be signed by other founders than the first
-RECEIPTS = 3  # the minor from which on servers sign what passes through them
+RECEIPTS = 6  # the minor from which on servers sign what passes through them, and what that goes on from
 SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly
 
 
