@@ -75,6 +75,16 @@ def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return ids, mask, labels
 
 
+def _first_counted(model: Any) -> int:
+    """The first token of a row that the loss counts: the second, unless the tokens of a tuned prompt predict the first.
+
+    PEFT puts a prompt in front of the row's own vectors. Keys and values (a prefix) predict nothing.
+    """
+    config = getattr(model, "active_peft_config", None)
+    precedes = config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING"
+    return 0 if precedes else 1
+
+
 def loss_and_gradients(
     model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[Row], n_parts: int = 2
 ) -> tuple[float, list[torch.Tensor | None]]:
@@ -84,12 +94,13 @@ def loss_and_gradients(
     another part's head. Sums run in the order of the parts. Raises SwarmError.
     """
     ids, mask, labels = padded(rows)
-    n_counted = int((labels[:, 1:] != IGNORED).sum())
-    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(min(n_parts, len(rows)))]
-    cuts = [cut for cut in cuts if cut.start < cut.stop and bool((labels[cut, 1:] != IGNORED).any())]
+    counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
+    n_parts = min(n_parts, len(rows))
+    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(n_parts)]
+    cuts = [cut for cut in cuts if bool(counts[cut].any())]
 
     def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
-        share = int((labels[cut, 1:] != IGNORED).sum()) / n_counted
+        share = int(counts[cut].sum()) / int(counts.sum())
         loss = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut]).loss * share
         return loss.item(), torch.autograd.grad(loss, list(parameters), allow_unused=True)
 
