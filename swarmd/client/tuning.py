@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from swarmd.client.dataset import IGNORED, Dataset, Row
 from swarmd.client.tuning_recipe import PREFIX, Recipe, checkpoints
+from swarmd.compute.lora import with_lora
 from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -116,26 +117,28 @@ def loss_and_gradients(
     return sum(loss for loss, _ in found), sums
 
 
-def with_peft(model: Any, recipe: Recipe) -> Any:
-    """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+def _with_virtual_tokens(model: Any, recipe: Recipe) -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it has opinions
     try:
-        from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
+        from peft import PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
     except ImportError:
         raise ConfigError("fine-tuning needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
-    kind: dict[str, Any] = {"task_type": TaskType.CAUSAL_LM}
-    if recipe.method == "lora":
-        targets = list(recipe.targets) or None
-        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=targets, **kind)
-    else:
-        which = PromptTuningConfig if recipe.method == "prompt" else PrefixTuningConfig
-        config = which(num_virtual_tokens=recipe.virtual_tokens, **kind)
-    torch.manual_seed(recipe.seed)
+    kind = PromptTuningConfig if recipe.method == "prompt" else PrefixTuningConfig
     try:
         with warnings.catch_warnings(action="ignore"):  # about names that do not concern anybody here
-            tuned = get_peft_model(model.requires_grad_(False), config)
+            return get_peft_model(model, kind(num_virtual_tokens=recipe.virtual_tokens, task_type=TaskType.CAUSAL_LM))
     except ValueError as error:
         raise ConfigError(f"PEFT cannot tune this model so: {error}") from None
+
+
+def with_peft(model: Any, recipe: Recipe) -> Any:
+    """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+    torch.manual_seed(recipe.seed)
+    model = model.requires_grad_(False)
+    if recipe.method == "lora":
+        tuned = with_lora(model, recipe.rank, recipe.alpha, recipe.targets, key="--targets")
+    else:
+        tuned = _with_virtual_tokens(model, recipe)
     return tuned.eval()  # frozen blocks have no dropout to train with
 
 

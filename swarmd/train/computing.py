@@ -15,7 +15,7 @@ from swarmd.protocol.commit import Commit
 from swarmd.train.feedback import Feedback
 from swarmd.train.gradient_audits import GradientAudits
 from swarmd.train.inner import Inner, Memory
-from swarmd.train.source import Computed, InnerStep, Source
+from swarmd.train.source import Computed, InnerStep, Source, SourceBroken
 from swarmd.train.state import RunState
 from swarmd.train.work import Work
 from swarmd.train.world import News, World
@@ -29,10 +29,13 @@ NEWS_AT = 0.2  # of its last announced speed: a change that others should know
 
 
 class Computing:
-    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people."""
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people; ``broken`` why
+    nothing is computed any more.
+    """
 
     def __init__(self, world: World, ledger: Ledger, news: News) -> None:
         self.trouble = ""
+        self.broken = ""
         self.samples_per_s = 0.0
         self._me = world.rpc.network.peer_id
         self._recipe = ledger.run.recipe
@@ -59,6 +62,9 @@ class Computing:
         if self._recipe.steps_inside:
             self.inner = Inner(state, source.inner_vectors(), memory)
         while True:
+            if self.broken:
+                await self._news.wait()
+                continue
             if await self._audit(audits):
                 continue
             if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
@@ -67,6 +73,8 @@ class Computing:
             self._is_computing = True
             try:
                 await self._micro_batch(source, state)
+            except SourceBroken as error:
+                self._give_up(error)
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
@@ -77,6 +85,21 @@ class Computing:
             finally:
                 self._is_computing = False
                 self._news.notify()
+
+    def _give_up(self, error: SourceBroken) -> None:
+        """Compute no more until this machine's owner has looked: it would be the same again, and cost them time."""
+        self.trouble = self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        logger.warning("%s", self.broken)
+        self._is_allowed = False
+        if self.inner is not None:
+            self.inner.spoil()
+        self._world.announce()
+
+    def try_again(self) -> None:
+        """This machine's owner has looked."""
+        if self.broken:
+            self.trouble = self.broken = ""
+            self._news.notify()
 
     async def _audit(self, audits: GradientAudits) -> bool:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""

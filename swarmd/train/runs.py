@@ -54,7 +54,8 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 ROLES = ("train", "reduce", "anchor")
-RETRY_S = 10.0  # a run whose worker cannot load is tried again
+RETRY_S = 10.0  # a run that the swarm cannot give what it needs is tried again
+LONGEST_RETRY_S = 600.0  # what this machine's user has to mend: each try starts a worker, which takes seconds of a CPU
 
 
 @dataclass(slots=True)
@@ -268,27 +269,33 @@ class Runs:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
         try:
             with taken.scope:
+                pause_s = RETRY_S
                 while True:
-                    taken.failure = await self._live_once(taken.trainer)
+                    taken.failure, is_users = await self._live_once(taken.trainer)
                     logger.warning("training ends here for now: %s", taken.failure)
                     taken.trainer.why = taken.failure
-                    await trio.sleep(RETRY_S)
+                    await trio.sleep(pause_s)
+                    pause_s = min(LONGEST_RETRY_S, 2 * pause_s) if is_users else RETRY_S
                     await self._close(taken)
                     taken.trainer, taken.source = self._make(taken.trainer.run_spec, folder)
         finally:
             await self._close(taken)
 
-    async def _live_once(self, trainer: Trainer) -> str:
-        """Run a trainer to its end; returns why that came. One run's fault ends neither the others nor the daemon."""
-        why = ""
+    async def _live_once(self, trainer: Trainer) -> tuple[str, bool]:
+        """Run a trainer to its end; returns why that came, and whether this machine's user has to mend it.
+
+        One run's fault ends neither the others nor the daemon.
+        """
+        why, is_users = "", False
         try:
             await trainer.run()
         except* SwarmError as group:
-            why = str(first_error(group))
+            error = first_error(group)
+            why, is_users = str(error), isinstance(error, ConfigError)
         except* Exception as group:
             logger.exception("a training run broke: that is a fault of swarmd's")
             why = f"a fault of swarmd's: {first_error(group)!r}"
-        return why
+        return why, is_users
 
     @staticmethod
     async def _close(taken: _Taken) -> None:

@@ -46,6 +46,7 @@ from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
+OWNER = "owner"  # of this machine; by their own word, not by a rule of theirs
 HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
 
@@ -210,7 +211,7 @@ class Trainer:
         """Why its owner, or that of this machine, wants nothing computed."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return next(filter(None, self._paused.values()), "")
+        return next(filter(None, self._paused.values()), "") or self.computing.broken
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
@@ -281,11 +282,13 @@ class Trainer:
             if await self.chronicle.look_for_orders():
                 self._world.announce()
 
-    def pause(self, reason: str, by: str = "owner") -> None:
+    def pause(self, reason: str, by: str = OWNER) -> None:
         """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
         self._paused[by] = reason
         if reason:
             self.computing.stop()
+        elif by == OWNER:
+            self.computing.try_again()
         self._news.notify()
 
     # --- what others ask ---------------------------------------------------------------------------------------
