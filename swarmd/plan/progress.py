@@ -7,12 +7,14 @@ the swarm has gathered since the last commit; between two records, the speeds th
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from swarmd.values import Decision, PeerId
 
+LONGEST_HOLD_S = 1.5  # a micro-batch takes about a second (train.computing)
 MAX_AGE_S = 30.0  # beyond this a peer's speed says nothing any more
 
 
@@ -69,6 +71,21 @@ def decide(me: Progress, others: Sequence[Progress], target: int) -> Decision[Ac
         return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")
     when = "nobody computes" if total.left_s is None else f"the rest takes about {total.left_s:.1f} s"
     return Decision(Action.CONTINUE, f"{total.n_samples:.0f} of {target} samples are gathered, {when}")
+
+
+def hold_s(mine: float, others: Sequence[float], has_samples: bool) -> float:
+    """For how long a round waits for a micro-batch that a member is at; ``mine``, ``others``: samples/s.
+
+    All wait meanwhile. Among alike members each brings as much as its share of the wait costs; of one that is slower
+    the rest costs the others more than it brings: it is waited for as much less. Without any samples of the one there
+    would be one contributor alone, which does not count: that one is waited for.
+    """
+    computing = [speed for speed in (mine, *others) if speed > 0]
+    if not has_samples and len(computing) <= 2:
+        return math.inf
+    if not mine:
+        return LONGEST_HOLD_S
+    return LONGEST_HOLD_S * min(1.0, mine * len(computing) / sum(computing))
 
 
 def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:

@@ -56,7 +56,9 @@ class Computing:
     ) -> None:
         """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.inner).
 
-        What others gave comes first: it is of a state that is held for it alone (train.gradient_audits).
+        What others gave comes before more of its own: it is of a state that is held for it alone
+        (train.gradient_audits). But whoever has nothing to give yet would have a round wait for it, where nobody but
+        one other gives to it: a micro-batch of its own comes first.
         """
         self._feedback = feedback
         if self._recipe.steps_inside:
@@ -65,7 +67,8 @@ class Computing:
             if self.broken:
                 await self._news.wait()
                 continue
-            if await self._audit(audits):
+            has_none = self._is_allowed and not self.work.since.n
+            if not has_none and await self._audit(audits):
                 continue
             if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
@@ -126,11 +129,11 @@ class Computing:
         step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
         done = await source.compute(first, self._n_at_once(), not since.n, step)
         self._world.count(done.n)
-        if not math.isfinite(done.loss):
+        if since is not self.work.since or head != state.head:
+            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
+        elif not math.isfinite(done.loss):
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()
-        elif since is not self.work.since or head != state.head:
-            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
         else:
             self._add(first, done)
         self._is_computing = False
@@ -186,16 +189,19 @@ class Computing:
         """Let nothing new be computed."""
         self._is_allowed = False
 
-    async def hold(self) -> None:
+    async def hold(self, at_most_s: float = math.inf) -> None:
         """Let nothing new be computed; a micro-batch under way is waited for as long as such ones take."""
         self.stop()
-        with trio.move_on_after(self._batches.limit_s()):
+        with trio.move_on_after(min(at_most_s, self._batches.limit_s())):
             while self._is_computing:
                 await self._news.wait()
 
-    async def offer(self) -> None:
-        """Give what is there to a round; where that overlaps with computing, go on for the next one."""
-        await self.hold()
+    async def offer(self, hold_s: float = math.inf) -> None:
+        """Give what is there to a round; where that overlaps with computing, go on for the next one.
+
+        A micro-batch under way is waited for ``hold_s`` at most; an inner step to its end, for it changes what is given.
+        """
+        await self.hold(hold_s if self.inner is None else math.inf)
         if self.inner is None:
             await self._world.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again

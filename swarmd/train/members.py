@@ -47,8 +47,11 @@ class Members:
     _passed_over: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
-    def look(self, now: float) -> dict[PeerId, RunRecord]:
-        """The other members' records, those left out that do not answer or have lost their standing."""
+    def look(self, now: float, with_suspects: bool = False) -> dict[PeerId, RunRecord]:
+        """The other members' records, those left out that do not answer or have lost their standing.
+
+        ``with_suspects``: those, too, that did not answer: others may hear them.
+        """
         found = {}
         for record in self.view().in_run(self.run):
             peer = PeerId(record.peer)
@@ -61,7 +64,8 @@ class Members:
                     self.learn(peer, known.addresses)
                 if heard is not None:
                     self.vouch(peer)
-            is_left_out = self._suspects.get(peer, 0.0) > now or self._distrusted.get(peer) == record.head
+            is_suspect = self._suspects.get(peer, 0.0) > now and not with_suspects
+            is_left_out = is_suspect or self._distrusted.get(peer) == record.head
             if not is_left_out and not self.standing.is_shunned(peer):
                 found[peer] = record
         return found
@@ -124,10 +128,10 @@ class Members:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 
-    def progress(self, now: float) -> list[Progress]:
+    def progress(self, now: float, with_suspects: bool = False) -> list[Progress]:
         """How far the others are that compute."""
         found = []
-        for peer, r in self.look(now).items():
+        for peer, r in self.look(now, with_suspects).items():
             if r.role == "train" and self._is_moving_on(peer, r):
                 age_s = now - self._last.at
                 found.append(Progress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))

@@ -187,7 +187,9 @@ class Trainer:
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
-                await self.computing.offer()
+                speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
+                mine, has_samples = self.computing.samples_per_s, self.work.n > 0
+                await self.computing.offer(progress.hold_s(mine, speeds, has_samples))
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
                 self.computing.go_on()
