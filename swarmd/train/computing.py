@@ -49,7 +49,7 @@ class Computing:
         self._is_computing = False
         self._is_allowed = False
         self._announced_rate = 0.0
-        self._audited_s = 0.0  # since the last micro-batch of its own
+        self.audit_left = 0  # samples of others that are computed again before more of its own
 
     async def run(
         self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
@@ -67,6 +67,7 @@ class Computing:
             if self.broken:
                 await self._news.wait()
                 continue
+            self._note_audits(audits.left)
             has_none = self._is_allowed and not self.work.since.n
             if not has_none and await self._audit(audits):
                 continue
@@ -116,8 +117,13 @@ class Computing:
         took_s = trio.current_time() - begun
         if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
             await trio.sleep(rest_s)
-        self._audited_s += took_s + rest_s
         return n > 0
+
+    def _note_audits(self, left: int) -> None:
+        """Remember how much is to be audited first, and tell others when that begins and ends."""
+        before, self.audit_left = self.audit_left, left
+        if left > before or (before and not left):
+            self._world.announce()
 
     async def _micro_batch(self, source: Source, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
@@ -141,8 +147,7 @@ class Computing:
         took_s = max(trio.current_time() - begun, 1e-6)
         rest_s = duty.rest_s(took_s, self._world.share())
         self._batches.add(took_s + rest_s)
-        self._note_speed(done.n, took_s + rest_s + self._audited_s)
-        self._audited_s = 0.0
+        self._note_speed(done.n, took_s + rest_s)
         if rest_s:
             await trio.sleep(rest_s)
 
@@ -199,7 +204,7 @@ class Computing:
     async def offer(self, hold_s: float = math.inf) -> None:
         """Give what is there to a round; where that overlaps with computing, go on for the next one.
 
-        A micro-batch under way is waited for ``hold_s`` at most; an inner step to its end, for it changes what is given.
+        A micro-batch under way is waited for ``hold_s`` at most; an inner step to its end: it changes what is given.
         """
         await self.hold(hold_s if self.inner is None else math.inf)
         if self.inner is None:

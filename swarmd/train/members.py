@@ -137,7 +137,7 @@ class Members:
                 found.append(Progress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
             elif r.role == "train":
                 age_s = now - self._heard[peer].at
-                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s))
+                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
         return found
 
     def states(self) -> dict[PeerId, int]:

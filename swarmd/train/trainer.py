@@ -42,7 +42,7 @@ from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
 from swarmd.train.synchronisation import Pace
 from swarmd.train.world import News, World
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision, PeerId, count
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +194,15 @@ class Trainer:
             else:
                 self.computing.go_on()
 
+    def progress(self, epoch: int, head: bytes) -> Progress:
+        """How far this peer is itself."""
+        rate, left = self.computing.samples_per_s, self.computing.audit_left
+        return Progress(self.me, epoch, head, self.work.n, rate, audit_left=left)
+
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.progress`` says, if nothing that only this peer knows speaks against it."""
         others = self.members.progress(trio.current_time())
-        me = Progress(self.me, state.epoch, state.head, self.work.n, self.computing.samples_per_s)
-        decision = progress.decide(me, others, self.run_spec.recipe.batch.target)
+        decision = progress.decide(self.progress(state.epoch, state.head), others, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
         if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
@@ -355,7 +359,10 @@ class Trainer:
     def doing(self) -> str:
         """What this peer does now, and why."""
         behind = self.catching_up
-        return self.joining.doing or (behind.why if behind is not None and behind.is_due else "") or self.why
+        first = self.joining.doing or (behind.why if behind is not None and behind.is_due else "")
+        left = self.computing.audit_left
+        audits = f"computes again what others gave, {count(left, 'sample')} yet; " if left else ""
+        return first or f"{audits}{self.why}"
 
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
@@ -380,6 +387,7 @@ class Trainer:
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
             "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
+            "audit_left": self.computing.audit_left,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }
