@@ -27,6 +27,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 MADE_FROM = "made_from.txt"  # in a checkpoint that a run began with: the files that decided it
+NO_ANCHORS = (
+    "!! without this machine's signature no update of {name} counts: too few of its anchors are there.\n"
+    "   swarmd train join {name} --role anchor   signs, and computes nothing\n"
+    "   swarmd train anchors {name} PEER ...     has others sign; its owner can, while taking part\n"
+    "   swarmd train stop {name} --all           stops it for everybody; its owner can, while taking part"
+)
 RunName = Annotated[str, typer.Argument(help="A run's name, or the beginning of its hash; left out: the only one.")]
 Role = Annotated[
     str, typer.Option("--role", help="train (computes), reduce (averages only) or anchor (signs commits only).")
