@@ -238,7 +238,8 @@ class Trainer:
             return
         total = progress.forecast(self.members.progress(now), head, self.run_spec.recipe.batch.target)
         leaders = progress.leader_order(head, self.members.leaders(head, now))
-        if total.left_s == 0.0 and leaders:
+        is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
+        if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
+from msgspec import structs
 from trio.testing import MockClock
 
+from swarmd.protocol.recipe import Batch
 from tests.train.world import Member, TrainingWorld, training
 
 FAST_S, SLOW_S = 0.05, 1.25  # of a sample: 4 % of the others' speed
@@ -54,3 +58,14 @@ async def test_a_member_that_never_gives_anything_holds_a_run_of_two_up_for_a_mi
         other.source.sample_s = 10_000.0
         await world.until(world.epoch + 2, within_s=250, among=[one])
         assert sum(m.trainer.joining.counters.failed for m in world.trainers()) <= 1
+
+
+async def test_who_only_reduces_comes_when_a_round_is_led_whatever_it_forecasts(virtual_time: MockClock) -> None:
+    """It knows of samples by records alone; who leads has them. It was waited for, and a round began without it."""
+    async with training(seed=6, n=2) as world:
+        helper = world.add("reduce").trainer
+        recipe = helper.run_spec.recipe
+        helper.run_spec = replace(helper.run_spec, recipe=structs.replace(recipe, batch=Batch(10**8, 2, 8)))
+        await world.until(6)
+        rounds = [m.trainer.joining.counters.last for m in world.trainers()]
+        assert [times.n_reducers for times in rounds if times is not None] == [3, 3]
