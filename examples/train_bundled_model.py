@@ -95,7 +95,7 @@ def build_model(eos: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=eos,
         eos_token_id=eos,
-        pad_token_id=eos,
+        pad_token_id=None,  # the end between two texts is no padding: its vector learns, too
     )
     return Qwen3ForCausalLM(config)
 

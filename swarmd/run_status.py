@@ -160,8 +160,12 @@ class PauseRunAnswer(Status, frozen=True, kw_only=True):
 
 
 class LeaveRunAnswer(Status, frozen=True, kw_only=True):
+    """``lacks_anchors``: without this peer no majority of the run's anchors is there, and no update counts."""
+
     run: str
     left: bool
+    name: str = ""
+    lacks_anchors: bool = False
 
 
 class OrderAnswer(Status, frozen=True, kw_only=True):

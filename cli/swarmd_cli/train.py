@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmd.importing import importing
 from swarmd.values import count
 from swarmd_cli.context import ask, home, print_json, table
 from swarmd_cli.look import Json
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 
 if TYPE_CHECKING:
+    from swarmd.compute.outline import Outline
     from swarmd.home import Home
     from swarmd.protocol.recipe import Recipe
     from swarmd.values import ModelId
@@ -23,6 +25,13 @@ app = typer.Typer(
     help="Train a model together: start a run, take part, look, stop, go on, take the result home.",
     no_args_is_help=True,
     rich_markup_mode=None,
+)
+MADE_FROM = "made_from.txt"  # in a checkpoint that a run began with: the files that decided it
+NO_ANCHORS = (
+    "!! without this machine's signature no update of {name} counts: too few of its anchors are there.\n"
+    "   swarmd train join {name} --role anchor   signs, and computes nothing\n"
+    "   swarmd train anchors {name} PEER ...     has others sign; its owner can, while taking part\n"
+    "   swarmd train stop {name} --all           stops it for everybody; its owner can, while taking part"
 )
 RunName = Annotated[str, typer.Argument(help="A run's name, or the beginning of its hash; left out: the only one.")]
 Role = Annotated[
@@ -64,8 +73,11 @@ def start(
     if written.name in taken:
         written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
     _require_data(written.data, recipe.parent)
-    model, folder = _model(state, written, recipe.parent)
-    data, n_rows = _data(state, written, recipe.parent, folder)
+    source = _source(state, written, recipe.parent)
+    outline = _outline(source, written)
+    written = msgspec.structs.replace(written, lora=msgspec.structs.replace(written.lora, targets=outline.targets))
+    model, folder = _model(state, written, source)
+    data, n_rows = _data(state, written, recipe.parent, folder, outline.vocabulary)
     anchors = written.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
@@ -238,24 +250,40 @@ def _next_name(name: str, taken: set[str]) -> str:
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _model(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId, Path]:
-    """The model to begin with, on this disk: of the catalog, a checkpoint folder, or one that only has a config."""
+def _source(state: Home, recipe: Recipe, beside: Path) -> Path:
+    """Where the model to begin with lies: a checkpoint, or only its configuration, beside the recipe; or a model of
+    the catalog, on this disk.
+    """
     from swarmd.errors import ConfigError
 
     folder = beside / recipe.model
     if folder.is_dir():
-        if not any(folder.glob("*.safetensors")):
-            folder = _initialised(folder, recipe, state)
-        return _adopt(state, folder), folder
-    model = state.catalog().hash_of(recipe.model)
-    here = ask("here", model=model)
+        return folder
+    here = ask("here", model=state.catalog().hash_of(recipe.model))
     if not here["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
-    return model, Path(here["folder"])
+    return Path(here["folder"])
+
+
+def _outline(source: Path, recipe: Recipe) -> Outline:
+    """See compute.outline. Raises ConfigError for what cannot be trained as the recipe says."""
+    with importing():
+        from swarmd.compute.outline import read_outline
+    return read_outline(source, recipe)
+
+
+def _model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
+    """The model to begin with, its first weights made where it has none, held for others."""
+    folder = source if any(source.glob("*.safetensors")) else _initialised(source, recipe, state)
+    return _adopt(state, folder), folder
 
 
 def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
-    """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError."""
+    """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
+
+    Other files of a run of the same name are another checkpoint: members hold the earlier one by its hash.
+    """
+    import hashlib
     import shutil
 
     import torch
@@ -264,15 +292,23 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
     from swarmd.compute.skeleton import building, read_config
     from swarmd.protocol.manifest import FILES
 
-    torch.manual_seed(recipe.seed)
+    sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]
+    listed = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in sources)
     made = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
+    if made.exists() and _text(made / MADE_FROM) != listed:
+        made = made.with_name(f"{made.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
+    torch.manual_seed(recipe.seed)
     with building(f"{folder / 'config.json'}"):
         model = AutoModelForCausalLM.from_config(read_config(folder))
     model.save_pretrained(made)
-    for name in FILES:
-        if (folder / name).is_file() and not (made / name).exists():
-            shutil.copy(folder / name, made / name)
+    for name in sources[1:]:
+        shutil.copy(folder / name, made / name)
+    (made / MADE_FROM).write_text(listed)
     return made
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def _require_data(data: str, beside: Path) -> None:
@@ -284,11 +320,14 @@ def _require_data(data: str, beside: Path) -> None:
         raise ConfigError(f"data: {beside / data} is no file, and no hash of data that is on this machine")
 
 
-def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, int]:
-    """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError."""
+def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: int) -> tuple[str, int]:
+    """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError.
+
+    ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
+    """
     from swarmd.errors import ConfigError
     from swarmd.protocol import manifest
-    from swarmd.train.data import pack, rows_of_shards
+    from swarmd.train.data import highest_token, pack, require_known, rows_of_shards
     from swarmd.values import is_model_hash
 
     tokens = recipe.batch.tokens
@@ -297,8 +336,11 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path) -> tuple[str, 
         here = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
         if here["folder"] is None:
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
-        return recipe.data, sum(rows_of_shards(manifest.read_folder(Path(here["folder"])), tokens))
-    texts, vocabulary = _tokenised(source, model)
+        read = manifest.read_folder(Path(here["folder"]))
+        n_rows = sum(rows_of_shards(read, tokens))
+        require_known(highest_token(Path(here["folder"]), read), vocabulary)
+        return recipe.data, n_rows
+    texts = _tokenised(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
     n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
     return _adopt(state, folder), n_rows
@@ -316,7 +358,7 @@ def _adopt(state: Home, folder: Path) -> ModelId:
     return model
 
 
-def _tokenised(path: Path, model: Path) -> tuple[list[list[int]], int]:
+def _tokenised(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
     """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
     from swarmd.client.dataset import Encoding, read_dataset
     from swarmd.client.tokenizer import load_tokenizer
@@ -328,13 +370,20 @@ def _tokenised(path: Path, model: Path) -> tuple[list[list[int]], int]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    if path.suffix == ".jsonl":
-        rows = read_dataset(path, Encoding(encode, (), end, len(tokenizer), sys.maxsize))
-        return [list(row.ids) for row in rows.rows], len(tokenizer)
-    try:
-        return [[*encode(path.read_text()), *end]], len(tokenizer)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as text: {error}") from None
+    if path.suffix != ".jsonl":
+        try:
+            return [[*encode(path.read_text()), *end]]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as text: {error}") from None
+    rows = read_dataset(path, Encoding(encode, (), end, vocabulary, sys.maxsize)).rows
+    chosen = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
+    if chosen:
+        raise ConfigError(
+            f"{path}: line {chosen[0]} says which of its tokens count (a completion, or labels), as {len(chosen)} of "
+            f"{len(rows)} lines do: a run learns every token of its data, swarmd tune learns those that count. "
+            'Write {"text": ...} or {"input_ids": ...} alone'
+        )
+    return [list(row.ids) for row in rows]
 
 
 def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]], out: Path) -> None:

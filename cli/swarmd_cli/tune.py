@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from swarmd.client.tuning_recipe import Recipe
 
 METHOD = "lora (matrices in the blocks), prompt (virtual tokens in front) or prefix (keys and values in every block)."
-TARGETS = "LoRA: modules to adapt, comma-separated; PEFT's own choice for the family if left out."
+TARGETS = "LoRA: modules to adapt, comma-separated, or all-linear; PEFT's own choice for the family if left out."
 Lora = {"rank": "LoRA: rank of each update.", "alpha": "LoRA: the update counts alpha / rank."}
+
+NOT_BALANCED = "the loss that balances experts (output_router_logits) is left out: its numbers stay on the servers"
 
 
 def tune(
@@ -81,11 +83,15 @@ def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_js
     with importing():
         import swarmd.client.blocking
         from swarmd.client.tuning import Tuner, with_peft
+        from swarmd.compute.balance import is_balanced, leave_out
     from swarmd.client.dataset import read_dataset
     from swarmd_cli.curve import save_png, terminal_curve
 
     with swarmd.connect(home=home().folder) as swarm:
         remote = swarm.model(recipe.model, codec=recipe.codec)
+        if is_balanced(remote):
+            leave_out(remote)
+            print(f"!! {NOT_BALANCED}", file=sys.stderr)
         rows = read_dataset(data, _encoding(swarm.tokenizer(recipe.model), remote, recipe))
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0

@@ -32,6 +32,7 @@ from swarmd.client.speculation import Speculation
 from swarmd.client.straight import write_down
 from swarmd.client.swarm_head import Checks, HeadBy, SwarmHead
 from swarmd.compute import skeleton
+from swarmd.compute.balance import FLAG, is_balanced
 from swarmd.compute.ends import all_look_back, put_int8_head
 from swarmd.compute.kernels import quicken
 from swarmd.compute.mapped import map_vocabulary
@@ -285,6 +286,9 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs["input_ids"], args = args[0], args[1:]
+        _require_no_routers(model, kwargs)
+        if FLAG in parameters:
+            kwargs[FLAG] = False
         given = kwargs.get("input_ids")
         n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
@@ -327,6 +331,15 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
             call.cache, call.own = None, {}
 
     model.forward = forward_remotely
+
+
+def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what needs the numbers of experts' routers, which stay on servers. Raises ConfigError."""
+    if kwargs.get(FLAG) or (kwargs.get("labels") is not None and kwargs.get(FLAG) is None and is_balanced(model)):
+        raise ConfigError(
+            "the loss that balances experts (output_router_logits) needs numbers of routers, which stay on servers: "
+            "set model.config.output_router_logits = False to train without it"
+        )
 
 
 def _chunk(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:

@@ -72,6 +72,47 @@ async def give(rpc: Rpc, model: ModelId, hop: Hop, own: OwnParameters) -> None:
     await channel.call(partial(piece, last, n), payload, GIVE_TIMEOUT_S)
 
 
+# what of a weight that is elsewhere may be asked, and what may be done to it: it stays one that is elsewhere
+PROPERTIES = {"__get__", "__set__", "requires_grad_", "detach", "detach_"}
+CASTS = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
+VIEWS = {"view", "expand", "t", "transpose", "permute", "contiguous", "clone"}
+KEEPS_APART = PROPERTIES | CASTS | VIEWS
+# PEFT's ways to begin matrices with base weights, their gradients or what they compute; "pissa" has variants
+FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "eva")
+SAID_INSTEAD = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
+
+
+class RemoteWeight(torch.Tensor):
+    """Stands for a weight on servers: it has a shape and a dtype, takes no memory, and gives no numbers.
+
+    PEFT begins some of its methods with the base weights (PiSSA, OLoRA, DoRA's norms ...). Zeros in their place would
+    be decomposed without a word, and something else trained than was meant.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        try:
+            result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except RuntimeError:  # one number that is seen from everywhere cannot be written to
+            result = None
+            gives_numbers = True
+        else:
+            parts = result if isinstance(result, tuple) else (result,)
+            gives_numbers = name not in KEEPS_APART and any(isinstance(part, torch.Tensor) for part in parts)
+        if gives_numbers:
+            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {SAID_INSTEAD}")
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return remote_weight(self.shape, self.dtype)
+
+
+def remote_weight(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    zeros = torch.zeros((), dtype=dtype).expand(shape)
+    return nn.Parameter(zeros.as_subclass(RemoteWeight), requires_grad=False)
+
+
 def expose(model: Any, layers: Sequence[Any]) -> None:
     """Give each stub the modules of the layer that it stands for, without their weights, for PEFT to find."""
     dtype = model.dtype
@@ -82,12 +123,11 @@ def expose(model: Any, layers: Sequence[Any]) -> None:
 
 
 def _empty(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters by zeros that take no memory: one number, seen from everywhere."""
+    """Replace parameters by what only stands for them, and buffers by one number that is seen from everywhere."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                zeros = torch.zeros((), dtype=dtype).expand(parameter.shape)
-                part._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+                part._parameters[name] = remote_weight(parameter.shape, dtype)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
@@ -103,6 +143,7 @@ def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Ten
     known = set[int]()
     names = {id(layer): i for i, layer in enumerate(layers)}
     prefix = next(name for name, module in model.named_modules() if id(module) in names).rpartition(".")[0]
+    _require_no_base(model)
     for block, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if not _is_tuner(module):
@@ -116,6 +157,20 @@ def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Ten
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
     return found
+
+
+def _require_no_base(model: Any) -> None:
+    """Refuse matrices that should have begun with what is on servers: PEFT begins some of them otherwise, unsaid.
+
+    Those of a saved adapter are whole where only their beginning came from the base (EVA). Raises ConfigError.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        how = getattr(config, "init_lora_weights", None)
+        is_whole = how == "eva" and config.inference_mode
+        if isinstance(how, str) and how.startswith(FROM_BASE) and not is_whole:
+            raise ConfigError(
+                f'init_lora_weights="{how}" starts from base weights, which are on servers. {SAID_INSTEAD}'
+            )
 
 
 def _is_tuner(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from swarmd.compute import capture
+from swarmd.compute.balance import FLAG
 from swarmd.compute.skeleton import Stub
 
 logger = logging.getLogger(__name__)
@@ -98,12 +99,14 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool 
     ``enters``: its beginning by itself is wanted, too.
     """
     family, head = type(model).forward.__get__(model), model.get_output_embeddings()
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
+    no_routers = {FLAG: False} if FLAG in parameters else {}
+    takes_positions = "position_ids" in parameters
 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cache = model.new_cache()
         cache.n_tokens = N_PAST
-        about = {cache_name: cache, **({"position_ids": positions} if takes_positions else {})}
+        about = {cache_name: cache, **no_routers, **({"position_ids": positions} if takes_positions else {})}
         logits: torch.Tensor = family(input_ids=ids, use_cache=True, **about).logits
         return logits
 

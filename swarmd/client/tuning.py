@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from swarmd.client.dataset import IGNORED, Dataset, Row
 from swarmd.client.tuning_recipe import PREFIX, Recipe, checkpoints
+from swarmd.compute.lora import with_lora
 from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,16 @@ def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return ids, mask, labels
 
 
+def _first_counted(model: Any) -> int:
+    """The first token of a row that the loss counts: the second, unless the tokens of a tuned prompt predict the first.
+
+    PEFT puts a prompt in front of the row's own vectors. Keys and values (a prefix) predict nothing.
+    """
+    config = getattr(model, "active_peft_config", None)
+    precedes = config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING"
+    return 0 if precedes else 1
+
+
 def loss_and_gradients(
     model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[Row], n_parts: int = 2
 ) -> tuple[float, list[torch.Tensor | None]]:
@@ -84,12 +95,13 @@ def loss_and_gradients(
     another part's head. Sums run in the order of the parts. Raises SwarmError.
     """
     ids, mask, labels = padded(rows)
-    n_counted = int((labels[:, 1:] != IGNORED).sum())
-    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(min(n_parts, len(rows)))]
-    cuts = [cut for cut in cuts if cut.start < cut.stop and bool((labels[cut, 1:] != IGNORED).any())]
+    counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
+    n_parts = min(n_parts, len(rows))
+    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(n_parts)]
+    cuts = [cut for cut in cuts if bool(counts[cut].any())]
 
     def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
-        share = int((labels[cut, 1:] != IGNORED).sum()) / n_counted
+        share = int(counts[cut].sum()) / int(counts.sum())
         loss = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut]).loss * share
         return loss.item(), torch.autograd.grad(loss, list(parameters), allow_unused=True)
 
@@ -105,26 +117,28 @@ def loss_and_gradients(
     return sum(loss for loss, _ in found), sums
 
 
-def with_peft(model: Any, recipe: Recipe) -> Any:
-    """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+def _with_virtual_tokens(model: Any, recipe: Recipe) -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it has opinions
     try:
-        from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
+        from peft import PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
     except ImportError:
         raise ConfigError("fine-tuning needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
-    kind: dict[str, Any] = {"task_type": TaskType.CAUSAL_LM}
-    if recipe.method == "lora":
-        targets = list(recipe.targets) or None
-        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=targets, **kind)
-    else:
-        which = PromptTuningConfig if recipe.method == "prompt" else PrefixTuningConfig
-        config = which(num_virtual_tokens=recipe.virtual_tokens, **kind)
-    torch.manual_seed(recipe.seed)
+    kind = PromptTuningConfig if recipe.method == "prompt" else PrefixTuningConfig
     try:
         with warnings.catch_warnings(action="ignore"):  # about names that do not concern anybody here
-            tuned = get_peft_model(model.requires_grad_(False), config)
+            return get_peft_model(model, kind(num_virtual_tokens=recipe.virtual_tokens, task_type=TaskType.CAUSAL_LM))
     except ValueError as error:
         raise ConfigError(f"PEFT cannot tune this model so: {error}") from None
+
+
+def with_peft(model: Any, recipe: Recipe) -> Any:
+    """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+    torch.manual_seed(recipe.seed)
+    model = model.requires_grad_(False)
+    if recipe.method == "lora":
+        tuned = with_lora(model, recipe.rank, recipe.alpha, recipe.targets, key="--targets")
+    else:
+        tuned = _with_virtual_tokens(model, recipe)
     return tuned.eval()  # frozen blocks have no dropout to train with
 
 

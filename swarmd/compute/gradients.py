@@ -27,8 +27,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute import skeleton
+from swarmd.compute.balance import balance_factor
 from swarmd.compute.device import device_description, pick_device
 from swarmd.compute.inner import take_step
+from swarmd.compute.last_words import last_words
+from swarmd.compute.lora import with_lora
 from swarmd.errors import ConfigError
 from swarmd.protocol import messages, shards, worker
 from swarmd.protocol.frames import Frame, FrameDecoder
@@ -60,6 +63,7 @@ class Trained:
         self.dtype = DTYPES[recipe.precision]
         self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._device = device
+        self._balance_factor = balance_factor(model)
         self._shared: dict[str, torch.Tensor] = {}
 
     @property
@@ -102,7 +106,8 @@ class Trained:
 
     def is_repeatable(self, vocabulary: int) -> bool:
         """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
-        rows = torch.randint(0, vocabulary, (2, TRIED_TOKENS + 1), generator=torch.Generator().manual_seed(0))
+        n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
+        rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=torch.Generator().manual_seed(0))
         together = self._gradient([rows], seed=1)
         apart = self._gradient([rows[:1], rows[1:]], seed=2)
         return float((together - apart).norm()) <= REPEATS_WITHIN * float(together.norm())
@@ -176,12 +181,19 @@ class Trained:
         """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
         torch.manual_seed(seed)
         rows = rows.to(self._device)
-        logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
-        flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
-        loss = losses.view(len(rows), -1).mean(1).sum()
+        together = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
+        loss = torch.stack([self._loss(some) for some in together]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
+
+    def _loss(self, rows: torch.Tensor) -> torch.Tensor:
+        """The summed loss of ``rows``: of one only where experts are balanced (compute.balance)."""
+        output = self.model(input_ids=rows[:, :-1], use_cache=False)
+        flat = output.logits.flatten(0, 1).to(torch.promote_types(output.logits.dtype, torch.float32))
+        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
+        loss = losses.view(len(rows), -1).mean(1).sum()
+        unbalanced = getattr(output, "aux_loss", None) if self._balance_factor else None
+        return loss if unbalanced is None else loss + self._balance_factor * unbalanced
 
     def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
         sizes = [math.prod(shape) for _, shape in self.layout]
@@ -194,22 +206,11 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     with skeleton.building(f"{path} cannot be loaded"), _with_index(path) as folder:
         config, dtype = skeleton.read_config(folder), DTYPES[recipe.precision]
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("this run trains LoRA: pip install -e '.[tune]' in swarmd's repository") from None
-    config = LoraConfig(
-        r=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,
-        target_modules=list(recipe.lora.targets),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, config).to(DTYPES[recipe.precision])
-    except ValueError as error:
-        raise ConfigError(f"lora.targets {', '.join(recipe.lora.targets)}: {error}") from None
+    lora = recipe.lora
+    return with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets").to(dtype)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -274,7 +275,7 @@ class GradientWorker:
         device = pick_device()
         model = build(Path(message.path), recipe)
         self._trained = Trained(model, recipe, device)
-        vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         loaded = RunLoaded(
             device=device_description(device)[0],
             vocabulary=vocabulary,
@@ -288,11 +289,8 @@ def main() -> None:
     gc.enable()
     logging.basicConfig(level=logging.WARNING, format="training worker %(process)d: %(message)s")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        try:
-            GradientWorker(connection).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
+    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
+        GradientWorker(connection).run()
 
 
 if __name__ == "__main__":

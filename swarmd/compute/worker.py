@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ from swarmd.compute.device import Kept, device_description, pick_device
 from swarmd.compute.engine import Engine
 from swarmd.compute.head import Head
 from swarmd.compute.improving import MOST_TEXT, Improving
+from swarmd.compute.last_words import last_words
 from swarmd.compute.quickening import GiveWay
 from swarmd.compute.rates import decode_rates, first_rates, prefill_rates
 from swarmd.compute.remembered import Remembered
@@ -40,7 +40,6 @@ from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import Op
 from swarmd.protocol.worker import (
     AdapterLoaded,
-    Ending,
     LoadAdapter,
     Loaded,
     Loading,
@@ -397,15 +396,8 @@ def main() -> None:
     gc.enable()
     logging.basicConfig(level=logging.WARNING, format="worker %(process)d: %(message)s")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        try:
-            Worker(connection).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
-        except Exception as error:
-            with suppress(OSError):
-                connection.sendall(messages.framed(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_TEXT])))
-            raise
+    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
+        Worker(connection).run()
 
 
 if __name__ == "__main__":

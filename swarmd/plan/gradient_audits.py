@@ -61,6 +61,17 @@ def draw(
     return Decision(None, f"nobody was drawn, of {len(rates)} contributors")
 
 
+def work(n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int) -> dict[PeerId, float]:
+    """How many samples each contributor is expected to compute again of an update, by ``draw``; ``n_samples``: own."""
+    total = sum(n_samples.values())
+    found = {}
+    for me, mine in n_samples.items():
+        others = {p: n for p, n in n_samples.items() if p != me and n > 0}
+        chances = {p: rate(n_right.get(p, 0), one_in) * mine / (total - n) for p, n in others.items() if total > n}
+        found[me] = sum(chance * others[p] for p, chance in chances.items()) / max(1.0, sum(chances.values()))
+    return found
+
+
 def is_same(said: Came, found: Came, rounding: float = 0.0) -> Decision[bool | None]:
     """Has a contributor given what comes of its draws? ``rounding``: what its codec may be off by along a direction.
 

@@ -23,6 +23,8 @@ from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId, RunId, is_model_hash, require_name
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
+MAX_TARGETS = 64  # names of modules that LoRA goes to: last parts, of which a family has a dozen
+ALL_LINEAR = "all-linear"  # PEFT's word for every linear module but the head
 MAX_ANCHORS = 31  # a majority of them signs each commit
 AGAIN = ("parameters", "sum")  # shared vectors where somebody's draws are computed once more
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
@@ -117,11 +119,11 @@ class Parts(Part, frozen=True):
 
 
 class Lora(Part, frozen=True):
-    """Which low-rank updates are trained, in PEFT's words."""
+    """Which low-rank updates are trained, in PEFT's words. In a file, ``targets`` may be "all-linear"."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 8
     alpha: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
-    targets: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
+    targets: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
 
 
 class Stop(Part, frozen=True):
@@ -252,6 +254,8 @@ class Run:
 def read_toml(path: Path) -> Recipe:
     """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
     written = read_any_toml(path)
+    if isinstance(lora := written.get("lora"), dict) and lora.get("targets") == ALL_LINEAR:
+        written["lora"] = {**lora, "targets": [ALL_LINEAR]}  # in PEFT it is no list
     try:
         recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
@@ -280,7 +284,9 @@ def _says_nothing(recipe: Recipe, written: dict[str, Any]) -> str:
     if "lora" in written and recipe.train != "lora":
         return f'[lora] needs train = "lora", got "{recipe.train}"'
     if recipe.train == "lora" and not recipe.lora.targets:
-        return 'train = "lora" needs the names of modules: lora.targets, for example ["q_proj", "v_proj"]'
+        return (
+            'train = "lora" needs the names of modules: lora.targets, for example ["q_proj", "v_proj"], or "all-linear"'
+        )
     for key in written.get("optimizer", {}):
         if (kind := _OF_KINDS.get(key, optimizer.kind)) != optimizer.kind:
             return f'optimizer.{key} needs kind = "{kind}", got "{optimizer.kind}"'

@@ -131,7 +131,8 @@ class RunRecord(Record, tag="run", frozen=True):
 
     ``role`` is train, reduce or anchor. ``head`` is the digest of commit ``epoch``; its state is that of
     ``state_epoch`` (None: it has none), with the hash ``state``, and ``n_averages`` earlier ones are kept.
-    ``order`` is the owner's latest, signed by it.
+    ``order`` is the owner's latest, signed by it. ``audit_left``: samples of others that it computes again before more
+    of its own, at ``samples_per_s``.
     """
 
     run: Name = ""
@@ -147,6 +148,7 @@ class RunRecord(Record, tag="run", frozen=True):
     samples_per_s: Rate = 0.0
     can_be_dialled: bool = True
     order: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
+    audit_left: Count = 0
 
 
 AnyRecord = PeerRecord | SpanRecord | RunRecord

@@ -11,6 +11,7 @@ import trio
 
 from swarmd.errors import Code, ConfigError, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.tasks import Tasks
+from swarmd.plan import quorum
 from swarmd.plan.ballot import Acceptor
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.standing import Fault
@@ -202,6 +203,24 @@ class Chronicle:
         own = self._own()
         mine = {self._me} if own["samples_per_s"] > 0 and own["head"] == head else set()
         return mine | set(self._members.computing(head, trio.current_time()))
+
+    async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
+        """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
+
+        Who is slow is no stranger to them, though it did not come in time here. With it the time until the first of
+        the others may have a sample to give.
+        """
+        now = trio.current_time()
+        speeds = {
+            p.peer: p.samples_per_s
+            for p in self._members.progress(now, with_suspects=True)
+            if p.head == self.ledger.head and p.samples_per_s and p.peer != contributor
+        }
+        left = quorum.may_be_alone(now - self._head_at, self._intervals_s)
+        others = {*speeds, *self._computing(self.ledger.head)} - {contributor}
+        if not left.action or not others or not await self._answers(others):
+            return "", 0.0
+        return left.reason, min([left.action, *(1 / speed for speed in speeds.values())])
 
     def _states(self) -> list[int]:
         """Of which updates somebody has the state."""

@@ -15,7 +15,7 @@ from swarmd.protocol.commit import Commit
 from swarmd.train.feedback import Feedback
 from swarmd.train.gradient_audits import GradientAudits
 from swarmd.train.inner import Inner, Memory
-from swarmd.train.source import Computed, InnerStep, Source
+from swarmd.train.source import Computed, InnerStep, Source, SourceBroken
 from swarmd.train.state import RunState
 from swarmd.train.work import Work
 from swarmd.train.world import News, World
@@ -29,10 +29,13 @@ NEWS_AT = 0.2  # of its last announced speed: a change that others should know
 
 
 class Computing:
-    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people."""
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people; ``broken`` why
+    nothing is computed any more.
+    """
 
     def __init__(self, world: World, ledger: Ledger, news: News) -> None:
         self.trouble = ""
+        self.broken = ""
         self.samples_per_s = 0.0
         self._me = world.rpc.network.peer_id
         self._recipe = ledger.run.recipe
@@ -46,20 +49,27 @@ class Computing:
         self._is_computing = False
         self._is_allowed = False
         self._announced_rate = 0.0
-        self._audited_s = 0.0  # since the last micro-batch of its own
+        self.audit_left = 0  # samples of others that are computed again before more of its own
 
     async def run(
         self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
     ) -> None:
         """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.inner).
 
-        What others gave comes first: it is of a state that is held for it alone (train.gradient_audits).
+        What others gave comes before more of its own: it is of a state that is held for it alone
+        (train.gradient_audits). But whoever has nothing to give yet would have a round wait for it, where nobody but
+        one other gives to it: a micro-batch of its own comes first.
         """
         self._feedback = feedback
         if self._recipe.steps_inside:
             self.inner = Inner(state, source.inner_vectors(), memory)
         while True:
-            if await self._audit(audits):
+            if self.broken:
+                await self._news.wait()
+                continue
+            self._note_audits(audits.left)
+            has_none = self._is_allowed and not self.work.since.n
+            if not has_none and await self._audit(audits):
                 continue
             if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
@@ -67,6 +77,8 @@ class Computing:
             self._is_computing = True
             try:
                 await self._micro_batch(source, state)
+            except SourceBroken as error:
+                self._give_up(error)
             except SwarmError as error:  # of the worker, or of data that nobody gives now
                 self.trouble = str(error)
                 logger.warning("%s", error)
@@ -77,6 +89,21 @@ class Computing:
             finally:
                 self._is_computing = False
                 self._news.notify()
+
+    def _give_up(self, error: SourceBroken) -> None:
+        """Compute no more until this machine's owner has looked: it would be the same again, and cost them time."""
+        self.trouble = self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        logger.warning("%s", self.broken)
+        self._is_allowed = False
+        if self.inner is not None:
+            self.inner.spoil()
+        self._world.announce()
+
+    def try_again(self) -> None:
+        """This machine's owner has looked."""
+        if self.broken:
+            self.trouble = self.broken = ""
+            self._news.notify()
 
     async def _audit(self, audits: GradientAudits) -> bool:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
@@ -90,8 +117,13 @@ class Computing:
         took_s = trio.current_time() - begun
         if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
             await trio.sleep(rest_s)
-        self._audited_s += took_s + rest_s
         return n > 0
+
+    def _note_audits(self, left: int) -> None:
+        """Remember how much is to be audited first, and tell others when that begins and ends."""
+        before, self.audit_left = self.audit_left, left
+        if left > before or (before and not left):
+            self._world.announce()
 
     async def _micro_batch(self, source: Source, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
@@ -103,11 +135,11 @@ class Computing:
         step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
         done = await source.compute(first, self._n_at_once(), not since.n, step)
         self._world.count(done.n)
-        if not math.isfinite(done.loss):
+        if since is not self.work.since or head != state.head:
+            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
+        elif not math.isfinite(done.loss):
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()
-        elif since is not self.work.since or head != state.head:
-            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
         else:
             self._add(first, done)
         self._is_computing = False
@@ -115,8 +147,7 @@ class Computing:
         took_s = max(trio.current_time() - begun, 1e-6)
         rest_s = duty.rest_s(took_s, self._world.share())
         self._batches.add(took_s + rest_s)
-        self._note_speed(done.n, took_s + rest_s + self._audited_s)
-        self._audited_s = 0.0
+        self._note_speed(done.n, took_s + rest_s)
         if rest_s:
             await trio.sleep(rest_s)
 
@@ -163,16 +194,19 @@ class Computing:
         """Let nothing new be computed."""
         self._is_allowed = False
 
-    async def hold(self) -> None:
+    async def hold(self, at_most_s: float = math.inf) -> None:
         """Let nothing new be computed; a micro-batch under way is waited for as long as such ones take."""
         self.stop()
-        with trio.move_on_after(self._batches.limit_s()):
+        with trio.move_on_after(min(at_most_s, self._batches.limit_s())):
             while self._is_computing:
                 await self._news.wait()
 
-    async def offer(self) -> None:
-        """Give what is there to a round; where that overlaps with computing, go on for the next one."""
-        await self.hold()
+    async def offer(self, hold_s: float = math.inf) -> None:
+        """Give what is there to a round; where that overlaps with computing, go on for the next one.
+
+        A micro-batch under way is waited for ``hold_s`` at most; an inner step to its end: it changes what is given.
+        """
+        await self.hold(hold_s if self.inner is None else math.inf)
         if self.inner is None:
             await self._world.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again

@@ -95,6 +95,21 @@ def read_shard(folder: ModelFolder, shard: int) -> Rows:
     return rows
 
 
+def highest_token(folder: Path, manifest: Manifest) -> int:
+    """The highest token of packed data. Raises IntegrityError when it is not what the manifest says."""
+    read = ModelFolder(folder, manifest)
+    return max(int(read_shard(read, shard).max()) for shard in range(manifest.n_blocks))
+
+
+def require_known(token: int, vocabulary: int) -> None:
+    """Refuse data with a token that the model has no vector of. Raises ConfigError."""
+    if not 0 <= token < vocabulary:
+        raise ConfigError(
+            f"the data has the token {token}, and the model knows those from 0 to {vocabulary - 1}: is the tokenizer "
+            "that of another model?"
+        )
+
+
 def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: Path, seed: int) -> int:
     """Cut tokenised texts, one after the other, into rows of ``tokens + 1``, shuffle them, and write their shards.
 
@@ -104,8 +119,8 @@ def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: P
     n_rows = (len(flat) - 1) // tokens
     if n_rows < 1:
         raise ConfigError(f"the data has {len(flat)} tokens; a row takes {tokens + 1}")
-    if flat.min() < 0 or flat.max() >= vocabulary:
-        raise ConfigError(f"the data has a token {int(flat.max())}; the model knows {vocabulary}")
+    require_known(int(flat.min()), vocabulary)
+    require_known(int(flat.max()), vocabulary)
     order = list(range(n_rows))
     random.Random(seed).shuffle(order)
     starts = np.array(order, np.int64)[:, None] * tokens

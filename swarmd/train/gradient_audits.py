@@ -138,6 +138,13 @@ class GradientAudits:
         may_compute = speed > 0 and self._recipe.batch.target / speed <= LONGEST_S
         self.accusations.take_untrusted(accuser, message, payload, may_compute)
 
+    @property
+    def left(self) -> int:
+        """How many samples of others are to be computed again here, as far as it can begin."""
+        if self._source is None or self._why_idle():
+            return 0
+        return sum(case.share.n - case.done for case in self._waiting() if case.is_ready)
+
     # --- computing -----------------------------------------------------------------------------------------------
 
     async def advance(self, most: int) -> int:
@@ -165,9 +172,11 @@ class GradientAudits:
         return n
 
     def _next(self) -> Case | None:
+        return next((case for case in self._waiting() if case.is_ready), None)
+
+    def _waiting(self) -> list[Case]:
         """What others say comes first: they have reason to."""
-        waiting = [*self.accusations.cases, *([self._own] if self._own is not None else [])]
-        return next((case for case in waiting if case.is_ready), None)
+        return [*self.accusations.cases, *([self._own] if self._own is not None else [])]
 
     def _drop(self, case: Case) -> None:
         if case is self._own:

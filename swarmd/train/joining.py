@@ -219,6 +219,7 @@ class Joining:
                 lambda: members.at(chronicle.ledger.head, trio.current_time()),
                 chronicle.proposer(),
                 self._clip,
+                chronicle.why_not_alone,
             )
             self._pulsing = self._tasks.start_soon(self.leader.pulse)
         return self.leader
@@ -236,8 +237,9 @@ class Joining:
             if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
                 await self._news.wait(LOOK_INTERVAL_S)
         except* TooEarly as group:
-            self._why = str(group.exceptions[0])
-            self._call_off(leader)
+            early = group.exceptions[0]
+            self._why = str(early)
+            self._call_off(leader, early.wait_s if isinstance(early, TooEarly) else None)
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
@@ -277,12 +279,12 @@ class Joining:
             nursery.cancel_scope.cancel()
         return outcome
 
-    def _call_off(self, leader: Leader) -> None:
+    def _call_off(self, leader: Leader, wait_s: float | None) -> None:
         """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
         lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
-        wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, lacking / rate))
+        wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, lacking / rate if wait_s is None else wait_s))
         self.retry_at = now + wait_s
         self._begin_again(leader, wait_s)
 

@@ -43,11 +43,20 @@ LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
 
 class TooEarly(RoundFailed):
-    """Fewer samples are there than were forecast, or nobody who would hold the average beside the leader."""
+    """Fewer samples are there than were forecast, or nobody who would hold the average beside the leader.
+
+    ``wait_s``: how long it takes to be otherwise, where that is known.
+    """
+
+    def __init__(self, why: str, wait_s: float | None = None) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
 
 
 Clip = Callable[[bytes], float]
 """The clip factor of an average that this peer holds, by its hash."""
+WhyNotAlone = Callable[[PeerId], Awaitable[tuple[str, float]]]
+"""Why anchors would not sign what one contributor stands for, and when to ask again; "" when they would."""
 
 
 class Leader:
@@ -66,6 +75,7 @@ class Leader:
         expected: Callable[[], Iterable[PeerId]],
         proposer: Proposer,
         clip: Clip,
+        why_not_alone: WhyNotAlone,
     ) -> None:
         self.parent = ledger.head
         self.joined: dict[PeerId, JoinRound] = {}
@@ -80,6 +90,7 @@ class Leader:
         self._tell = tell
         self._expected = expected
         self._clip = clip
+        self._why_not_alone = why_not_alone
         self._proposer = proposer
         self._group: Group | None = None
         self._seen: dict[PeerId, MemberSeen] = {}
@@ -190,10 +201,19 @@ class Leader:
             self._waits_for = f"{len(lacking)} more members" if lacking else "nobody"
             if not lacking or waited_s > self._timing.joins.limit_s():
                 self.missing = lacking
-                if n >= ENOUGH * target and not (lacking and self._is_alone()):
-                    return
-                raise TooEarly(f"{n} of {target} samples are here, members late: {len(lacking)}")
+                if n < ENOUGH * target or (lacking and self._is_alone()):
+                    raise TooEarly(f"{n} of {target} samples are here, members late: {len(lacking)}")
+                await self._require_signable()
+                return
             await self._news.wait(LOOK_INTERVAL_S)
+
+    async def _require_signable(self) -> None:
+        """Begin no round that anchors must refuse: all would average for nothing, again and again. Raises TooEarly."""
+        contributors = [p for p, j in self.joined.items() if j.n and p not in self._gone]
+        if len(contributors) == 1:
+            why, wait_s = await self._why_not_alone(contributors[0])
+            if why:
+                raise TooEarly(why, wait_s)
 
     def _is_alone(self) -> bool:
         """Would nobody else hold what the round comes to? If this peer vanished then, the commit would be lost."""

@@ -9,10 +9,10 @@ from swarmd.net.standing import Standing
 from swarmd.plan.progress import Progress
 from swarmd.plan.standing import Fault
 from swarmd.plan.view import SwarmView
-from swarmd.protocol.records import RunRecord
+from swarmd.protocol.records import RECORD_LIFETIME_S, RunRecord
 from swarmd.values import PeerId, RunId
 
-SUSPECT_FOR_S = 15.0  # who did not answer; by then its record says that it is there, or has expired
+SUSPECT_FOR_S = float(RECORD_LIFETIME_S)  # who did not answer, at most: by then the record from before has expired
 PASSED_OVER_S = 10.0  # as leader after one commit: a few rounds under others
 LEADS_FOR_S = 1.5  # after its last sign of life
 
@@ -21,6 +21,18 @@ LEADS_FOR_S = 1.5  # after its last sign of life
 class _Heard:
     sequence: int
     at: float
+
+    def written_by(self, now: float) -> int:
+        """The highest sequence of a record that its peer has written before ``now``: they are its clock, in ms."""
+        return self.sequence + int(1_000 * (now - self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """Until when a peer is done without, unless it says something: a record after ``sequence``, or a message."""
+
+    until: float
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +53,17 @@ class Members:
     learn: Callable[[PeerId, tuple[str, ...]], None]
     standing: Standing
     _heard: dict[PeerId, _Heard] = field(default_factory=dict)
-    _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _suspects: dict[PeerId, _Suspicion] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _passed_over: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
-    def look(self, now: float) -> dict[PeerId, RunRecord]:
-        """The other members' records, those left out that do not answer or have lost their standing."""
+    def look(self, now: float, with_suspects: bool = False) -> dict[PeerId, RunRecord]:
+        """The other members' records, those left out that do not answer or have lost their standing.
+
+        ``with_suspects``: those, too, that did not answer: others may hear them.
+        """
         found = {}
         for record in self.view().in_run(self.run):
             peer = PeerId(record.peer)
@@ -59,16 +74,24 @@ class Members:
                 self._heard[peer] = _Heard(record.sequence, now)
                 if (known := self.view().peers.get(peer)) is not None:
                     self.learn(peer, known.addresses)
-                if heard is not None:
-                    self.vouch(peer)
-            is_left_out = self._suspects.get(peer, 0.0) > now or self._distrusted.get(peer) == record.head
+            is_left_out = (not with_suspects and self._is_suspect(record, now)) or self._distrusted.get(
+                peer
+            ) == record.head
             if not is_left_out and not self.standing.is_shunned(peer):
                 found[peer] = record
         return found
 
     def suspect(self, peer: PeerId, now: float) -> None:
-        """A peer does not answer: do without it until it says something, or for a while."""
-        self._suspects[peer] = now + SUSPECT_FOR_S
+        """A peer does not answer: do without it until it says something.
+
+        What it wrote before and what others pass on late says nothing: a record counts that it wrote afterwards.
+        """
+        heard = self._heard.get(peer)
+        self._suspects[peer] = _Suspicion(now + SUSPECT_FOR_S, heard.written_by(now) if heard is not None else 0)
+
+    def _is_suspect(self, record: RunRecord, now: float) -> bool:
+        suspicion = self._suspects.get(PeerId(record.peer))
+        return suspicion is not None and now < suspicion.until and record.sequence <= suspicion.sequence
 
     def vouch(self, peer: PeerId) -> None:
         """A peer has just said something: it lives."""
@@ -124,16 +147,16 @@ class Members:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 
-    def progress(self, now: float) -> list[Progress]:
+    def progress(self, now: float, with_suspects: bool = False) -> list[Progress]:
         """How far the others are that compute."""
         found = []
-        for peer, r in self.look(now).items():
+        for peer, r in self.look(now, with_suspects).items():
             if r.role == "train" and self._is_moving_on(peer, r):
                 age_s = now - self._last.at
                 found.append(Progress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
             elif r.role == "train":
                 age_s = now - self._heard[peer].at
-                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s))
+                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
         return found
 
     def states(self) -> dict[PeerId, int]:

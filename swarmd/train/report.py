@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan import partition, progress
+from swarmd.plan import gradient_audits, partition, progress
 from swarmd.plan.partition import Member
-from swarmd.plan.progress import Progress
 from swarmd.plan.synchronisation import Prediction, choose
 from swarmd.protocol.records import PeerRecord
 from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
@@ -25,7 +24,7 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
     now = trio.current_time()
     recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
     version, joining = state.version if state else None, trainer.joining
-    me = Progress(trainer.me, ledger.epoch, ledger.head, trainer.work.n, trainer.computing.samples_per_s)
+    me = trainer.progress(ledger.epoch, ledger.head)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     return RunRow(
         run=trainer.run_spec.id,
@@ -122,6 +121,7 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         )
         for m, share in zip(members, decision.action.shares, strict=True)
     )
+    speeds = _without_audits(trainer, [m.peer for m in members], speeds)
     own, predicted = predictions(recipe, members, speeds, trainer.state.layout.n_elements)
     chosen = choose(predicted) if predicted else None
     trainer.pace.predicted = own.samples_per_s if own else None
@@ -137,6 +137,16 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         recommended=str(chosen.action.setting) if chosen else "",
         recommended_why=chosen.reason if chosen else "it is not known yet how fast anybody computes",
     )
+
+
+def _without_audits(trainer: Trainer, peers: Sequence[PeerId], speeds: Sequence[float]) -> list[float]:
+    """What is left of speeds for samples of one's own, where members compute again what others gave."""
+    if trainer.audits.why_not:
+        return list(speeds)
+    own = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
+    n_right = {PeerId(peer): n for peer, n in trainer.ledger.n_contributions.items()}
+    again = gradient_audits.work(n_right, own, trainer.run_spec.recipe.audit)
+    return [speed * speed / (speed + again[p]) if speed > 0 else 0.0 for p, speed in zip(peers, speeds, strict=True)]
 
 
 def _row(predicted: Prediction) -> PlanSettingRow:

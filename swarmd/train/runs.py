@@ -25,6 +25,7 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.directory import Directory
+from swarmd.plan.ballot import is_majority
 from swarmd.plan.view import MAX_RUNS
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.identity import Identity
@@ -54,7 +55,8 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 ROLES = ("train", "reduce", "anchor")
-RETRY_S = 10.0  # a run whose worker cannot load is tried again
+RETRY_S = 10.0  # a run that the swarm cannot give what it needs is tried again
+LONGEST_RETRY_S = 600.0  # what this machine's user has to mend: each try starts a worker, which takes seconds of a CPU
 
 
 @dataclass(slots=True)
@@ -137,12 +139,15 @@ class Runs:
         """No longer take part. The state stays on the disk."""
         run_id = self._one_taken(name)
         taken = self._taken[run_id]
+        lacks_anchors = self._needs_me(taken.trainer)
         await self._save(taken)
         taken.scope.cancel()
         RunFolder(self._root / run_id).leave()
         self._taken.pop(run_id, None)
         self._directory.announce_soon()
-        return LeaveRunAnswer(run=run_id, left=True)
+        return LeaveRunAnswer(
+            run=run_id, left=True, name=taken.trainer.run_spec.recipe.name, lacks_anchors=lacks_anchors
+        )
 
     async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> OrderAnswer:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
@@ -268,27 +273,33 @@ class Runs:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
         try:
             with taken.scope:
+                pause_s = RETRY_S
                 while True:
-                    taken.failure = await self._live_once(taken.trainer)
+                    taken.failure, is_users = await self._live_once(taken.trainer)
                     logger.warning("training ends here for now: %s", taken.failure)
                     taken.trainer.why = taken.failure
-                    await trio.sleep(RETRY_S)
+                    await trio.sleep(pause_s)
+                    pause_s = min(LONGEST_RETRY_S, 2 * pause_s) if is_users else RETRY_S
                     await self._close(taken)
                     taken.trainer, taken.source = self._make(taken.trainer.run_spec, folder)
         finally:
             await self._close(taken)
 
-    async def _live_once(self, trainer: Trainer) -> str:
-        """Run a trainer to its end; returns why that came. One run's fault ends neither the others nor the daemon."""
-        why = ""
+    async def _live_once(self, trainer: Trainer) -> tuple[str, bool]:
+        """Run a trainer to its end; returns why that came, and whether this machine's user has to mend it.
+
+        One run's fault ends neither the others nor the daemon.
+        """
+        why, is_users = "", False
         try:
             await trainer.run()
         except* SwarmError as group:
-            why = str(first_error(group))
+            error = first_error(group)
+            why, is_users = str(error), isinstance(error, ConfigError)
         except* Exception as group:
             logger.exception("a training run broke: that is a fault of swarmd's")
             why = f"a fault of swarmd's: {first_error(group)!r}"
-        return why
+        return why, is_users
 
     @staticmethod
     async def _close(taken: _Taken) -> None:
@@ -305,6 +316,14 @@ class Runs:
         except ConfigError as error:
             logger.info("no checkpoint: %s", error)
 
+    def _needs_me(self, trainer: Trainer) -> bool:
+        """Do updates count with this peer, and not without it, by the anchors that are there?"""
+        if trainer.ledger.finished() or trainer.chronicle.order.state == "stopped":
+            return False
+        anchors, me = set(trainer.chronicle.anchors), self._rpc.network.peer_id
+        there = anchors & {me, *trainer.members.look(trio.current_time())}
+        return is_majority(len(there), len(anchors)) and not is_majority(len(there - {me}), len(anchors))
+
     def _find(self, name: str) -> RunId:
         """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
         known = {RunId(r.run): r.name for r in self._directory.view().runs}
@@ -314,7 +333,21 @@ class Runs:
         return _one(name, known)
 
     def _one_taken(self, name: str) -> RunId:
-        return _one(name, {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()})
+        """The run meant, of those taken part in. Raises ConfigError."""
+        taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
+        left = {}
+        for run_id in known_runs(self._root).keys() - taken.keys():
+            with suppress(ConfigError):
+                left[run_id] = RunFolder(self._root / run_id).run().recipe.name
+        return one_taken(name, taken, left)
+
+
+def one_taken(name: str, taken: dict[RunId, str], left: dict[RunId, str]) -> RunId:
+    """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
+    before = [called for run_id, called in left.items() if not name or is_called(name, run_id, called)]
+    if before and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
+        raise ConfigError(f"this machine has left {before[0]!r}: swarmd train join {before[0]} takes part again")
+    return _one(name, taken)
 
 
 def _one(name: str, known: dict[RunId, str]) -> RunId:

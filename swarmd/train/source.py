@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmd.errors import SwarmUnavailable
+from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.train.state import Layout, Vector
+
+
+class SourceBroken(ConfigError):
+    """What computes ended of the same samples again: it would do so for ever, and somebody has to look."""
 
 
 class SourceLost(SwarmUnavailable):
@@ -54,7 +58,8 @@ class Source(Protocol):
         """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
         What was returned before stays as it is until the call after next. With ``step`` their mean is taken as one step
-        of the recipe's optimizer on the inner vectors instead. Raises SourceLost.
+        of the recipe's optimizer on the inner vectors instead. Raises SourceLost, or SourceBroken when it ended of the
+        same samples before.
         """
 
     def inner_vectors(self) -> dict[str, Vector]:

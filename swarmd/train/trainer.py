@@ -42,10 +42,11 @@ from swarmd.train.source import Source
 from swarmd.train.state import Average, Layout, RunState, Snapshot
 from swarmd.train.synchronisation import Pace
 from swarmd.train.world import News, World
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision, PeerId, count
 
 logger = logging.getLogger(__name__)
 
+OWNER = "owner"  # of this machine; by their own word, not by a rule of theirs
 HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
 
@@ -186,16 +187,22 @@ class Trainer:
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
-                await self.computing.offer()
+                speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
+                mine, has_samples = self.computing.samples_per_s, self.work.n > 0
+                await self.computing.offer(progress.hold_s(mine, speeds, has_samples))
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
                 self.computing.go_on()
 
+    def progress(self, epoch: int, head: bytes) -> Progress:
+        """How far this peer is itself."""
+        rate, left = self.computing.samples_per_s, self.computing.audit_left
+        return Progress(self.me, epoch, head, self.work.n, rate, audit_left=left)
+
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.progress`` says, if nothing that only this peer knows speaks against it."""
         others = self.members.progress(trio.current_time())
-        me = Progress(self.me, state.epoch, state.head, self.work.n, self.computing.samples_per_s)
-        decision = progress.decide(me, others, self.run_spec.recipe.batch.target)
+        decision = progress.decide(self.progress(state.epoch, state.head), others, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
         if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
@@ -210,7 +217,7 @@ class Trainer:
         """Why its owner, or that of this machine, wants nothing computed."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return next(filter(None, self._paused.values()), "")
+        return next(filter(None, self._paused.values()), "") or self.computing.broken
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
@@ -231,7 +238,8 @@ class Trainer:
             return
         total = progress.forecast(self.members.progress(now), head, self.run_spec.recipe.batch.target)
         leaders = progress.leader_order(head, self.members.leaders(head, now))
-        if total.left_s == 0.0 and leaders:
+        is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
+        if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 
@@ -281,11 +289,13 @@ class Trainer:
             if await self.chronicle.look_for_orders():
                 self._world.announce()
 
-    def pause(self, reason: str, by: str = "owner") -> None:
+    def pause(self, reason: str, by: str = OWNER) -> None:
         """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
         self._paused[by] = reason
         if reason:
             self.computing.stop()
+        elif by == OWNER:
+            self.computing.try_again()
         self._news.notify()
 
     # --- what others ask ---------------------------------------------------------------------------------------
@@ -350,7 +360,10 @@ class Trainer:
     def doing(self) -> str:
         """What this peer does now, and why."""
         behind = self.catching_up
-        return self.joining.doing or (behind.why if behind is not None and behind.is_due else "") or self.why
+        first = self.joining.doing or (behind.why if behind is not None and behind.is_due else "")
+        left = self.computing.audit_left
+        audits = f"computes again what others gave, {count(left, 'sample')} yet; " if left else ""
+        return first or f"{audits}{self.why}"
 
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
@@ -375,6 +388,7 @@ class Trainer:
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
             "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
+            "audit_left": self.computing.audit_left,
             "can_be_dialled": self._world.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

@@ -6,7 +6,8 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from swarmd.protocol.worker import (
     Compute,
     ComputeAgain,
     ComputedRows,
+    Ending,
     LoadRun,
     MapRun,
     RunLoaded,
@@ -32,7 +34,7 @@ from swarmd.protocol.worker import (
     WorkerFailed,
 )
 from swarmd.train.data import Data
-from swarmd.train.source import Again, Computed, InnerStep, SourceLost
+from swarmd.train.source import Again, Computed, InnerStep, SourceBroken, SourceLost
 from swarmd.train.state import Layout, Vector
 from swarmd.values import ModelId
 from swarmd.weights.supply import Supply
@@ -50,7 +52,15 @@ TensorList = list[tuple[str, tuple[int, ...]]]
 class WorkerSource:
     """See ``train.source.Source``: the model in a worker process, the vectors in memory shared with it."""
 
-    def __init__(self, run: Run, supply: Supply, peer: str, threads: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        supply: Supply,
+        peer: str,
+        threads: int,
+        start: Callable[[], WorkerProcess] = partial(SubprocessWorker, MODULE),
+    ) -> None:
+        self._start_process = start
         self.device = ""
         self._run = run
         self._supply = supply
@@ -65,6 +75,8 @@ class WorkerSource:
         self._memory: _Memory | None = None
         self._into = 0
         self._is_repeatable = True
+        self._last_words = ""
+        self._died_of: tuple[type[Message], int] | None = None  # the kind of work, and the seed of its samples
         self._took = Arrivals(LEAST_PATIENCE_S, FIRST_BATCH_S)
 
     @property
@@ -127,14 +139,27 @@ class WorkerSource:
             answer, _ = await self._ask(request, rows, 10 * self._took.limit_s(), ComputedRows)
         except (WorkerLost, RemoteProtocolError) as error:
             await self.close()
+            self._require_other_work(request)
             raise SourceLost(f"the training worker was lost: {error}") from None
+        self._died_of = None
         return answer
+
+    def _require_other_work(self, request: Compute | ComputeAgain) -> None:
+        """Note what the worker ended of, by its own words: who kills it from outside does so at any work.
+
+        Raises SourceBroken when it was the same before.
+        """
+        work = (type(request), request.seed)
+        if self._last_words and self._died_of == work:
+            self._died_of = None
+            raise SourceBroken(f"the training worker ended twice of the same samples: {self._last_words}")
+        self._died_of = work if self._last_words else None
 
     async def _start(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
         folder = await self._supply.ensure(ModelId(self._run.recipe.model))
-        self._process, self._frames, self._decoder = SubprocessWorker(MODULE), [], FrameDecoder()
-        self._incoming = self._process.received()
+        self._process, self._frames, self._decoder = self._start_process(), [], FrameDecoder()
+        self._incoming, self._last_words = self._process.received(), ""
         request = LoadRun(path=str(folder.folder), threads=self._threads)
         loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
         self.device, self._is_repeatable = loaded.device, loaded.is_repeatable
@@ -156,8 +181,13 @@ class WorkerSource:
             while not self._frames:
                 data = await anext(self._incoming, b"")
                 if not data:
-                    raise WorkerLost("it ended")
-                self._frames += self._decoder.feed_untrusted(data)
+                    raise WorkerLost(f"it ended: {self._last_words}" if self._last_words else "it ended")
+                for frame in self._decoder.feed_untrusted(data):
+                    message = worker.decode(frame.header)
+                    if isinstance(message, Ending):
+                        self._last_words = message.reason
+                    else:
+                        self._frames.append(frame)
         if not self._frames:
             raise WorkerLost(f"no answer for {timeout_s:.0f} s")
         frame = self._frames.pop(0)

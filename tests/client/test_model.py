@@ -13,6 +13,7 @@ import torch
 from swarmd.client.model import remote_model
 from swarmd.client.straight import Straight, write_down
 from swarmd.compute import skeleton
+from swarmd.compute.balance import leave_out
 from swarmd.compute.ends import Ends
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.skeleton import RemoteLayer, Stub
@@ -128,3 +129,16 @@ class TestSteps:
             else:
                 model.model.norm.weight.data = model.model.norm.weight.data.clone()
         assert not line.holds
+
+
+def test_a_loss_that_needs_the_routers_of_remote_experts_is_refused(tmp_path: Path) -> None:
+    model = client(checkpoints.make("qwen3_moe", tmp_path, n_layers=2, output_router_logits=True))
+    ids = torch.arange(3, 9).unsqueeze(0)
+    with pytest.raises(ConfigError, match="output_router_logits = False"):
+        model(input_ids=ids, labels=ids)
+    model(input_ids=ids)
+    model.generate(ids, max_new_tokens=2)
+    leave_out(model)
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+    with pytest.raises(ConfigError, match="stay on servers"):
+        model(input_ids=ids, output_router_logits=True)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from swarmd.plan.gradient_audits import BOUND, Came, draw, is_same, rate
+from swarmd.plan.gradient_audits import BOUND, Came, draw, is_same, rate, work
 from swarmd.protocol.backing import N_DIRECTIONS
 from swarmd.train.directions import BLOCK, Directions
 from swarmd.values import PeerId
@@ -95,3 +95,17 @@ def test_a_lie_in_one_block_is_seen_as_often_as_any() -> None:
         off = Directions(i.to_bytes(2, "big"), n, is_even=True).of(lie, 0)
         n_passed += all(abs(x) <= BOUND * norm for x in off)
     assert n_passed <= 4
+
+
+def test_what_members_are_expected_to_compute_again_is_what_their_draws_come_to() -> None:
+    a, b, c = PEERS[:3]
+    n_samples, rng = {a: 40.0, b: 20.0, c: 4.0}, random.Random(3)
+    n_right = {a: 0, b: 50, c: 3}
+    expected = work(n_right, n_samples, 32)
+    rates = {peer: rate(n, 32) for peer, n in n_right.items()}
+    for me in n_samples:
+        drawn = [draw(rates, n_samples, me, rng.random()).action for _ in range(20_000)]
+        mean = sum(n_samples[peer] for peer in drawn if peer is not None) / len(drawn)
+        assert mean == pytest.approx(expected[me], rel=0.1)
+    assert work({a: 0}, {a: 40.0}, 32) == {a: 0.0}, "nobody else computes"
+    assert work(n_right, n_samples, 0) == dict.fromkeys(n_samples, 0.0)

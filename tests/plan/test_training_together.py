@@ -18,7 +18,7 @@ from swarmd.plan.ballot import Acceptor, bound_to
 from swarmd.plan.contributions import Weighed, outliers
 from swarmd.plan.ledger import Ledger
 from swarmd.plan.partition import Member, Sizes
-from swarmd.plan.progress import Action, Progress, decide, forecast, leader_order
+from swarmd.plan.progress import LONGEST_HOLD_S, Action, Progress, decide, forecast, hold_s, leader_order
 from swarmd.plan.recovery import Offer, choose_way, restorable
 from swarmd.plan.samples import permuted, row_of, shard_of
 from swarmd.protocol import commit as commits
@@ -253,3 +253,22 @@ def test_learning_rates() -> None:
         assert rates[-1] == pytest.approx(0.25 if decay == "linear" else 0.1464, abs=1e-4), "as transformers' schedules"
         assert Recipe("r", "m", "d", schedule=Schedule(decay=decay), stop=Stop(steps=1)).learning_rate(1) > 0
     assert np.isclose(RUN.recipe.learning_rate(500), 1e-3)
+
+
+def test_who_audits_first_is_forecast_to_gather_later() -> None:
+    audits, computes = Progress(A, 3, b"h", 2, 4.0, audit_left=40), Progress(B, 3, b"h", 10, 2.0)
+    total = forecast([audits, computes], b"h", 32)
+    assert total.n_samples == 12
+    assert total.left_s == 10.0  # 20 samples by one at 2/s, when the other has audited
+    assert forecast([audits, computes], b"h", 38).left_s == 11.0  # and 6 by both
+    assert forecast([audits], b"h", 32).left_s == 17.5
+    later = Progress(A, 3, b"h", 2, 4.0, age_s=11.0, audit_left=40)
+    assert forecast([later], b"h", 32).n_samples == 6
+
+
+def test_a_round_waits_for_a_micro_batch_by_what_its_member_is_worth() -> None:
+    assert hold_s(10.0, [10.0, 10.0], has_samples=True) == LONGEST_HOLD_S
+    assert hold_s(1.0, [20.0, 20.0], has_samples=True) < 0.15
+    assert hold_s(1.0, [20.0, 20.0], has_samples=False) < 0.15
+    assert hold_s(1.0, [20.0], has_samples=False) == math.inf, "one contributor alone does not count"
+    assert hold_s(0.0, [20.0], has_samples=True) == LONGEST_HOLD_S, "nobody knows yet how fast it is"

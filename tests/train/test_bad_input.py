@@ -170,7 +170,7 @@ def test_data_is_packed_checked_and_damage_found(tmp_path: Path) -> None:
     assert (np.diff(rows, axis=1) == 1).all()
     with pytest.raises(IntegrityError, match="rows of 17"):
         rows_of_shards(read, 16)
-    with pytest.raises(ConfigError, match="knows 50"):
+    with pytest.raises(ConfigError, match="those from 0 to 49"):
         pack(texts, 8, 50, tmp_path / "b", seed=1)
     with pytest.raises(ConfigError, match="a row takes"):
         pack([[1, 2]], 8, 50, tmp_path / "b", seed=1)

@@ -31,7 +31,12 @@ async def begun(anchor: PeerId, request: object, payload: bytes) -> tuple[object
     raise Begun
 
 
-def leader_among(*expected: PeerId, anchors: tuple[str, ...] = (OWNER.peer_id,), ask_anchor: Any = begun) -> Leader:
+def leader_among(
+    *expected: PeerId,
+    anchors: tuple[str, ...] = (OWNER.peer_id,),
+    ask_anchor: Any = begun,
+    why_not_alone: Any = None,
+) -> Leader:
     recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=anchors)
     run = start_run(recipe, OWNER, 1)
 
@@ -39,7 +44,17 @@ def leader_among(*expected: PeerId, anchors: tuple[str, ...] = (OWNER.peer_id,),
 
     ledger, order = Ledger(run), RunOrder(run.id, 0)
     proposer = Proposer(ME, ledger, order, random.Random(1), ask_anchor)
-    return Leader(ME, ledger, order, Timing(), tell, lambda: expected, proposer, lambda average: 1.0)
+    return Leader(
+        ME,
+        ledger,
+        order,
+        Timing(),
+        tell,
+        lambda: expected,
+        proposer,
+        lambda average: 1.0,
+        why_not_alone or nothing_against,
+    )
 
 
 def joining(n: int, receives: bool = True) -> JoinRound:
@@ -47,6 +62,10 @@ def joining(n: int, receives: bool = True) -> JoinRound:
         id=1, run="r", parent=b"", state=b"s" * 32, first=0, n=n, loss=1.0, n_elements=8, dtype="float32",
         receives=receives, can_reduce=True, up_bytes_per_s=None, down_bytes_per_s=None,
     )  # fmt: skip
+
+
+async def nothing_against(contributor: PeerId) -> tuple[str, float]:
+    return "", 0.0
 
 
 async def begins(leader: Leader) -> None:
@@ -67,6 +86,25 @@ async def test_leader_does_not_go_alone_while_others_are_expected(virtual_time: 
 async def test_leader_goes_alone_when_nobody_is_expected(virtual_time: MockClock) -> None:
     leader = leader_among()
     leader.join(ME, joining(8))
+    await begins(leader)
+
+
+async def test_leader_begins_no_round_that_anchors_must_refuse(virtual_time: MockClock) -> None:
+    """One contributes, others compute and answer; the leader says why, and when to look again."""
+    asked = []
+
+    async def why_not_alone(contributor: PeerId) -> tuple[str, float]:
+        asked.append(contributor)
+        return "one contributor alone counts in 40 s", 1.5
+
+    leader = leader_among(OTHER, why_not_alone=why_not_alone)
+    leader.join(ME, joining(8))
+    leader.join(OTHER, joining(0))
+    with pytest.raises(TooEarly, match="one contributor alone counts in 40 s") as early:
+        await leader.lead()
+    assert early.value.wait_s == 1.5
+    assert asked == [ME]
+    leader.join(OTHER, joining(1))
     await begins(leader)
 
 
