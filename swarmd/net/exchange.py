@@ -264,7 +264,7 @@ class Exchange:
         is_newer = not any(theirs) or self.book.catalog.rank > theirs
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
-        await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
+        await channel.answer(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 
     def _reads_charters(self, peer: PeerId) -> bool:
         """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""

@@ -35,7 +35,9 @@ class World:
         self.to_worker: list[AnyMessage] = []
         self.heard: list[tuple[PeerId, AnyMessage]] = []
         self.opened: list[AnyMessage] = []
-        rpc = SimpleNamespace(existing=self.existing, channel=self.channel, network=SimpleNamespace())
+        rpc = SimpleNamespace(
+            existing=self.existing, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
+        )
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
         exchange.require_member = lambda *_: None
