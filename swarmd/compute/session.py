@@ -47,6 +47,7 @@ from swarmd.wire.top import MOST_WITH_LOGITS
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
+LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
 
 
 @dataclass(slots=True)
@@ -323,6 +324,12 @@ class HopSession:
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
+        if (
+            self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
+            > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens
+        ):
+            text = f"{self.history.recent_edits} edits of separate ops are kept for replay already"
+            raise Refused(Code.TOO_LONG, text)
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
@@ -372,6 +379,7 @@ class HopSession:
         if edit.rows is not None:
             rows = torch.tensor(edit.rows, device=self._span.device)
             self._cache.reorder(rows)
+            self._span.on_block()  # of a large cache it takes a while, and is progress
             if self._mask is not None:
                 self._mask = self._mask[rows]
 

@@ -55,9 +55,12 @@ class SessionHop:
     why: str = ""
     inherit_from: PeerId | None = None
     limit_bytes: int = 0
+    limit_edits: int = 0
     trail: Trail | None = None
     bill: tuple[Bill, Signed] | None = None
-    unfinished: deque[tuple[int, int]] = field(default_factory=deque)
+    unfinished: deque[tuple[int, int, int]] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    waiting_edits: int = 0
     passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
 
     def times(self) -> tuple[HopTimes, ...]:
@@ -68,13 +71,22 @@ class SessionHop:
             for start, waiting_s, computing_s in timing.medians_s(alike)
         )
 
-    def take_in(self, seq: int, n_bytes: int) -> None:
-        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need."""
+    def take_in(self, seq: int, n_bytes: int, n_edits: int) -> None:
+        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need.
+
+        An edit is work, however few bytes it takes.
+        """
         while self.unfinished and self.unfinished[0][0] <= self.state.finished:
-            self.unfinished.popleft()
-        if sum(n for _, n in self.unfinished) + n_bytes > self.limit_bytes:
+            _, n_bytes_done, n_edits_done = self.unfinished.popleft()
+            self.waiting_bytes -= n_bytes_done
+            self.waiting_edits -= n_edits_done
+        if self.waiting_bytes + n_bytes > self.limit_bytes:
             raise Refused(Code.TOO_LONG, f"more than {self.limit_bytes} B of this session wait to be computed")
-        self.unfinished.append((seq, n_bytes))
+        if self.waiting_edits + n_edits > self.limit_edits:
+            raise Refused(Code.TOO_LONG, f"more than {self.limit_edits} edits of this session wait to be computed")
+        self.unfinished.append((seq, n_bytes, n_edits))
+        self.waiting_bytes += n_bytes
+        self.waiting_edits += n_edits
 
 
 @dataclass(slots=True)

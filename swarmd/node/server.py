@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25  # a twelfth of SUSPECT_AFTER_S: suspected late by little
 LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way
+LEAST_WAITING_EDITS = 128  # of a session, however short
 WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
 ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
@@ -197,7 +198,7 @@ class Server:
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        hop.take_in(op.seq, len(frame.raw))
+        hop.take_in(op.seq, len(frame.raw), messages.n_changes(op.edits, op.tensor is not None))
         if op.tensor is not None:
             await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
         accept_op(hop.state, op)
@@ -246,6 +247,7 @@ class Server:
             used_at=now,
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * n_tokens * token_bytes,
+            limit_edits=LEAST_WAITING_EDITS + WAITING_TIMES * opening.max_tokens,
             trail=self._receipts.trail(opening),
         )
         self._hops.put(key, hop)

@@ -167,6 +167,11 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: Rows | None = None
 
 
+def n_changes(edits: Sequence[Edit], has_tokens: bool) -> int:
+    """How much work and memory an op is beside its tokens: of one without any, itself, too."""
+    return len(edits) + (not has_tokens)
+
+
 def cropped(edits: Sequence[Edit]) -> int:
     """How many of the last tokens some edits drop."""
     return sum(edit.crop or 0 for edit in edits)
