@@ -23,6 +23,7 @@ from swarmd.node.adapters import Adapters
 from swarmd.node.heartbeat import Heartbeats
 from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.migration import Migrations
+from swarmd.node.onward import Onward
 from swarmd.node.outbox import Outbox
 from swarmd.node.receipts import Receipts
 from swarmd.node.recompute import Recompute
@@ -96,8 +97,9 @@ class Server:
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
-        self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
-        self._replies = Replies(rpc, exchange, worker, self._outbox)
+        self.onward = Onward(rpc, exchange)
+        self._migrations = Migrations(rpc, self.onward, worker, self._outbox, self._tasks)
+        self._replies = Replies(self.onward, worker, self._outbox)
         self._receipts = Receipts(exchange, served, worker, self._outbox, self._tasks)
         self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
@@ -324,8 +326,6 @@ class Server:
             raise Refused(Code.REFUSED, "caches are handed over once, by a server that stops serving")
         self._require_epoch(hop, message.epoch)
         hop.state.epoch = message.epoch  # what it may still compute belongs to the past
-        to = PeerId(message.to)
-        self._rpc.network.learn(to, self._exchange.addresses_of(to) or message.addresses)
         await self._migrations.begin(peer, message)
 
     async def _on_cache_part(self, peer: PeerId, message: CachePart, frame: Frame) -> None:
@@ -430,6 +430,7 @@ class Server:
     def peer_gone(self, peer: PeerId) -> None:
         """A connection ended."""
         self._heartbeats.peer_gone(peer)
+        self.onward.lost(peer)
 
     def _push_failed(self, peer: PeerId, reason: str) -> None:
         self._heartbeats.push_failed(peer, reason)
