@@ -132,6 +132,11 @@ class Exchange:
             return peer.encode()
         return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
+    def sponsor_of(self, membership: Membership) -> bytes:
+        """The key that answers for all whom it brought in: the invite's; the member's own once admitted for good."""
+        is_admitted = membership.member in self.book.catalog.admitted
+        return (b"" if is_admitted else membership.invite) or membership.member or membership.keys[-1]
+
     def n_sharing(self, peer: PeerId) -> int:
         """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
         membership, admitted = self.members.get(peer), self.book.catalog.admitted
