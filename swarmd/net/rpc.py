@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 4.0  # one round trip, and certificates to verify
 CALL_TIMEOUT_S = 10.0  # for a caller that says nothing else
 MAX_PENDING_CALLS = 1_024  # of one channel: whoever has more under way is not waiting for answers
+MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients of one invite; each has windows here
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
@@ -320,6 +321,7 @@ class Rpc:
                     theirs = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
                     if len(theirs) >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
+                    self._require_room(channel.peer)
                     await channel.send(self._guest.hello())
             except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
@@ -328,6 +330,13 @@ class Rpc:
             await self._serve(channel, decoder, early)
 
         return accept
+
+    def _require_room(self, peer: PeerId) -> None:
+        """Leave room for others: identities cost nothing. Raises Refused."""
+        sponsor, known = self.sponsor_of(peer), self.peers()
+        if peer not in known and sum(self.sponsor_of(p) == sponsor for p in known) >= MAX_PEERS_OF_SPONSOR:
+            text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
+            raise Refused(Code.NO_CAPACITY, text)
 
     async def _greet(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
         """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""

@@ -144,6 +144,19 @@ def test_zeros_in_pieces_are_one_frame(n_bytes: int) -> None:
     assert len(frame.payload) == n_bytes
 
 
+async def test_one_sponsor_has_so_many_peers_here_at_once(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmd.net.rpc.MAX_PEERS_OF_SPONSOR", 3)
+    async with scene() as s:
+        for number in range(5):
+            await s.ask_and_read_nothing(f"x/{number}", Ping(id=1), 1)
+        await trio.sleep(5)
+        assert s.server.peers() == {"x/0", "x/1", "x/2"}
+        honest = await s.honest()
+        assert (await honest.channel(SERVER)).is_open
+
+
 async def test_small_answers_are_not_counted_and_an_answer_that_ends_early_is_forgotten() -> None:
     outbound = Outbound(str.encode)
 

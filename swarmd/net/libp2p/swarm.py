@@ -39,7 +39,8 @@ from swarmd.net.interfaces import expand, networks
 from swarmd.net.libp2p.metered import Metered, beyond
 from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, kept_port
-from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
+from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
 from swarmd.plan.dialing import Attempt, attempts, is_circuit, origin_of
 
@@ -87,12 +88,15 @@ class OurMuxer(MuxerMultistream):
 
     def __init__(self, traffic: Traffic | None) -> None:
         self._traffic = traffic
+        self._windows = Windows()
         options: TMuxerOptions = {YAMUX: YamuxConnection}
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return self._annotate_connection(YamuxConnection(conn, peer_id, beyond(conn, self._traffic)), conn, protocol)
+        return self._annotate_connection(
+            YamuxConnection(conn, peer_id, beyond(conn, self._traffic), self._windows), conn, protocol
+        )
 
 
 class IdleConnector(AutoConnector):
@@ -131,6 +135,12 @@ class GuardedSwarm(Swarm):
                     await stream.reset()
 
         super().set_stream_handler(guarded)
+
+    async def notify_opened_stream(self, stream: INetStream) -> None:
+        muxed = getattr(stream, "muxed_stream", None)
+        if isinstance(muxed, YamuxStream):
+            muxed.protocol_of = stream.get_protocol
+        await super().notify_opened_stream(stream)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Reuse a live connection, or try all known addresses, the likeliest first (plan.dialing)."""
