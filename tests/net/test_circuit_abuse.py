@@ -23,6 +23,7 @@ from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
 from swarmd.net.libp2p.wire import read, write
+from swarmd.plan.dial_budget import OF_PLACE
 from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network
 
@@ -218,3 +219,29 @@ async def test_answered_questions_leave_no_streams() -> None:
         with trio.fail_after(2):
             while len(connection.get_streams()) > before:
                 await trio.sleep(0.01)
+
+
+async def test_one_address_that_many_invented_peers_name_is_dialled_a_few_times() -> None:
+    knocked: list[int] = []
+
+    async def victim(stream: trio.SocketStream) -> None:
+        knocked.append(1)
+
+    a, b = network(), network()
+    async with a.running(), b.running(), trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, victim, [listener])
+        port = listener.socket.getsockname()[1]
+        for _ in range(20):
+            invented = network().peer_id
+            a.learn(invented, (f"/ip4/127.0.0.1/tcp/{port}/p2p/{invented}",))
+            with suppress(PeerError):
+                await a.connect(invented)
+        assert len(knocked) == OF_PLACE
+        with pytest.raises(PeerError, match=r"dialled for others just now; again in 1[0-9] s"):
+            await a.connect(invented)
+        a.learn(b.peer_id, b.addresses())
+        for _ in range(10):
+            await a.connect(b.peer_id)
+            await a.disconnect(b.peer_id)
+        nursery.cancel_scope.cancel()

@@ -42,6 +42,7 @@ from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
 from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
+from swarmd.plan.dial_budget import DialBudget
 from swarmd.plan.dialing import Attempt, attempts, is_circuit, origin_of
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class GuardedSwarm(Swarm):
         self._pending_by_address: Counter[str] = Counter()
         self._tcp = TCP()
         self.circuits_of = {}
+        self._dial_budget = DialBudget()
         self._own_port, self._listens = 0, True
         self.traffic: Traffic | None = None
 
@@ -262,12 +264,17 @@ class GuardedSwarm(Swarm):
 
     async def _try(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
+        peer, now = peer_id.to_base58(), trio.current_time()
+        if not is_circuit(address) and (wait_s := self._dial_budget.take(address, peer, now)):
+            return None, Failure(f"{address} (dialled for others just now; again in {wait_s:.0f} s)", is_garbled=False)
         is_there, caused = False, "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             try:
                 raw = await self._wire(address, peer_id)
                 is_there = True
-                return await self._made(raw, peer_id), None
+                made = await self._made(raw, peer_id)
+                self._dial_budget.met(address, peer)
+                return made, None
             except OpenConnectionError as error:
                 caused = str(error) if is_circuit(address) else "connection refused"
             except SwarmException as error:
