@@ -208,7 +208,9 @@ class Server:
             hop.trail.enter(op, frame.payload)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
-            self._tokens_served += op.tensor.b * op.tensor.t
+            n_tokens = op.tensor.b * op.tensor.t
+            self._tokens_served += n_tokens
+            self.served.books.serve(self._exchange.voucher_of(hop.state.client), n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
     async def _take_room(self, key: Key, n_tokens: int, now: float) -> None:
