@@ -2,7 +2,8 @@
 
 SQLite keeps them (the standard library's): one row for each hop of a session, the largest bill of it. Several
 processes of one home write to it. Sums are of bills with both signatures, which were checked when they came in, and
-can be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart.
+can be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart, and so
+does what it computed for each voucher (``served``): nobody else need believe that, and nobody has to sign it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ create table if not exists bills (
     body blob, given blob, taken blob, primary key (giver, taker, session, start)
 ) without rowid;
 create table if not exists counted (day integer, what text, n integer, primary key (day, what)) without rowid;
+create table if not exists served (day integer, voucher blob, n integer, primary key (day, voucher)) without rowid;
 """
+_SERVE = "insert into served values (?, ?, ?) on conflict do update set n = n + excluded.n;"
 _COUNT = "insert into counted values (?, ?, ?) on conflict do update set n = n + excluded.n;"
 _ADD = """
 insert into bills values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict do update set
@@ -83,6 +86,7 @@ class Books:
         self._file = file
         self._waiting: list[tuple[Bill, Signed, bytes]] = []
         self._counted: Counter[tuple[int, Kind]] = Counter()
+        self._served: Counter[tuple[int, bytes]] = Counter()
 
     @property
     def are_kept(self) -> bool:
@@ -92,6 +96,11 @@ class Books:
         """Note that this machine gave, or took, so much of something."""
         if self._file is not None:
             self._counted[int(time.time()) // DAY_S, kind] += n
+
+    def serve(self, voucher: bytes, n: int) -> None:
+        """Note that so many tokens times blocks were computed here for someone whom ``voucher`` brought in."""
+        if self._file is not None:
+            self._served[int(time.time()) // DAY_S, voucher] += n
 
     def add_untrusted(self, signed: Signed, voucher: bytes) -> None:
         """Enter a bill with someone whom ``voucher`` brought in. Raises IntegrityError."""
@@ -109,30 +118,34 @@ class Books:
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                if self._waiting or self._counted:
+                if self._waiting or self._counted or self._served:
                     await trio.to_thread.run_sync(self.save)
         finally:
             self.save()
 
     def save(self) -> None:
         """Write what waits; a disk that is full costs bills, and nothing else."""
-        if self._file is None or not (self._waiting or self._counted):
+        if self._file is None or not (self._waiting or self._counted or self._served):
             return
         waiting, self._waiting = self._waiting, []
         counted, self._counted = self._counted, Counter()
+        served, self._served = self._served, Counter()
         try:
             with closing(self._open()) as database, database:
                 database.executemany(_ADD, [_row(*entry) for entry in waiting])
                 database.executemany(_COUNT, [(day, str(kind), n) for (day, kind), n in counted.items()])
+                database.executemany(_SERVE, [(day, voucher, n) for (day, voucher), n in served.items()])
         except sqlite3.Error as error:
             logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
+            self._served += served
 
     def prune(self, before: int) -> None:
         """Forget bills from before a time, in unix seconds."""
         try:
             self._query("delete from bills where at < ?", before)
+            self._query("delete from served where day < ?", before // DAY_S)
         except IntegrityError as error:
             logger.warning("old bills stay: %s", error)
 
@@ -140,6 +153,11 @@ class Books:
         """What was counted since the day of a time in unix seconds. Raises IntegrityError for a damaged file."""
         rows = dict(self._query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
         return {kind: rows.get(str(kind), 0) for kind in Kind}
+
+    def served(self, since: int = 0) -> dict[bytes, int]:
+        """Tokens times blocks that were computed here, by voucher, signed for or not. Raises IntegrityError."""
+        rows = self._query("select voucher, sum(n) from served where day >= ? group by 1", since // DAY_S)
+        return dict(rows)
 
     def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[Sum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.

@@ -101,7 +101,8 @@ class Daemon:
     def __init__(self, member: Member, config: Config, world: Surroundings, exchange: Exchange) -> None:
         network, home = world.network, member.home
         self.network, self.exchange = network, exchange
-        self.rpc = Rpc(network, self, Standing(world.wall_clock, home.standing_file if home else None))
+        standing = Standing(world.wall_clock, home.standing_file if home else None)
+        self.rpc = Rpc(network, self, standing, exchange.principal)
         self.directory = _directory_of(member, world, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = Books(home.books_file if home else None)
@@ -220,7 +221,7 @@ class Daemon:
         if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
             return True
         if isinstance(message, Ping):
-            await channel.send(Pong(re=message.id), bytes(message.want_bytes))
+            await channel.answer_zeros(Pong(re=message.id), message.want_bytes)
         elif isinstance(message, ExchangeDigest):
             await self.exchange.answer(channel, message, frame)
         elif isinstance(message, Accuse):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import socket
+import stat
 from pathlib import Path
+from typing import TextIO
 
 from swarmd.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 SOCKET = "control.sock"
+OF_OTHERS = 0o077  # bits of a mode that are for other users than the owner
 
 
 def default_folder() -> Path:
@@ -30,3 +38,43 @@ def write_file(path: Path, content: str | bytes, secret: bool = False) -> None:
     except OSError as error:
         new.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Can other users of this machine open a file or folder, if they can reach it?"""
+    try:
+        return bool(stat.S_IMODE(path.stat().st_mode) & OF_OTHERS)
+    except OSError:
+        return False
+
+
+def close_to_others(folder: Path) -> None:
+    """Make a folder its owner's alone, and say so where it was not."""
+    if not is_open_to_others(folder):
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    try:
+        folder.chmod(mode & ~OF_OTHERS)
+    except OSError as error:
+        text = "other users of this machine can open %s (mode %o), and it cannot be closed to them: %s"
+        logger.warning(text, folder, mode, error.strerror)
+        return
+    logger.warning("other users of this machine could open %s (mode %o): it is its owner's alone now", folder, mode)
+
+
+def open_own(path: Path, anew: bool = False) -> TextIO:
+    """Open a file that only its owner can open, made where it is not; ``anew`` replaces it. Raises ConfigError."""
+    try:
+        if anew:
+            path.unlink(missing_ok=True)
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "w")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
+
+
+def is_answered(path: Path) -> bool:
+    """Does a program listen at a socket?"""
+    with socket.socket(socket.AF_UNIX) as knocking, contextlib.suppress(OSError):
+        knocking.connect(str(path))
+        return True
+    return False

@@ -1,6 +1,7 @@
 """The state folder of one member: identity, the swarm's keys, catalog and models, as files of their own.
 
-Secrets are mode 0600. Every file is written whole, to a new name, and renamed, so that a crash leaves the old one.
+Secrets are mode 0600, the folder 0700: other users of the machine can neither read nor lock anything. Every file is
+written whole, to a new name, and renamed, so that a crash leaves the old one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from pathlib import Path
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError, NotJoined
-from swarmd.folders import SOCKET, default_folder, write_file
+from swarmd.folders import (
+    SOCKET,
+    close_to_others,
+    default_folder,
+    is_answered,
+    is_open_to_others,
+    open_own,
+    write_file,
+)
 from swarmd.protocol import invite as invites
 from swarmd.protocol import manifest
 from swarmd.protocol.catalog import (
@@ -334,7 +343,9 @@ class Home:
     def locked(self) -> Iterator[None]:
         """Hold this folder for one daemon. Raises ConfigError when another holds it."""
         self._make_folder()
-        with (self.folder / "lock").open("w") as file:
+        path = self.folder / "lock"
+        is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # whoever could open it may hold it
+        with open_own(path, anew=is_foreign) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -345,11 +356,8 @@ class Home:
     def _held(self, name: str) -> Iterator[None]:
         """Let nobody else do the same here for a moment."""
         self._make_folder()
-        try:
-            file = (self.folder / name).open("w")
-        except OSError as error:
-            raise ConfigError(f"{self.folder / name} cannot be opened: {error.strerror}") from None
-        with file:
+        path = self.folder / name
+        with open_own(path, anew=is_open_to_others(path)) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -371,6 +379,7 @@ class Home:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"cannot use {self.folder} for state: {error.strerror}: choose another --home") from None
+        close_to_others(self.folder)
 
     def _write(self, name: str, content: str | bytes, secret: bool = False) -> None:
         self._make_folder()

@@ -81,6 +81,19 @@ def test_bills_of_long_ago_are_forgotten(books: Books) -> None:
     assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
 
 
+def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(books: Books) -> None:
+    for n in (3, 4):
+        books.serve(b"a", n)
+        books.save()
+    books.serve(b"b", 5)
+    books.save()
+    assert books.served() == {b"a": 7, b"b": 5}
+    now = int(time.time())
+    assert not books.served(now + 2 * DAY_S)
+    books.prune(now + 2 * DAY_S)
+    assert not books.served()
+
+
 def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: Books) -> None:
     early, late = signed(ME, ANNE, 10), signed(ME, ANNE, 25)
     for entries in ([early], [late], [early], [late, early, late]):

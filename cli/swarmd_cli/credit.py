@@ -37,6 +37,7 @@ def credit(
     since = now - days * DAY_S
     n_checked = books.check() if check else None
     counted = books.counted(since)
+    served = sum(n for voucher, n in books.served(since).items() if voucher != own_voucher)
     sums, by_day = books.sums(me, own_voucher, since), books.days(me, own_voucher, since)
     gave, took = sum(s.gave for s in sums), sum(s.took for s in sums)
     if as_json:
@@ -48,7 +49,7 @@ def credit(
         per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
         alone = {kind.name.lower(): n for kind, n in counted.items()}
         both = {"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked}
-        print_json({**both, "counted": alone})
+        print_json({**both, "counted": {**alone, "served": served}})
         return
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
@@ -56,7 +57,7 @@ def credit(
         [_who(s.voucher, s.peers), f"{s.gave:,}", f"{s.took:,}", str(s.n_sessions), _ago(now - s.last_at)] for s in sums
     ]
     table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], listed)
-    table("Counted by this machine alone", ["", ""], _own(counted))
+    table("Counted by this machine alone", ["", ""], _own(counted, served))
     if sums:
         print(f"gave {gave:,}, took {took:,}")
         today = now // DAY_S
@@ -65,10 +66,11 @@ def credit(
             print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
 
 
-def _own(counted: dict[Any, int]) -> list[list[str]]:
+def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
     from swarmd.books import Kind
 
     return [
+        ["tokens x blocks for others, signed for or not", f"{served:,}"],
         ["weights given to others", size(counted[Kind.WEIGHTS_GIVEN])],
         ["weights taken from others", size(counted[Kind.WEIGHTS_TAKEN])],
         ["micro-batches of fine-tuning", f"{counted[Kind.MICRO_BATCHES]:,}"],

@@ -14,6 +14,8 @@ from swarmd.values import count
 from swarmd_cli.beforehand import waits_for_founder
 from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
 
+MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
+
 
 def init(
     name: Annotated[str, typer.Option("--name", help="What to call the swarm.")],
@@ -74,11 +76,18 @@ def rights(words: str) -> tuple[Any, ...]:
 
 
 def join(
-    text: Annotated[str, typer.Argument(metavar="INVITE", help="The line that swarmd invite printed.")],
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="[INVITE]",
+            show_default=False,
+            help="The line that swarmd invite printed; - or nothing: asks for it.",
+        ),
+    ] = "-",
 ) -> None:
-    """Join a swarm by an invite.
+    """Join a swarm by an invite: one that is pasted, or piped in, stands in no process list and no shell history.
 
-    Example: swarmd join swarmd1-abc...
+    Example: swarmd join
     """
     import trio
 
@@ -90,7 +99,7 @@ def join(
     from swarmd.protocol.identity import Identity
 
     state = home()
-    ticket = invites.decode_untrusted(text, time.time())
+    ticket = invites.decode_untrusted(_asked_invite() if text == "-" else text, time.time())
     if state.has_joined:
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
@@ -104,6 +113,20 @@ def join(
         return
     print(f"Joined the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
     print("Start this machine's daemon with: swarmd up")
+
+
+def _asked_invite() -> str:
+    """An invite from the terminal, or from whatever is piped in. Raises ConfigError where there is none."""
+    from swarmd.errors import ConfigError
+
+    if sys.stdin.isatty():
+        print("The invite, one line: ", end="", file=sys.stderr, flush=True)
+    text = sys.stdin.readline(MOST_INVITE_CHARACTERS).strip()
+    if not text:
+        raise ConfigError(
+            "expected an invite on standard input, got nothing: paste the line that swarmd invite printed"
+        )
+    return text
 
 
 def leave(

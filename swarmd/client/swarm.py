@@ -95,8 +95,8 @@ class AsyncSwarm:
 
     def __init__(self, membership: Membership, network: Network, wall_clock: Callable[[], float]) -> None:
         self.wall_clock = wall_clock
-        self.rpc = Rpc(network, self, Standing(wall_clock))
         self.exchange = Exchange(membership.keys, wall_clock)
+        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
         self.budget = Budget()
         self.supply = Supply(
             Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None), None

@@ -42,6 +42,7 @@ from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE_S = 0.05  # of work without tokens (edits, replays) for one client between two passes; the rest waits its turn
 _SMOOTHING = 0.2  # weight of the newest pass in what a pass is expected to take
 PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
 Key = tuple[bytes, int]
@@ -82,6 +83,7 @@ class Engine:
         self._sessions: dict[Key, HopSession] = {}
         self._queues: dict[Key, list[_Waiting]] = {}
         self._served: dict[bytes, float] = {}
+        self._at_once_s: dict[bytes, float] = {}  # since the last pass, by client
         self._weights: dict[bytes, float] = {}
         self._speed = Speed(0.01, 0.001)
         self._n_taken = 0
@@ -152,6 +154,7 @@ class Engine:
 
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
+        self._at_once_s.clear()
         yield from self._reuse()
         ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
         n_active = self._n_active(self._clock())
@@ -264,6 +267,8 @@ class Engine:
             self._prefixes.set(key, self._sessions[key].marks)
             self._next(key)
             yield from self._advance(key)
+        for key in [key for key in self._queues if not self._sessions[key].is_computing]:
+            yield from self._advance(key)
 
     def _reuse(self) -> Iterator[bytes]:
         """Whoever begins as another session of its client does takes over what that has computed."""
@@ -301,14 +306,23 @@ class Engine:
         return Ready(key, session.client, session.n_rows, left, waiting.order, can_share, session.hop, session.is_begun)
 
     def _advance(self, key: Key) -> Iterator[bytes]:
-        """Begin the next op of a session; what has no tokens to compute is done at once."""
+        """Begin the next op of a session; what has no tokens to compute is done at once.
+
+        That is work, too: of one client's so much is done between two passes, and it counts as tokens do. A client
+        could have nothing but edits computed, and nobody else anything.
+        """
         while (queue := self._queues.get(key)) and not self._sessions[key].is_computing:
-            waiting = queue[0]
+            client, waiting = self._sessions[key].client, queue[0]
+            if self._at_once_s.get(client, 0.0) > AT_ONCE_S:
+                return
             try:
+                begun = self._clock()
                 yield from self._begin(self._sessions[key], waiting)
+                self._charge(client, self._clock() - begun)
                 if self._sessions[key].is_computing:
                     return
                 self.handled += 1
+                self.span.on_block()  # a sign of life: many such ops may follow
             except Refused as error:
                 is_part = isinstance(waiting.message, CachePart)  # what is half in place is worth nothing
                 yield self._refuse(waiting.message, Refused(Code.SESSION_LOST, str(error)) if is_part else error)
@@ -336,10 +350,17 @@ class Engine:
                 yield session.answer(self._clock())
                 session.keep()
 
+    def _charge(self, client: bytes, seconds: float) -> None:
+        """Count work beside passes, by the tokens that a pass would have computed meanwhile."""
+        self._at_once_s[client] = self._at_once_s.get(client, 0.0) + seconds
+        n_tokens = seconds / max(self._speed.prefill_token_s, 1e-9)
+        self._served[client] = self._served.get(client, 0.0) + n_tokens / self._weights.get(client, 1.0)
+
     def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
         n_ops = 0
         for frame in session.replay(request):
             n_ops += 1
+            self.span.on_block()  # a long history takes a while, and is progress
             yield frame
         yield messages.framed(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
 

@@ -7,7 +7,7 @@ and with which others, is the engine's. Here an op is begun, computed in one or 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +48,7 @@ from swarmd.wire.top import MOST_WITH_LOGITS
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
 KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
+LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
 
 
 @dataclass(slots=True)
@@ -324,6 +325,12 @@ class HopSession:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
         if n_cropped and (why := self._cache.refuses_crop(n_cropped)):
             raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
+        if (
+            self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
+            > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens
+        ):
+            text = f"{self.history.recent_edits} edits of separate ops are kept for replay already"
+            raise Refused(Code.TOO_LONG, text)
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
@@ -360,7 +367,7 @@ class HopSession:
         begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, places, strict=True)])
 
     def _edit(self, edits: tuple[Edit, ...]) -> None:
-        """Crop once and then reorder: rows and tokens are independent of each other."""
+        """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return
         n_cropped = cropped(edits)
@@ -371,11 +378,13 @@ class HopSession:
             self._n_tokens -= n_cropped
             if self._mask is not None:
                 self._mask = self._mask[:, : self._n_tokens]
+        order: Sequence[int] = range(self.n_rows)
         for edit in edits:
-            if edit.rows is None:
-                continue
-            rows = torch.tensor(edit.rows, device=self._span.device)
+            order = [order[row] for row in edit.rows] if edit.rows is not None else order
+        if any(edit.rows is not None for edit in edits):
+            rows = torch.tensor(order, device=self._span.device)
             self._cache.reorder(rows)
+            self._span.on_block()  # of a large cache it takes a while, and is progress
             if self._mask is not None:
                 self._mask = self._mask[rows]
 

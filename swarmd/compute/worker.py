@@ -99,6 +99,7 @@ class Worker:
             late, self._late = self._late, []
             for frame in (*late, *self._receive(wait=not self._has_work and not answers and not late)):
                 answers += self._take(frame)
+                self._tick()
             if self._engine is None or not self._has_work:
                 self._send(answers)
                 answers = []

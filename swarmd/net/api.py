@@ -7,6 +7,7 @@ behaviour. Streams carry bytes with backpressure; frames and requests are ``net.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from swarmd.plan.reachability import Answer
@@ -82,7 +83,16 @@ class Network(Protocol):
         """End every connection to a peer."""
 
 
-MayRelay = Callable[[PeerId, tuple[bytes, ...]], bool]
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """Somebody that is relayed for: whose share it takes, and whether it may be kept reachable."""
+
+    sponsor: bytes
+    may_reserve: bool
+
+
+MayRelay = Callable[[PeerId, tuple[bytes, ...]], Relayed | None]
+"""Judges who asks, with which certificate; None: nobody that is relayed for."""
 
 
 class Ways(Protocol):
@@ -113,7 +123,7 @@ class Ways(Protocol):
         """Others can dial this peer at its addresses: who is reached through a relay is told to do so."""
 
     def relay_for(self, may_relay: MayRelay | None) -> None:
-        """Connect those to others that this says yes to, with the certificates that they show; None: nobody."""
+        """Connect those to others that this knows, by the certificates that they show; None: nobody."""
 
     @property
     def n_relayed(self) -> int:

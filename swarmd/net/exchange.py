@@ -132,6 +132,11 @@ class Exchange:
             return peer.encode()
         return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
+    def sponsor_of(self, membership: Membership) -> bytes:
+        """The key that answers for all whom it brought in: the invite's; the member's own once admitted for good."""
+        is_admitted = membership.member in self.book.catalog.admitted
+        return (b"" if is_admitted else membership.invite) or membership.member or membership.keys[-1]
+
     def n_sharing(self, peer: PeerId) -> int:
         """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
         membership, admitted = self.members.get(peer), self.book.catalog.admitted
@@ -264,7 +269,7 @@ class Exchange:
         is_newer = not any(theirs) or self.book.catalog.rank > theirs
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
-        await channel.send(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
+        await channel.answer(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 
     def _reads_charters(self, peer: PeerId) -> bool:
         """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""

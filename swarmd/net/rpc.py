@@ -12,7 +12,8 @@ while a task sends an answer it reads nothing, and two that answered each other 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import trio
@@ -31,6 +32,7 @@ from swarmd.errors import (
 )
 from swarmd.net.api import ONE_WAY, PURPOSES, Network, Purpose, Stream, TaskStatus
 from swarmd.net.inbound import SMALL_BYTES, Inbound
+from swarmd.net.outbound import Outbound, SponsorOf
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
 from swarmd.plan.standing import Fault
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 4.0  # one round trip, and certificates to verify
 CALL_TIMEOUT_S = 10.0  # for a caller that says nothing else
 MAX_PENDING_CALLS = 1_024  # of one channel: whoever has more under way is not waiting for answers
+MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients of one invite; each has windows here
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
@@ -66,13 +69,14 @@ class Guest(Protocol):
 class Channel:
     """One admitted stream: send messages, call and await replies. ``is_ours``: this side opened it."""
 
-    def __init__(self, stream: Stream, purpose: Purpose, is_ours: bool) -> None:
+    def __init__(self, stream: Stream, purpose: Purpose, is_ours: bool, answers: Outbound) -> None:
         self.peer = stream.peer
         self.purpose = purpose
         self.is_ours = is_ours
         self.ended = trio.Event()
         self.stream = stream
         self._lock = WriteLock()
+        self._answers = answers
         self._pending: dict[int, _Reply] = {}
         self._n_calls = 0
 
@@ -82,6 +86,27 @@ class Channel:
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self.send_raw(messages.framed(message, payload))
+
+    async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send what the other side asked for: whoever asks for much and reads none of it, waits. Raises Unreachable."""
+        frame = messages.framed(message, payload)
+        del payload  # one copy is enough while it waits to be read
+        async with self._answers.holding(self, len(frame)):
+            await self.send_raw(frame)
+
+    async def answer_zeros(self, message: Message, n_bytes: int) -> None:
+        """Send a frame with so many zeros, which take no memory however slowly they are read. Raises Unreachable."""
+        if n_bytes:
+            await self.send_in_slices(messages.framed_zeros(message, n_bytes))
+        else:
+            await self.send(message)
+
+    @asynccontextmanager
+    async def room_for(self, n_bytes: int) -> AsyncIterator[None]:
+        """Wait until an answer of ``n_bytes`` may be made; it counts until the end of the block, when it is sent."""
+        await self._answers.may_answer(self)
+        async with self._answers.holding(self, n_bytes):
+            yield
 
     async def send_raw(self, frame: bytes) -> None:
         """Send one encoded frame. Raises Unreachable."""
@@ -93,12 +118,15 @@ class Channel:
         finally:
             self._lock.release()
 
-    async def send_in_slices(self, slices: Iterable[bytes], pace: Callable[[int], Awaitable[None]]) -> None:
+    async def send_in_slices(
+        self, slices: Iterable[bytes], pace: Callable[[int], Awaitable[None]] | None = None
+    ) -> None:
         """Send one encoded frame bit by bit, each when ``pace`` lets it. Raises Unreachable."""
         await self._lock.acquire(is_bulk=True)
         try:
             for part in slices:
-                await pace(len(part))
+                if pace is not None:
+                    await pace(len(part))
                 await self.stream.send(part)
         except trio.Cancelled:
             await self.close()  # half a frame has left: nothing after it would make sense
@@ -163,16 +191,27 @@ class _Reply:
 
 
 class Rpc:
-    """All channels of one process. ``run`` owns the tasks that read them."""
+    """All channels of one process. ``run`` owns the tasks that read them.
 
-    def __init__(self, network: Network, guest: Guest, standing: Standing | None = None) -> None:
+    ``sponsor_of``: the key that answers for a peer; None: each for itself.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        guest: Guest,
+        standing: Standing | None = None,
+        sponsor_of: SponsorOf | None = None,
+    ) -> None:
         self.network = network
         self.standing = standing or Standing()
+        self.sponsor_of = sponsor_of or str.encode
+        self.answers = Outbound(self.sponsor_of)
         self._guest = guest
         self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
-        self._inbound: Inbound[Channel] = Inbound(lambda channel: channel.peer)
+        self._inbound: Inbound[Channel] = Inbound(lambda channel: self.sponsor_of(channel.peer))
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -254,7 +293,7 @@ class Rpc:
 
     async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
-        channel = Channel(stream, purpose, is_ours=True)
+        channel = Channel(stream, purpose, True, self.answers)
         is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
@@ -274,7 +313,7 @@ class Rpc:
 
     def _acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
         async def accept(stream: Stream) -> None:
-            channel = Channel(stream, purpose, is_ours=False)
+            channel = Channel(stream, purpose, False, self.answers)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
@@ -282,6 +321,7 @@ class Rpc:
                     theirs = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
                     if len(theirs) >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
+                    self._require_room(channel.peer)
                     await channel.send(self._guest.hello())
             except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
@@ -290,6 +330,13 @@ class Rpc:
             await self._serve(channel, decoder, early)
 
         return accept
+
+    def _require_room(self, peer: PeerId) -> None:
+        """Leave room for others: identities cost nothing. Raises Refused."""
+        sponsor, known = self.sponsor_of(peer), self.peers()
+        if peer not in known and sum(self.sponsor_of(p) == sponsor for p in known) >= MAX_PEERS_OF_SPONSOR:
+            text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
+            raise Refused(Code.NO_CAPACITY, text)
 
     async def _greet(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
         """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""
@@ -371,6 +418,8 @@ class Rpc:
         message = messages.decode_untrusted(frame.header)
         if channel.resolve(message, frame):
             return
+        if getattr(message, "id", 0):  # it wants an answer
+            await self.answers.may_answer(channel)
         try:
             if isinstance(message, messages.Unknown) or not await self._guest.handle(channel, message, frame):
                 messages.refuse_unhandled(message)

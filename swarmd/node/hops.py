@@ -6,16 +6,13 @@ A hop knows its client, its predecessor and its successor, and is found by the b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import trio
 
-from swarmd.errors import Code, PeerError, Refused
-from swarmd.net.api import Purpose
-from swarmd.net.exchange import Exchange
-from swarmd.net.rpc import Rpc
+from swarmd.errors import Code, Refused
 from swarmd.plan import timing
 from swarmd.plan.session import HopState, Watch
 from swarmd.protocol import messages
@@ -24,10 +21,9 @@ from swarmd.protocol.frames import Frame, FrameDecoder
 from swarmd.protocol.messages import AnyMessage, Refusal
 from swarmd.protocol.receipt import Trail
 from swarmd.status import HopTimes, SessionRow
-from swarmd.values import Decision, PeerId, Span
+from swarmd.values import PeerId, Span
 
 N_TIMED = 64  # passes that the times of a hop are medians of
-PUSH_TIMEOUT_S = 3.0  # to reach a successor: after it outputs go through the client
 
 Key = tuple[bytes, int]
 """A hop's session (or lane) and its first block."""
@@ -55,9 +51,12 @@ class SessionHop:
     why: str = ""
     inherit_from: PeerId | None = None
     limit_bytes: int = 0
+    limit_edits: int = 0
     trail: Trail | None = None
     bill: tuple[Bill, Signed] | None = None
-    unfinished: deque[tuple[int, int]] = field(default_factory=deque)
+    unfinished: deque[tuple[int, int, int]] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    waiting_edits: int = 0
     passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
 
     def times(self) -> tuple[HopTimes, ...]:
@@ -68,13 +67,22 @@ class SessionHop:
             for start, waiting_s, computing_s in timing.medians_s(alike)
         )
 
-    def take_in(self, seq: int, n_bytes: int) -> None:
-        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need."""
+    def take_in(self, seq: int, n_bytes: int, n_edits: int) -> None:
+        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need.
+
+        An edit is work, however few bytes it takes.
+        """
         while self.unfinished and self.unfinished[0][0] <= self.state.finished:
-            self.unfinished.popleft()
-        if sum(n for _, n in self.unfinished) + n_bytes > self.limit_bytes:
+            _, n_bytes_done, n_edits_done = self.unfinished.popleft()
+            self.waiting_bytes -= n_bytes_done
+            self.waiting_edits -= n_edits_done
+        if self.waiting_bytes + n_bytes > self.limit_bytes:
             raise Refused(Code.TOO_LONG, f"more than {self.limit_bytes} B of this session wait to be computed")
-        self.unfinished.append((seq, n_bytes))
+        if self.waiting_edits + n_edits > self.limit_edits:
+            raise Refused(Code.TOO_LONG, f"more than {self.limit_edits} edits of this session wait to be computed")
+        self.unfinished.append((seq, n_bytes, n_edits))
+        self.waiting_bytes += n_bytes
+        self.waiting_edits += n_edits
 
 
 @dataclass(slots=True)
@@ -160,25 +168,6 @@ class Hops(Generic[HopT]):
 
     def ends_at(self, session: bytes, block: int) -> bool:
         return (session, block) in self._by_end
-
-
-async def reach_successor(
-    rpc: Rpc, exchange: Exchange, purpose: Purpose, hop: tuple[PeerId, PeerId | None], addresses: Iterable[str]
-) -> Decision[bool]:
-    """Find out whether this server can push to the successor of ``hop`` (client, successor), and say so."""
-    client, successor = hop
-    if successor is None or successor == client:
-        return Decision(True, "answers the client")
-    if successor == rpc.network.peer_id:
-        return Decision(True, "the next hop is here too")
-    rpc.network.learn(successor, exchange.addresses_of(successor) or tuple(addresses))
-    try:
-        with trio.fail_after(PUSH_TIMEOUT_S):
-            await rpc.channel(successor, purpose)
-    except (PeerError, trio.TooSlowError) as error:
-        reason = f"{successor[-8:]} cannot be reached from here ({error or 'no answer'})"
-        return Decision(False, f"returns to the client: {reason}")
-    return Decision(True, f"pushes straight to {successor[-8:]}")
 
 
 async def deliver_here(me: PeerId, raw: bytes, deliver: Deliver, refused: Callable[[PeerId, Refusal], object]) -> None:

@@ -19,7 +19,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.node.hops import Deliver, Hops, Key, LaneHop, deliver_here, reach_successor
+from swarmd.node.hops import Deliver, Hops, Key, LaneHop, deliver_here
 from swarmd.node.outbox import Outbox
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Answer, Handlers, WorkerLink, WorkerLost
@@ -49,7 +49,6 @@ class Lanes:
     """
 
     def __init__(self, rpc: Rpc, exchange: Exchange, server: Server, worker: WorkerLink, deliver: Deliver) -> None:
-        self._rpc = rpc
         self._exchange = exchange
         self._server = server
         self._worker = worker
@@ -135,8 +134,7 @@ class Lanes:
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
-        neighbours, addresses = (lane.client, lane.successor), opening.successor_addresses
-        found = await reach_successor(self._rpc, self._exchange, "training", neighbours, addresses)
+        found = await self._server.onward.reach("training", lane.client, lane.successor)
         lane.push, lane.why = found.action, found.reason
         loaded = self._worker.loaded
         arity = loaded.layer_arity if loaded else 0

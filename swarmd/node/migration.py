@@ -15,6 +15,7 @@ from swarmd.errors import Code, PeerError
 from swarmd.net.rpc import Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.hops import Key
+from swarmd.node.onward import Onward
 from swarmd.node.outbox import Outbox
 from swarmd.node.worker_link import Answer, WorkerLink, WorkerLost
 from swarmd.protocol.fields import Message
@@ -27,8 +28,9 @@ SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
-    def __init__(self, rpc: Rpc, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+    def __init__(self, rpc: Rpc, onward: Onward, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
         self._rpc = rpc
+        self._onward = onward
         self._worker = worker
         self._outbox = outbox
         self._tasks = tasks
@@ -78,12 +80,13 @@ class Migrations:
 
     async def _send_all(self, to: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:
         """Send all parts; returns why that failed, or "". After a failure the rest is taken and dropped."""
-        failure = ""
+        unsent = f"the caches could not be sent to {to[-8:]}"
+        failure = "" if await self._onward.connect("bulk", to) else f"{unsent}: it cannot be reached from here"
         async for part in outgoing:
             if not failure:
                 try:
                     channel = await self._rpc.channel(to, "bulk")
                     await channel.send_raw(part)
-                except PeerError as error:
-                    failure = f"the caches could not be sent to {to[-8:]}: {error}"
+                except PeerError:
+                    failure = f"{unsent}: the connection ended"
         return failure

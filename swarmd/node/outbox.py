@@ -22,7 +22,7 @@ from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 20.0  # a peer that takes no byte for so long is lost to those who wait for its frames
 MAX_WAITING_BYTES = 256 * 2**20  # for all peers together
-MAX_SHARE = 0.25  # of what is left, for one peer: a prefill's activations on a slow link fit, a stopped reader's do not
+MAX_SHARE = 0.25  # of what is left, for one sponsor: a prefill's activations on a slow link fit, a stopped reader's not
 STALLED_S = 3.0  # a peer that has taken nothing for so long, and has much waiting, gets no more
 MUCH_BYTES = 16 * 2**20  # waiting: one frame of the largest size
 TOGETHER_BYTES = 256 * 1024  # in one write: more gives nothing, and would delay the next frame's start
@@ -30,8 +30,9 @@ TOGETHER_BYTES = 256 * 1024  # in one write: more gives nothing, and would delay
 
 @dataclass(slots=True)
 class _Waiting:
-    """Frames for one peer, and when it last took any."""
+    """Frames for one peer, whose sponsor it has (``net.outbound``), and when it last took any."""
 
+    sponsor: bytes
     took_at: float
     frames: deque[bytes] = field(default_factory=deque)
     n_bytes: int = 0
@@ -75,7 +76,7 @@ class Outbox:
             return
         waiting = self._waiting.get(peer)
         if waiting is None:
-            waiting = self._waiting[peer] = _Waiting(trio.current_time())
+            waiting = self._waiting[peer] = _Waiting(self._rpc.sponsor_of(peer), trio.current_time())
             self._tasks.start_soon(self._drain, peer, waiting)
         if refusal := self._why_not(waiting, len(frame)):
             self._failed(peer, refusal)
@@ -84,10 +85,12 @@ class Outbox:
         waiting.n_bytes += len(frame)
 
     def _why_not(self, waiting: _Waiting, n_bytes: int) -> str:
-        """Why a frame cannot wait with those for the same peer; "" when it can."""
-        left = MAX_WAITING_BYTES - sum(w.n_bytes for w in self._waiting.values() if w is not waiting)
-        if waiting.n_bytes + n_bytes > max(MUCH_BYTES, MAX_SHARE * left) or waiting.n_bytes + n_bytes > left:
-            return f"{waiting.n_bytes >> 20} MiB wait to be sent, and that is its share"
+        """Why a frame cannot wait with those for peers of the same sponsor; "" when it can."""
+        of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
+        of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
+        left = MAX_WAITING_BYTES - of_others
+        if of_sponsor + n_bytes > max(MUCH_BYTES, MAX_SHARE * left) or of_sponsor + n_bytes > left:
+            return f"{of_sponsor >> 20} MiB wait to be sent, and that is its share"
         stalled_s = trio.current_time() - waiting.took_at
         if waiting.n_bytes + n_bytes > MUCH_BYTES and stalled_s > STALLED_S:
             return f"it has taken nothing for {stalled_s:.0f} s, and {waiting.n_bytes >> 20} MiB wait"

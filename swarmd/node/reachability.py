@@ -14,7 +14,7 @@ from ipaddress import ip_address
 import trio
 
 from swarmd.errors import IntegrityError, PeerError, Refused
-from swarmd.net.api import Ways
+from swarmd.net.api import Relayed, Ways
 from swarmd.net.port_control import NONCE_BYTES
 from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
@@ -160,17 +160,18 @@ class Reachability:
         if self.reach.action != before.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
-            self._ways.relay_for(self._is_member if self._is_relay else None)
+            self._ways.relay_for(self._relayed if self._is_relay else None)
             self._directory.announce_soon()
             for scope in self._holding.values() if self.reach.action == "open" else ():
                 scope.cancel()  # nobody needs a relay any more
 
-    def _is_member(self, peer: PeerId, certificate: tuple[bytes, ...]) -> bool:
+    def _relayed(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed | None:
+        exchange = self._directory.exchange
         try:
-            self._directory.exchange.check(peer, certificate)
+            membership = exchange.check(peer, certificate)
         except (Refused, IntegrityError):
-            return False
-        return True
+            return None
+        return Relayed(exchange.sponsor_of(membership), may_reserve=membership.role != "client")
 
     # --- the router ------------------------------------------------------------------------------------------
 

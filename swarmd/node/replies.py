@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swarmd.net.exchange import Exchange
-from swarmd.net.rpc import Channel, Rpc
-from swarmd.node.hops import SessionHop, reach_successor
+from swarmd.net.rpc import Channel
+from swarmd.node.hops import SessionHop
+from swarmd.node.onward import Onward
 from swarmd.node.outbox import Outbox
 from swarmd.node.worker_link import Answer, WorkerLink
 from swarmd.protocol.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, framed
@@ -14,15 +14,14 @@ from swarmd.values import PeerId
 class Replies:
     """Those of one server. ``outbox`` reaches its clients."""
 
-    def __init__(self, rpc: Rpc, exchange: Exchange, worker: WorkerLink, outbox: Outbox) -> None:
-        self._rpc = rpc
-        self._exchange = exchange
+    def __init__(self, onward: Onward, worker: WorkerLink, outbox: Outbox) -> None:
+        self._onward = onward
         self._worker = worker
         self._outbox = outbox
 
     async def opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
         loaded = self._worker.loaded
-        await self._connect_onward(hop, opening.successor_addresses)
+        await self._connect_onward(hop)
         reply = Opened(
             re=opening.id,
             push=hop.push,
@@ -33,7 +32,7 @@ class Replies:
         self._outbox.tell(channel.peer, framed(reply))
 
     async def rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
-        await self._connect_onward(hop, message.successor_addresses)
+        await self._connect_onward(hop)
         reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
         self._outbox.tell(channel.peer, framed(reply))
 
@@ -43,8 +42,7 @@ class Replies:
 
         self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
 
-    async def _connect_onward(self, hop: SessionHop, addresses: tuple[str, ...]) -> None:
+    async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so."""
-        neighbours = hop.state.client, hop.successor
-        found = await reach_successor(self._rpc, self._exchange, "interactive", neighbours, addresses)
+        found = await self._onward.reach("interactive", hop.state.client, hop.successor)
         hop.push, hop.why = found.action, found.reason

@@ -23,6 +23,7 @@ from swarmd.node.adapters import Adapters
 from swarmd.node.heartbeat import Heartbeats
 from swarmd.node.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.migration import Migrations
+from swarmd.node.onward import Onward
 from swarmd.node.outbox import Outbox
 from swarmd.node.receipts import Receipts
 from swarmd.node.recompute import Recompute
@@ -61,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25  # a twelfth of SUSPECT_AFTER_S: suspected late by little
 LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way
+LEAST_WAITING_EDITS = 128  # of a session, however short
 WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
 ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
@@ -95,8 +97,9 @@ class Server:
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
-        self._migrations = Migrations(rpc, worker, self._outbox, self._tasks)
-        self._replies = Replies(rpc, exchange, worker, self._outbox)
+        self.onward = Onward(rpc, exchange)
+        self._migrations = Migrations(rpc, self.onward, worker, self._outbox, self._tasks)
+        self._replies = Replies(self.onward, worker, self._outbox)
         self._receipts = Receipts(exchange, served, worker, self._outbox, self._tasks)
         self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
@@ -197,7 +200,7 @@ class Server:
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        hop.take_in(op.seq, len(frame.raw))
+        hop.take_in(op.seq, len(frame.raw), messages.n_changes(op.edits, op.tensor is not None))
         if op.tensor is not None:
             await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
         accept_op(hop.state, op)
@@ -205,7 +208,9 @@ class Server:
             hop.trail.enter(op, frame.payload)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
-            self._tokens_served += op.tensor.b * op.tensor.t
+            n_tokens = op.tensor.b * op.tensor.t
+            self._tokens_served += n_tokens
+            self.served.books.serve(self._exchange.voucher_of(hop.state.client), n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
     async def _take_room(self, key: Key, n_tokens: int, now: float) -> None:
@@ -246,6 +251,7 @@ class Server:
             used_at=now,
             inherit_from=PeerId(opening.inherit) if opening.inherit else None,
             limit_bytes=LEAST_WAITING_BYTES + WAITING_TIMES * n_tokens * token_bytes,
+            limit_edits=LEAST_WAITING_EDITS + WAITING_TIMES * opening.max_tokens,
             trail=self._receipts.trail(opening),
         )
         self._hops.put(key, hop)
@@ -322,8 +328,6 @@ class Server:
             raise Refused(Code.REFUSED, "caches are handed over once, by a server that stops serving")
         self._require_epoch(hop, message.epoch)
         hop.state.epoch = message.epoch  # what it may still compute belongs to the past
-        to = PeerId(message.to)
-        self._rpc.network.learn(to, self._exchange.addresses_of(to) or message.addresses)
         await self._migrations.begin(peer, message)
 
     async def _on_cache_part(self, peer: PeerId, message: CachePart, frame: Frame) -> None:
@@ -428,6 +432,7 @@ class Server:
     def peer_gone(self, peer: PeerId) -> None:
         """A connection ended."""
         self._heartbeats.peer_gone(peer)
+        self.onward.lost(peer)
 
     def _push_failed(self, peer: PeerId, reason: str) -> None:
         self._heartbeats.push_failed(peer, reason)

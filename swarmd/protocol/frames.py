@@ -31,9 +31,14 @@ class Frame:
 
 def encode(header: bytes, payload: bytes | memoryview = b"") -> bytes:
     """Join one frame. Raises ValueError when a local caller exceeds the limits."""
-    if len(header) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"frame too large: header {len(header)} B, payload {len(payload)} B")
-    return b"".join((_PREFIX.pack(VERSION, 0, len(header), len(payload)), header, payload))
+    return head(header, len(payload)) + payload
+
+
+def head(header: bytes, payload_bytes: int) -> bytes:
+    """All of a frame but its payload. Raises ValueError when a local caller exceeds the limits."""
+    if len(header) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"frame too large: header {len(header)} B, payload {payload_bytes} B")
+    return _PREFIX.pack(VERSION, 0, len(header), payload_bytes) + header
 
 
 class FrameDecoder:

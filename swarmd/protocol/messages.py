@@ -6,7 +6,7 @@ understood is listed in ``needs`` and refused as UNSUPPORTED when it is not. Unk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, get_args
 
 import msgspec
@@ -33,6 +33,7 @@ from swarmd.protocol.fields import (
 )
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
+PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
 KNOWN_NEEDS = frozenset(
     {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes"}
 )
@@ -164,6 +165,11 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     crop: Annotated[int, msgspec.Meta(ge=0, le=2**22)] | None = None
     rows: Rows | None = None
+
+
+def n_changes(edits: Sequence[Edit], has_tokens: bool) -> int:
+    """How much work and memory an op is beside its tokens: of one without any, itself, too."""
+    return len(edits) + (not has_tokens)
 
 
 def cropped(edits: Sequence[Edit]) -> int:
@@ -478,6 +484,14 @@ def encode(message: Message) -> bytes:
 def framed(message: Message, payload: bytes | memoryview = b"") -> bytes:
     """Encode a message as one whole frame."""
     return frames.encode(encode(message), payload)
+
+
+def framed_zeros(message: Message, n_bytes: int) -> Iterator[bytes]:
+    """Encode a message with ``n_bytes`` zeros as one frame, bit by bit: nobody holds them all."""
+    yield frames.head(encode(message), n_bytes)
+    zeros = bytes(min(n_bytes, PIECE_BYTES))
+    for at in range(0, n_bytes, PIECE_BYTES):
+        yield zeros[: n_bytes - at]
 
 
 def decode_untrusted(header: bytes) -> AnyMessage:

@@ -193,4 +193,5 @@ async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: in
         if size > MAX_REPLY_BYTES:
             break
         body.append(raw)
-    await channel.send(Commits(re=re, run=run), msgspec.msgpack.encode(body))
+    send = channel.answer if re else channel.send
+    await send(Commits(re=re, run=run), msgspec.msgpack.encode(body))

@@ -317,7 +317,7 @@ class Trainer:
             await channel.send(rounds.Joined(re=message.id))
         elif isinstance(message, rounds.Prepare | rounds.Propose):
             answer, body = await self.chronicle.be_anchor(peer, message, bytes(frame.payload))
-            await channel.send(answer, body)
+            await channel.answer(answer, body)
         elif isinstance(message, rounds.Commits):
             await self._take_news(peer, frame)
         else:
@@ -327,7 +327,7 @@ class Trainer:
         """Tell what the run is, what its ledger says, or keep the state for somebody to fetch."""
         if isinstance(message, rounds.WantRun):
             payload = msgspec.msgpack.encode((self.run_spec.raw, self.chronicle.order_raw))
-            await channel.send(rounds.RunIs(re=message.id), payload)
+            await channel.answer(rounds.RunIs(re=message.id), payload)
         elif isinstance(message, rounds.WantCommits):
             raws = (s.raw for s in self.ledger.sealed[message.after :])
             await recovery.send_commits(channel, self.run_spec.id, raws, message.id)

@@ -72,18 +72,23 @@ class Donor:
         if isinstance(message, WantManifest):
             async with self._reads:
                 raw = await trio.to_thread.run_sync(lambda: manifests.encode(folder.manifest))
-            await channel.send(ManifestIs(re=message.id), raw)
+            await channel.answer(ManifestIs(re=message.id), raw)
             return
+        async with channel.room_for(PIECE_BYTES):
+            await self._give(channel, folder, message)
+
+    async def _give(self, channel: Channel, folder: Readable, message: WantChunks) -> None:
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
-        frame = framed(ChunksAre(re=message.id), payload)
+        frame, n_bytes = framed(ChunksAre(re=message.id), payload), len(payload)
+        del payload  # one copy is enough while it waits to be read
         with trio.move_on_after(SEND_TIMEOUT_S) as sending:
             await channel.send_in_slices(self._pace.slices(frame), self._pace.take)
         if sending.cancelled_caught:
             logger.info("%s asks for weights and does not read them", channel.peer)
             return
-        self.given_bytes[channel.peer] += len(payload)
-        self._given(len(payload))
+        self.given_bytes[channel.peer] += n_bytes
+        self._given(n_bytes)
 
 
 def read_piece(folder: Readable, refs: tuple[tuple[int, int], ...]) -> bytes:

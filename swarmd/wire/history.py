@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.messages import Edit, cropped
+from swarmd.protocol.messages import Edit, cropped, n_changes
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 
@@ -70,6 +70,7 @@ class History:
         self.n_tokens = 0
         self.record_past = False
         self.recent_tokens = 0
+        self.recent_edits = 0
         self._recent: list[Sent] = []
         self._budget = budget
         self._hidden: torch.Tensor | None = None
@@ -80,12 +81,14 @@ class History:
     def add(self, sent: Sent) -> None:
         self._recent.append(sent)
         self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+        self.recent_edits += n_changes(sent.edits, sent.hidden is not None)
 
     def settle(self, seq: int) -> None:
         """Merge what is settled up to ``seq``; the exact grade keeps everything apart."""
         while not self.is_exact and self._recent and self._recent[0].seq <= seq:
             settled = self._recent.pop(0)
             self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
+            self.recent_edits -= n_changes(settled.edits, settled.hidden is not None)
             self._merge(settled)
 
     def after(self, seq: int) -> Iterator[Sent]:

@@ -198,6 +198,18 @@ def test_invites_that_cannot_work(tmp_path: Path) -> None:
     assert not (tmp_path / "swarm.json").exists()
 
 
+@pytest.mark.parametrize("words", [["join"], ["join", "-"]], ids=" ".join)
+def test_an_invite_that_is_piped_in_stands_in_no_process_list(tmp_path: Path, words: list[str]) -> None:
+    address = NOBODY.format(port=free_port(), peer=Identity.generate().peer_id)
+    good = invites.encode(some_invite(address))
+    for piped, said in [("", "got nothing: paste the line"), (good[:-5], "cut short or mistyped"), (good, None)]:
+        done = CliRunner().invoke(app, ["--home", str(tmp_path), *words], input=f"{piped}\n")
+        if said is None:
+            assert "no member answers" in str(done.exception), "it was read whole"
+        else:
+            assert said in str(done.exception)
+
+
 def test_wrong_key_and_revoked_invite(tmp_path: Path) -> None:
     with local_swarm(tmp_path / "swarm") as swarm:
         founder = swarm.add("--no-serve")

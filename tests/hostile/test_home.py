@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import shutil
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -107,3 +111,48 @@ def test_the_key_of_another_swarm_makes_nobody_its_founder(tmp_path: Path) -> No
     assert not home.catalog().models
     with pytest.raises(SwarmError, match="only a founder of the swarm"):
         home.founder()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_folder_that_was_made_before_is_closed_to_other_users_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with caplog.at_level(logging.WARNING), Home(folder).locked():
+        assert mode_of(folder) == 0o700
+        assert mode_of(folder / "lock") == 0o600
+    assert f"could open {folder} (mode 755): it is its owner's alone now" in caplog.text
+    caplog.clear()
+    with Home(folder).locked():
+        assert not caplog.text, "said once"
+
+
+def test_a_lock_that_another_user_holds_keeps_no_daemon_from_starting(tmp_path: Path) -> None:
+    """Whoever could open it may hold it for ever."""
+    for name in ("lock", "catalog.lock"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o644)
+        with (tmp_path / name).open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            home = Home(tmp_path)
+            with home.locked() if name == "lock" else home._held(name):
+                assert mode_of(tmp_path / name) == 0o600
+
+
+def test_a_daemon_of_an_older_version_that_runs_keeps_its_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    lock.chmod(0o644)
+    with lock.open() as held, socket.socket(socket.AF_UNIX) as control:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        control.bind(str(Home(tmp_path).socket))
+        control.listen()
+        with pytest.raises(ConfigError, match="another daemon runs"), Home(tmp_path).locked():
+            pass
+    with Home(tmp_path).locked(), pytest.raises(ConfigError, match="another daemon runs"), Home(tmp_path).locked():
+        pass

@@ -1,8 +1,11 @@
-"""A member that fills memory, against a real daemon: frames that never become whole, and frames that nobody wants."""
+"""A member that fills memory, against a real daemon: frames that never become whole, frames that nobody wants, and
+answers that nobody reads."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +30,9 @@ MOST_OVER_IDLE_MIB = (
 )  # frames, a copy while each is cut out, the muxer's windows, the heap
 BACK_WITHIN_S = 60.0
 PIECE = bytes(1 << 16)
+N_CLIENTS = 3  # that one invite's holder makes, with 20 channels each
+PING_BYTES = 4 * 2**20  # the most that a ping may want
+UNREAD_MIB = 80  # of 240 MiB that were asked for, and a copy of each
 
 
 async def flood(swarm: AsyncSwarm, peer: PeerId) -> None:
@@ -51,7 +57,18 @@ async def _flood_one(swarm: AsyncSwarm, peer: PeerId, purpose: str, frame: bytes
         return
 
 
-async def attack(invite: str, volunteer: Volunteer) -> float:
+async def ask_and_read_nothing(swarm: AsyncSwarm, peer: PeerId) -> None:
+    """On every channel for the longest answer that there is."""
+    for purpose in PURPOSES:
+        for _ in range(MAX_CHANNELS):
+            stream = await swarm.rpc.network.open_stream(peer, purpose)
+            await stream.send(messages.framed(swarm.hello()))
+            await stream.send(messages.framed(Ping(id=1, want_bytes=PING_BYTES)))
+
+
+async def attack(
+    invite: str, volunteer: Volunteer, doing: Callable[[AsyncSwarm, PeerId], Awaitable[None]], n_clients: int = 1
+) -> float:
     """The most memory that it takes, in MiB."""
     peak, done = 0.0, trio.Event()
 
@@ -61,12 +78,23 @@ async def attack(invite: str, volunteer: Volunteer) -> float:
             peak = max(peak, await trio.to_thread.run_sync(pss_mib, volunteer))
             await trio.sleep(0.05)
 
-    async with trio.open_nursery() as nursery, swarmd.aconnect(invite) as swarm:
+    async with trio.open_nursery() as nursery, AsyncExitStack() as clients:
         nursery.start_soon(watch)
-        await flood(swarm, volunteer.peer)
+        for _ in range(n_clients):
+            await doing(await clients.enter_async_context(swarmd.aconnect(invite)), volunteer.peer)
+        await trio.sleep(1)
         await trio.to_thread.run_sync(volunteer.ask, "status")
         done.set()
     return peak
+
+
+def test_answers_that_nobody_reads_fill_little(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        volunteer = alone(swarm)
+        swarm.wait_online()
+        idle = pss_mib(volunteer)
+        peak = trio.run(attack, swarm.invite(), volunteer, ask_and_read_nothing, N_CLIENTS)
+        assert peak - idle < UNREAD_MIB
 
 
 def test_giant_frames_fill_little_and_leave_nothing(tmp_path: Path) -> None:
@@ -74,7 +102,7 @@ def test_giant_frames_fill_little_and_leave_nothing(tmp_path: Path) -> None:
         volunteer = alone(swarm)
         swarm.wait_online()
         idle = pss_mib(volunteer)
-        assert trio.run(attack, swarm.invite(), volunteer) - idle < MOST_OVER_IDLE_MIB
+        assert trio.run(attack, swarm.invite(), volunteer, flood) - idle < MOST_OVER_IDLE_MIB
         until = time.monotonic() + BACK_WITHIN_S
         while pss_mib(volunteer) > 1.1 * idle:
             assert time.monotonic() < until, f"{pss_mib(volunteer):.0f} MiB, idle it had {idle:.0f}"

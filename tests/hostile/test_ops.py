@@ -8,12 +8,14 @@ import socket
 import pytest
 import torch
 
+from swarmd.compute.engine import AT_ONCE_S
+from swarmd.compute.session import KEPT_TIMES, LEAST_KEPT_EDITS
 from swarmd.compute.span import LoadedSpan
 from swarmd.compute.worker import Worker
 from swarmd.protocol import frames, messages
 from swarmd.protocol import worker as worker_link
 from swarmd.protocol.frames import MAX_PAYLOAD_BYTES, FrameDecoder
-from swarmd.protocol.messages import Op, OpenSession, Refusal
+from swarmd.protocol.messages import Edit, Op, OpenSession, Refusal
 from swarmd.protocol.worker import Tick
 from swarmd.wire.history import Sent
 from swarmd.wire.ops import encode_op
@@ -89,3 +91,72 @@ def test_a_worker_skips_what_is_no_message_and_counts_it(caplog: pytest.LogCaptu
         (said,) = FrameDecoder().feed_untrusted(ours.recv(4_096))
         assert worker_link.decode(said.header) == Tick(handled=1), "else it would look stuck"
     assert "skipped" in caplog.text
+
+
+REORDER_S = 0.02  # of a large cache
+SHIFTED = (*range(1, ROWS), 0)
+
+
+def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bool) -> tuple[Bench, list[float]]:
+    """A hostile member's session whose edits take ``REORDER_S`` each, twenty of its ops, and signs of life."""
+    bench, signs = Bench(span, calls_aside=True), list[float]()
+    opening = OpenSession(session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1)
+    bench.feed(messages.framed(opening))
+    bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []
+    bench.open(HONEST)
+
+    def reorder(rows: torch.Tensor) -> None:
+        bench.now += REORDER_S
+
+    monkeypatch.setattr(bench.engine._sessions[HOSTILE, 0]._cache, "reorder", reorder)
+    monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
+    for _ in range(20):
+        bench.seq[HOSTILE] += 1
+        seq = bench.seq[HOSTILE]
+        edits = (Edit(rows=SHIFTED),)
+        bench.feed(messages.framed(Op(session=HOSTILE, epoch=1, seq=seq, settled=settles * (seq - 1), edits=edits)))
+    return bench, signs
+
+
+def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_life(
+    span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, signs = reordering(span, monkeypatch, settles=True)
+    assert bench.engine.has_work, "the rest waits its turn"
+    assert bench.now <= AT_ONCE_S + REORDER_S
+    bench.put(HONEST, torch.randn(1, 4, 64), 0)
+    bench.step()
+    assert len(bench.outputs[HONEST]) == 1
+    assert bench.now <= 2 * (AT_ONCE_S + REORDER_S)
+    bench.run()
+    assert bench.engine.handled == 23, "two openings and 21 ops"
+    assert bench.now == pytest.approx(20 * REORDER_S)
+    gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
+    assert max(gaps) <= REORDER_S + 1e-9
+    assert bench.engine._served[HOSTILE] > bench.engine._served[HONEST]
+
+
+def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:
+    bench = opened(span)
+    limit = LEAST_KEPT_EDITS + KEPT_TIMES * 400
+    for seq in range(1, limit // 9 + 2):
+        raw = messages.framed(Op(session=HOSTILE, epoch=1, seq=seq, edits=(Edit(crop=0),) * 8))
+        bench.feed(raw)
+        bench.run()
+    refusals = [m for m in bench.others if isinstance(m, Refusal)]
+    assert [m.code for m in refusals] == ["too_long"]
+    assert "edits of separate ops" in refusals[0].message
+    assert still_serves(bench)
+
+
+def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, signs = Bench(span), list[int]()
+    bench.open(HONEST)
+    for step in range(5):
+        bench.seq[HONEST] += 1
+        sent = Sent(bench.seq[HONEST], (), torch.randn(1, 1, 64), torch.full((1, 1), step, dtype=torch.int32), None)
+        bench.feed(encode_op(HONEST, 0, 1, 0, sent, Op(), None, "raw"))
+        bench.run()
+    monkeypatch.setattr(span, "on_block", lambda: signs.append(1))
+    bench.feed(messages.framed(messages.Replay(id=9, session=HONEST, epoch=1, have=None)))
+    assert len(signs) >= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -291,3 +292,18 @@ async def test_a_reservation_that_is_not_used_expires(virtual_time: trio.testing
         assert ledger.free_tokens == before - 5_000
         await trio.sleep(UNUSED_LEASE_S + 1)
         assert ledger.free_tokens == before
+
+
+@pytest.mark.parametrize("receipts", [False, True])
+async def test_what_nobody_signs_for_is_counted_all_the_same(
+    virtual_time: trio.testing.MockClock, receipts: bool, tmp_path: Path
+) -> None:
+    async with scene() as s:
+        daemon = s.swarm.daemons[s.server][0]
+        daemon.books._file = tmp_path / "books.db"
+        await s.attacker.open(s.server, receipts=receipts)
+        await s.attacker.codes_for(s.server, *op(n_tokens=5))
+        await s.attacker.send(s.server, messages.CloseSession(session=KEY))
+        daemon.books.save()
+        assert daemon.books.served()[s.attacker.identity.public_key] == 5 * 4, "tokens times blocks"
+        daemon.books._file = None

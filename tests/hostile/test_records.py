@@ -210,3 +210,13 @@ async def test_a_claim_alone_moves_no_server(
             assert all(s.end <= 6 for s in daemon.directory.view().spans), "more blocks than the model has"
             assert (held() == before) == (not is_believed)
             nursery.cancel_scope.cancel()
+
+
+def test_whoever_came_by_one_invite_has_one_sponsor_until_the_founder_enters_it() -> None:
+    exchange, leaked = some_exchange(), Invite(FOUNDER)
+    members = [leaked.member() for _ in range(3)]
+    clients = [leaked.client_of(*members[0]) for _ in range(3)]
+    sponsors = {exchange.sponsor_of(exchange.check(i.peer_id, c)) for i, c in (*members, *clients)}
+    assert sponsors == {leaked.key.public_key}
+    own, certificate = direct(1)
+    assert exchange.sponsor_of(exchange.check(own.peer_id, certificate)) == own.public_key

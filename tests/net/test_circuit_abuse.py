@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import trio
@@ -13,6 +13,7 @@ from libp2p.transport.exceptions import OpenConnectionError
 from libp2p.utils import encode_delim
 
 from swarmd.errors import PeerError
+from swarmd.net.api import Relayed
 from swarmd.net.libp2p import circuits
 from swarmd.net.libp2p.circuits import Caller
 from swarmd.net.libp2p.dial_back import Tried, Try
@@ -22,7 +23,8 @@ from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
 from swarmd.net.libp2p.wire import read, write
-from tests.net.test_circuits import place, said
+from swarmd.plan.dial_budget import OF_PLACE
+from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network
 
 IPV6 = ("/ip6/::1/tcp/0",)
@@ -141,11 +143,47 @@ async def test_silent_circuits_shut_nobody_else_out() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_one_sponsor_takes_its_share_of_a_relay_and_clients_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identities cost nothing: a member certifies as many clients as it likes, an invite as many members."""
+    monkeypatch.setattr(circuits, "MAX_RESERVATIONS_OF_SPONSOR", 2)
+    monkeypatch.setattr(circuits, "MAX_CIRCUITS_OF_SPONSOR", 1)
+    crowd, other, client = [network(listen=()) for _ in range(3)], network(listen=()), network(listen=())
+    members = {n.peer_id: Relayed(b"crowd", may_reserve=True) for n in crowd}
+    members[client.peer_id] = Relayed(b"crowd", may_reserve=False)
+    async with AsyncExitStack() as stack:
+        for made in (*crowd, other, client):
+            await stack.enter_async_context(made.running())
+        p = await stack.enter_async_context(place())
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        p.meet(*crowd, other, client)
+        p.relay.ways.relay_for(lambda peer, certificate: members.get(peer, anybody(peer, certificate)))
+
+        async def hold(made: Libp2pNetwork) -> None:
+            held = trio.Event()
+            nursery.start_soon(made.ways.hold_reservation, p.relay.peer_id, held.set)
+            await held.wait()
+
+        await hold(crowd[0])
+        await hold(crowd[1])
+        with pytest.raises(PeerError, match="2 members that came as you did have reservations here"):
+            await crowd[2].ways.hold_reservation(p.relay.peer_id, lambda: None)
+        with pytest.raises(PeerError, match="only members get reservations"):
+            await client.ways.hold_reservation(p.relay.peer_id, lambda: None)
+        await hold(other)
+        (where,) = p.relay.addresses()
+        target, address = ID.from_base58(p.server.peer_id), f"{where}/p2p-circuit/p2p/{p.server.peer_id}"
+        await crowd[0].ways.dial_circuit(address, target)
+        with pytest.raises(OpenConnectionError, match="1 of your sponsor and 1 in all are open"):
+            await client.ways.dial_circuit(address, target)
+        await other.ways.dial_circuit(address, target)
+        nursery.cancel_scope.cancel()
+
+
 async def test_who_is_no_member_any_more_is_relayed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circuits, "LOOK_INTERVAL_S", 0.05)
     async with place() as p:
         stream = await p.client.open_stream(p.server.peer_id, "interactive")
-        p.relay.ways.relay_for(lambda peer, certificate: peer == p.server.peer_id)
+        p.relay.ways.relay_for(lambda peer, certificate: anybody(peer, ()) if peer == p.server.peer_id else None)
         with pytest.raises(PeerError):
             await stream.read_exactly(1)
         assert p.relay.ways.n_relayed == 0
@@ -181,3 +219,29 @@ async def test_answered_questions_leave_no_streams() -> None:
         with trio.fail_after(2):
             while len(connection.get_streams()) > before:
                 await trio.sleep(0.01)
+
+
+async def test_one_address_that_many_invented_peers_name_is_dialled_a_few_times() -> None:
+    knocked: list[int] = []
+
+    async def victim(stream: trio.SocketStream) -> None:
+        knocked.append(1)
+
+    a, b = network(), network()
+    async with a.running(), b.running(), trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, victim, [listener])
+        port = listener.socket.getsockname()[1]
+        for _ in range(20):
+            invented = network().peer_id
+            a.learn(invented, (f"/ip4/127.0.0.1/tcp/{port}/p2p/{invented}",))
+            with suppress(PeerError):
+                await a.connect(invented)
+        assert len(knocked) == OF_PLACE
+        with pytest.raises(PeerError, match=r"dialled for others just now; again in 1[0-9] s"):
+            await a.connect(invented)
+        a.learn(b.peer_id, b.addresses())
+        for _ in range(10):
+            await a.connect(b.peer_id)
+            await a.disconnect(b.peer_id)
+        nursery.cancel_scope.cancel()

@@ -14,7 +14,7 @@ from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
 from swarmd.errors import RemoteProtocolError, Unreachable
-from swarmd.net.api import Stream
+from swarmd.net.api import Relayed, Stream
 from swarmd.net.libp2p import circuits, punching
 from swarmd.net.libp2p.dial_back import Tried
 from swarmd.net.libp2p.host import Libp2pNetwork
@@ -32,6 +32,10 @@ async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(punching, "PUNCH_TIMEOUT_S", 0.2)  # on loopback it works at once, or never
     with trio.fail_after(30):
         yield
+
+
+def anybody(peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed:
+    return Relayed(peer.encode(), may_reserve=True)
 
 
 class Place:
@@ -54,7 +58,7 @@ class Place:
 @asynccontextmanager
 async def place(server_listens: bool = False, client_listens: bool = False) -> AsyncIterator[Place]:
     made = Place(server_listens, client_listens)
-    made.relay.ways.relay_for(lambda peer, certificate: True)
+    made.relay.ways.relay_for(anybody)
     made.server.set_handler("interactive", echo)
     async with made.relay.running(), made.server.running(), made.client.running(), trio.open_nursery() as nursery:
         made.meet()
@@ -171,7 +175,7 @@ async def test_a_relay_that_dies_ends_its_circuits_at_once() -> None:
     [
         (lambda p: p.held.cancel(), "has no reservation here"),
         (lambda p: p.relay.ways.relay_for(None), "does not relay"),
-        (lambda p: p.relay.ways.relay_for(lambda peer, certificate: False), "you are no member"),
+        (lambda p: p.relay.ways.relay_for(lambda peer, certificate: None), "you are no member"),
     ],
 )
 async def test_a_relay_says_why_not(change: object, why: str) -> None:
@@ -187,7 +191,7 @@ async def test_nobody_takes_all_the_circuits(monkeypatch: pytest.MonkeyPatch) ->
     async with place() as p:
         await p.client.open_stream(p.server.peer_id, "interactive")
         address = f"{p.relay.addresses()[0]}/p2p-circuit/p2p/{p.server.peer_id}"
-        with pytest.raises(OpenConnectionError, match="1 circuits of yours and 1 in all are open"):
+        with pytest.raises(OpenConnectionError, match="1 circuits of yours, 1 of your sponsor and 1 in all are open"):
             await p.client.ways.dial_circuit(address, ID.from_base58(p.server.peer_id))
 
 
@@ -255,7 +259,7 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
 
 async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_made() -> None:
     a, b = network(listen=()), network()
-    b.ways.relay_for(lambda peer, certificate: True)
+    b.ways.relay_for(anybody)
     async with a.running(), b.running(), trio.open_nursery() as nursery:
         b.set_handler("interactive", echo)
         a.learn(b.peer_id, b.addresses())

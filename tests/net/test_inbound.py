@@ -7,14 +7,13 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmd.net.inbound import MAX_BYTES, MAX_BYTES_OF_PEER, Inbound
-from swarmd.values import PeerId
 
 MIB = 2**20
 
 
 def by_peer() -> Inbound[str]:
     """Channels are called "peer/number"."""
-    return Inbound(lambda channel: PeerId(channel.split("/")[0]))
+    return Inbound(lambda channel: channel.split("/")[0].encode())
 
 
 async def reads(inbound: Inbound[str], channel: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import libp2p.network.swarm
 import pytest
@@ -11,13 +13,14 @@ import trio.testing
 from libp2p.abc import IRawConnection
 from libp2p.peer.id import ID
 from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH
+from libp2p.stream_muxer.exceptions import MuxedStreamError, MuxedStreamReset
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Stream
 from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
 from swarmd.net.libp2p.noise import BufferedConnection
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
-from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.net.libp2p.yamux import AGREEMENT_S, EARLY_BYTES, MOST_READ_BYTES, YamuxConnection
 from swarmd.net.libp2p.yamux_core import (
     DATA,
     GO_AWAY,
@@ -26,6 +29,7 @@ from swarmd.net.libp2p.yamux_core import (
     MAX_STREAMS,
     SYN,
     WINDOW,
+    Windows,
     YamuxCore,
     YamuxError,
 )
@@ -408,3 +412,80 @@ async def test_row_23_a_connection_made_while_another_ends_is_not_forgotten() ->
             await a.connect(b.peer_id)
             (new,) = a.connections(b.peer_id)
         assert a.connections(b.peer_id) == [new]
+
+
+@asynccontextmanager
+async def muxed_pair() -> AsyncIterator[tuple[YamuxConnection, YamuxConnection]]:
+    """Two ends of one connection in memory, whose streams nobody negotiates."""
+    pipes = trio.testing.memory_stream_pair()
+    ours, theirs = (YamuxConnection(Secured(pipe, i == 0), ID(b"x")) for i, pipe in enumerate(pipes))  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ours.start)
+        nursery.start_soon(theirs.start)
+        yield ours, theirs
+        nursery.cancel_scope.cancel()
+
+
+async def test_row_24_a_stream_that_does_not_say_what_it_is_for_takes_64_kib_and_ends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with muxed_pair() as (ours, theirs):
+        early, agreed = await ours.open_stream(), await ours.open_stream()
+        first, second = await theirs.accept_stream(), await theirs.accept_stream()
+        second.agree()
+        await early.write(bytes(EARLY_BYTES))
+        await agreed.write(bytes(2 * EARLY_BYTES))
+        await trio.sleep(1)
+        assert not first.state.reset
+        await early.write(b"x")
+        await trio.sleep(1)
+        assert first.state.reset
+        assert not first.state.readable
+        with pytest.raises(MuxedStreamReset):
+            await early.write(b"x")
+        assert len(await second.read(2 * EARLY_BYTES)) == 2 * EARLY_BYTES
+        assert not theirs.is_closed
+
+
+async def test_row_24_who_agrees_a_moment_later_loses_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    """The other side may send as soon as it knows, before the task that agreed has noticed."""
+    async with muxed_pair() as (ours, theirs):
+        stream = await ours.open_stream()
+        reader = await theirs.accept_stream()
+        protocol: list[str] = []
+        reader.protocol_of = lambda: protocol[0] if protocol else None
+        await stream.write(bytes(2 * EARLY_BYTES))
+        await trio.sleep(AGREEMENT_S / 2)
+        protocol.append("/agreed/1")
+        await trio.sleep(1)
+        assert len(await reader.read(2 * EARLY_BYTES)) == 2 * EARLY_BYTES
+
+
+@pytest.mark.parametrize(("is_agreed", "most"), [(False, EARLY_BYTES), (True, MOST_READ_BYTES)])
+async def test_row_24_what_a_length_announces_is_not_waited_for(is_agreed: bool, most: int) -> None:
+    async with muxed_pair() as (ours, theirs):
+        stream = await ours.open_stream()
+        reader = await theirs.accept_stream()
+        if is_agreed:
+            reader.agree()
+        await stream.write(b"abc")
+        assert await reader.read(1) == b"a"
+        with pytest.raises(MuxedStreamError, match="announced"):
+            await reader.read(most + 1)
+        assert reader.state.reset
+
+
+def test_windows_of_all_connections_grow_within_one_budget() -> None:
+    windows = Windows(3 * INITIAL_WINDOW)
+    cores = [YamuxCore(True, windows=windows) for _ in range(4)]
+    for core in cores:
+        core.round_trip_s = 1.0
+        state, _ = core.open()
+        for _ in range(4):
+            core.receive_untrusted(HEADER.pack(0, DATA, 0, state.id, 65_536) + bytes(65_536), 0.0)
+            core.take(state, 65_536, 0.0)
+    assert sum(s.receive_window - INITIAL_WINDOW for core in cores for s in core.streams.values()) == 3 * INITIAL_WINDOW
+    assert windows.spare == 0
+    for core in cores:
+        core.end()
+    assert windows.spare == 3 * INITIAL_WINDOW

@@ -13,6 +13,7 @@ import trio
 from swarmd.books import Books
 from swarmd.errors import Code, Refused
 from swarmd.node.lanes import Lanes
+from swarmd.node.onward import Onward
 from swarmd.node.served import Served
 from swarmd.node.worker_link import Answer
 from swarmd.protocol import messages
@@ -35,12 +36,16 @@ class World:
         self.to_worker: list[AnyMessage] = []
         self.heard: list[tuple[PeerId, AnyMessage]] = []
         self.opened: list[AnyMessage] = []
-        rpc = SimpleNamespace(existing=self.existing, channel=self.channel, network=SimpleNamespace())
+        rpc = SimpleNamespace(
+            existing=self.existing, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
+        )
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
         exchange.require_member = lambda *_: None
         served = Served(Identity(bytes(32)), Books(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
-        self.server: Any = SimpleNamespace(is_draining=False, served=served, require_serving=lambda *_: None)
+        onward = Onward(rpc, exchange)  # type: ignore[arg-type]
+        about = {"served": served, "require_serving": lambda *_: None, "onward": onward}
+        self.server: Any = SimpleNamespace(is_draining=False, **about)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)
         self.answers: list[Answer] = []
         self.lanes = Lanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]

@@ -36,7 +36,8 @@ class Stage:
         worker: Any = SimpleNamespace(ask=self.ask)
         outbox: Any = SimpleNamespace(tell=self.tell)
         self.tasks = Tasks()
-        self.migrations = Migrations(rpc, worker, outbox, self.tasks)
+        onward: Any = SimpleNamespace(connect=self.connect)
+        self.migrations = Migrations(rpc, onward, worker, outbox, self.tasks)
 
     async def ask(self, request: Any) -> Answer:
         if self.worker_is_gone:
@@ -47,6 +48,10 @@ class Stage:
     def tell(self, client: PeerId, raw: bytes) -> None:
         (frame,) = FrameDecoder().feed_untrusted(raw)
         self.told.append((client, messages.decode_untrusted(frame.header)))
+
+    async def connect(self, purpose: str, peer: PeerId) -> bool:
+        await trio.lowlevel.checkpoint()
+        return self.fails_after > 0
 
     async def channel(self, peer: PeerId, purpose: str) -> Any:
         assert (peer, purpose) == (HEIR, "bulk")
@@ -95,13 +100,14 @@ async def test_a_worker_that_says_no_or_ends_is_told_as_it_is(virtual_time: Mock
 async def test_an_heir_that_cannot_be_reached_costs_one_refusal_and_drops_the_rest(
     virtual_time: MockClock,
 ) -> None:
-    stage = Stage()
-    stage.fails_after = 1
-    await play(stage, lambda: stage.answer.arrive(HandedOver(re=5, n_bytes=3)))
-    assert stage.sent == [b"1"]
-    ((_, refusal),) = stage.told
-    assert isinstance(refusal, Refusal)
-    assert "could not be sent to heir: the heir is gone" in refusal.message
+    for n_sent, why in [(0, "it cannot be reached from here"), (1, "the connection ended")]:
+        stage = Stage()
+        stage.fails_after = n_sent
+        await play(stage, lambda stage=stage: stage.answer.arrive(HandedOver(re=5, n_bytes=3)))
+        assert stage.sent == [b"1"][:n_sent]
+        ((_, refusal),) = stage.told
+        assert isinstance(refusal, Refusal)
+        assert refusal.message == f"the caches could not be sent to heir: {why}"
 
 
 async def test_an_heir_that_takes_for_ever_is_given_up(virtual_time: MockClock) -> None:

@@ -12,7 +12,7 @@ import trio
 from swarmd.books import Books
 from swarmd.net.exchange import Exchange
 from swarmd.node.order import LOOK_INTERVAL_S, Order
-from swarmd.plan.order import GRACE, LEAST, MOST
+from swarmd.plan.order import GRACE, LEAST, MOST, Balance
 from swarmd.protocol import bill
 from swarmd.protocol.bill import Bill, Signed
 from swarmd.protocol.catalog import Admitted, Catalog, sign_catalog
@@ -52,6 +52,26 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
     found = [kept.weight(who.peer_id) for who in (ME, GIVER, RIDER)]
     assert found == ([MOST, MOST, LEAST] if order == "giving" else [1.0, 1.0, 1.0])
     assert kept.weight(PeerId("somebody")) == 1.0
+
+
+@pytest.mark.parametrize("n_signed", [0, GRACE // 10, 2 * GRACE])
+async def test_who_signs_no_bill_has_taken_all_the_same(n_signed: int, tmp_path: Path, virtual_time: Any) -> None:
+    """Else it would ride free: nobody can make a client sign."""
+    books = Books(tmp_path / "books.db")
+    books.serve(b"invite of the rider", 10 * GRACE)
+    books.serve(b"own", 10 * GRACE)
+    if n_signed:
+        books.add(*between(ME, RIDER, n_signed), b"invite of the rider")
+    books.save()
+    vouchers = {ME.peer_id: b"own", RIDER.peer_id: b"invite of the rider"}
+    exchange: Any = SimpleNamespace(voucher_of=lambda peer: vouchers[peer], now=lambda: 2_000.0)
+    kept = Order(exchange, books, ME.peer_id)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kept.run)
+        await trio.sleep(LOOK_INTERVAL_S / 2)
+        nursery.cancel_scope.cancel()
+    assert kept.balance(RIDER.peer_id) == Balance(took=max(10 * GRACE, 10 * n_signed))
+    assert kept.balance(ME.peer_id) == Balance()
 
 
 def test_however_many_come_by_one_invite_they_share_what_one_gets() -> None:

@@ -29,7 +29,12 @@ class Stage:
         self.stuck: set[PeerId] = set()
         self.gone: set[PeerId] = set()
         self.is_busy = False
-        rpc: Any = SimpleNamespace(existing=self.existing, channel=self.channel, network=SimpleNamespace(peer_id=ME))
+        rpc: Any = SimpleNamespace(
+            existing=self.existing,
+            channel=self.channel,
+            network=SimpleNamespace(peer_id=ME),
+            sponsor_of=lambda peer: peer[:1].encode(),
+        )
         self.outbox = Outbox(rpc, lambda peer, why: self.failed.append((peer, why)), self.to_self)
 
     async def to_self(self, raw: bytes) -> None:
@@ -144,6 +149,23 @@ async def test_a_peer_that_does_not_read_fills_its_share_only(virtual_time: Mock
             await trio.sleep(0.2)
         assert s.failed
         assert s.outbox._waiting[A].n_bytes <= outbox_module.MUCH_BYTES + len(frame)
+        s.outbox.put(B, frame)
+        await trio.testing.wait_all_tasks_blocked()
+        assert s.sent == [(B, frame)]
+
+
+async def test_all_that_one_sponsor_brings_fill_one_share_together(virtual_time: MockClock) -> None:
+    """A member makes as many clients as it likes."""
+    async with stage() as s:
+        crowd = [PeerId(f"a{number}") for number in range(12)]
+        s.stuck.update(crowd)
+        frame = bytes(8 << 20)
+        for peer in crowd:
+            for _ in range(2):
+                s.outbox.put(peer, frame)
+        assert s.failed
+        waiting = sum(s.outbox._waiting[peer].n_bytes for peer in crowd if peer in s.outbox._waiting)
+        assert waiting <= outbox_module.MAX_SHARE * outbox_module.MAX_WAITING_BYTES
         s.outbox.put(B, frame)
         await trio.testing.wait_all_tasks_blocked()
         assert s.sent == [(B, frame)]

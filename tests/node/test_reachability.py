@@ -13,7 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused, Unreachable
-from swarmd.net.api import MayRelay
+from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.port_mapping import LEASE_S, Mapping
 from swarmd.node import reachability
 from swarmd.node.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
@@ -24,9 +24,10 @@ from swarmd.values import PeerId
 ME = PeerId("ME")
 
 
-def check(peer: PeerId, certificate: tuple[bytes, ...]) -> None:
-    if certificate != (b"member",):
+def check(peer: PeerId, certificate: tuple[bytes, ...]) -> Any:
+    if certificate not in ((b"member",), (b"client",)):
         raise Refused(Code.NOT_A_MEMBER, "no")
+    return SimpleNamespace(role=certificate[0].decode())
 
 
 class World:
@@ -50,7 +51,7 @@ class World:
         self.addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
         directory: Any = SimpleNamespace(
             view=lambda: SimpleNamespace(peers=self.records),
-            exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check),
+            exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check, sponsor_of=lambda _: b"its invite"),
             links=SimpleNamespace(round_trip_s={PeerId("R1"): 0.2, PeerId("R2"): 0.1, PeerId("R3"): 0.3}),
             announce_soon=self.announce_soon,
         )
@@ -128,7 +129,8 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
         assert world.me.announced() == {"reach": "open", "relays": True}
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
         assert world.may_relay is not None
-        assert world.may_relay(PeerId("A"), (b"member",))
+        assert world.may_relay(PeerId("A"), (b"member",)) == Relayed(b"its invite", may_reserve=True)
+        assert world.may_relay(PeerId("A"), (b"client",)) == Relayed(b"its invite", may_reserve=False)
         assert not world.may_relay(PeerId("A"), ())
         await trio.sleep(ASK_AGAIN_S)
         assert len(world.asked) > 3, "routers change"

@@ -89,7 +89,7 @@ async def test_it_answers_for_models_and_refuses_what_is_not_here(tmp_path: Path
     async def send(message: Any, payload: bytes = b"") -> None:
         sent.append((message, payload))
 
-    channel: Any = SimpleNamespace(send=send, peer=PeerId("a"))
+    channel: Any = SimpleNamespace(answer=send, peer=PeerId("a"))
     assert await kept.handle(channel, WantManifest(id=3, model=DEMO))
     assert sent[0][0] == ManifestIs(re=3)
     assert not await kept.handle(channel, Ping(id=1))

@@ -3,7 +3,9 @@
 As libp2p's circuit relay v2 has it: who cannot be dialled holds a *reservation* with a relay, by a stream that it
 keeps open; who wants to reach it asks that relay for a *circuit*, and both make their own encrypted connection over
 it, so that the relay sees bytes only. py-libp2p's own closes the circuits of others (row 15) and cannot be dialled
-(row 14). Only members are relayed, in limited number; a circuit that moves much lets all others go first.
+(row 14). Only members are relayed, in limited number, and each sponsor (the key that answers for a peer) has a share:
+who makes a hundred identities gets no more than it. Clients announce nothing, so nobody could use a reservation of
+theirs, and they get none. A circuit that moves much lets all others go first.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
-from swarmd.net.api import MayRelay
+from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
 from swarmd.protocol.fields import Certificate, Name, Text
@@ -31,8 +33,10 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 MAX_RESERVATIONS = 128  # members that a relay keeps reachable
+MAX_RESERVATIONS_OF_SPONSOR = 32  # a quarter: whoever brings in many leaves room for others
 MAX_CIRCUITS = 256  # of a relay, at once
 MAX_CIRCUITS_OF_PEER = 32  # that one member asked for: as many peers as a long chain has, and some more
+MAX_CIRCUITS_OF_SPONSOR = 64  # a quarter: identities cost nothing
 LOOK_INTERVAL_S = 30.0  # whether those that are relayed are still members
 ANSWER_TIMEOUT_S = 3.0  # for a relay that has the other peer at hand
 BULK_BYTES_PER_S = 262_144  # a circuit that moves more lets others go first: tokens move less
@@ -90,6 +94,7 @@ class Circuits:
         self._relays: Counter[PeerId] = Counter()
         self._reserved: Counter[PeerId] = Counter()
         self._asked: Counter[PeerId] = Counter()
+        self._sponsors: dict[PeerId, bytes] = {}  # of those that are relayed for now
 
     @property
     def n_open(self) -> int:
@@ -152,13 +157,21 @@ class Circuits:
         """Somebody asks this peer to relay."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
             ask = await read(stream, Ask)
-        if why_not := self._why_not(stream.peer, ask):
+        relayed = self.may_relay(stream.peer, ask.certificate) if self.may_relay else None
+        why_not = self._why_not(stream.peer, ask, relayed)
+        if relayed is None or why_not:
             await write(stream, Granted(why_not))
             await stream.aclose()
-        elif ask.target:
-            await self._while_member(ask, stream, partial(self._connect, stream, PeerId(ask.target)))
-        else:
-            await self._while_member(ask, stream, partial(self._keep, stream))
+            return
+        self._sponsors[stream.peer] = relayed.sponsor
+        try:
+            if ask.target:
+                await self._while_member(ask, stream, partial(self._connect, stream, PeerId(ask.target)))
+            else:
+                await self._while_member(ask, stream, partial(self._keep, stream))
+        finally:
+            if not self._reserved[stream.peer] and not self._asked[stream.peer]:
+                self._sponsors.pop(stream.peer, None)
 
     async def _while_member(self, ask: Ask, stream: Libp2pStream, relay: Callable[[], Awaitable[None]]) -> None:
         """Relay until it ends, or until who asked is no member any more, or this peer relays no more."""
@@ -176,20 +189,34 @@ class Circuits:
                 logger.debug("relaying for %s ended: %s", stream.peer, error)
             nursery.cancel_scope.cancel()
 
-    def _why_not(self, peer: PeerId, ask: Ask) -> str:
-        target = ask.target
+    def _why_not(self, peer: PeerId, ask: Ask, relayed: Relayed | None) -> str:
         if self.may_relay is None:
             return "this member does not relay"
-        if not self.may_relay(peer, ask.certificate):
+        if relayed is None:
             return "you are no member"
-        if not target:
-            is_full = len(self._reserved) >= MAX_RESERVATIONS and peer not in self._reserved
-            return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""
-        if target not in self._reserved:
-            return f"{target} has no reservation here"
-        if self._asked[peer] >= MAX_CIRCUITS_OF_PEER or self.n_open >= MAX_CIRCUITS:
-            return f"{self._asked[peer]} circuits of yours and {self.n_open} in all are open"
+        if not ask.target:
+            return self._why_not_kept(peer, relayed)
+        if ask.target not in self._reserved:
+            return f"{ask.target} has no reservation here"
+        of_sponsor = sum(n for p, n in self._asked.items() if self._sponsors.get(p) == relayed.sponsor)
+        is_full = self.n_open >= MAX_CIRCUITS or of_sponsor >= MAX_CIRCUITS_OF_SPONSOR
+        if is_full or self._asked[peer] >= MAX_CIRCUITS_OF_PEER:
+            return (
+                f"{self._asked[peer]} circuits of yours, {of_sponsor} of your sponsor and {self.n_open} in all are open"
+            )
         return ""
+
+    def _why_not_kept(self, peer: PeerId, relayed: Relayed) -> str:
+        """Why a peer gets no reservation; "" when it does."""
+        if not relayed.may_reserve:
+            return "a client announces nothing, so nobody would look for it here: only members get reservations"
+        if peer in self._reserved:
+            return ""
+        of_sponsor = sum(self._sponsors.get(p) == relayed.sponsor for p in self._reserved)
+        if of_sponsor >= MAX_RESERVATIONS_OF_SPONSOR:
+            return f"{of_sponsor} members that came as you did have reservations here, which is their share"
+        is_full = len(self._reserved) >= MAX_RESERVATIONS
+        return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""
 
     async def _keep(self, stream: Libp2pStream) -> None:
         peer = stream.peer

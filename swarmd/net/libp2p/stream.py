@@ -23,6 +23,7 @@ class Libp2pStream:
         muxed = getattr(net_stream, "muxed_stream", None)
         assert isinstance(muxed, YamuxStream)
         self._muxed = muxed
+        muxed.agree()
         muxed.is_bulk = purpose in ("bulk", "weights", "training", "averaging")
 
     async def send(self, data: bytes) -> None:

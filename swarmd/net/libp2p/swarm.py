@@ -39,8 +39,10 @@ from swarmd.net.interfaces import expand, networks
 from swarmd.net.libp2p.metered import Metered, beyond
 from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, kept_port
-from swarmd.net.libp2p.yamux import YamuxConnection
+from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
+from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
+from swarmd.plan.dial_budget import DialBudget
 from swarmd.plan.dialing import Attempt, attempts, is_circuit, origin_of
 
 logger = logging.getLogger(__name__)
@@ -87,12 +89,15 @@ class OurMuxer(MuxerMultistream):
 
     def __init__(self, traffic: Traffic | None) -> None:
         self._traffic = traffic
+        self._windows = Windows()
         options: TMuxerOptions = {YAMUX: YamuxConnection}
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return self._annotate_connection(YamuxConnection(conn, peer_id, beyond(conn, self._traffic)), conn, protocol)
+        return self._annotate_connection(
+            YamuxConnection(conn, peer_id, beyond(conn, self._traffic), self._windows), conn, protocol
+        )
 
 
 class IdleConnector(AutoConnector):
@@ -118,6 +123,7 @@ class GuardedSwarm(Swarm):
         self._pending_by_address: Counter[str] = Counter()
         self._tcp = TCP()
         self.circuits_of = {}
+        self._dial_budget = DialBudget()
         self._own_port, self._listens = 0, True
         self.traffic: Traffic | None = None
 
@@ -131,6 +137,12 @@ class GuardedSwarm(Swarm):
                     await stream.reset()
 
         super().set_stream_handler(guarded)
+
+    async def notify_opened_stream(self, stream: INetStream) -> None:
+        muxed = getattr(stream, "muxed_stream", None)
+        if isinstance(muxed, YamuxStream):
+            muxed.protocol_of = stream.get_protocol
+        await super().notify_opened_stream(stream)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Reuse a live connection, or try all known addresses, the likeliest first (plan.dialing)."""
@@ -252,12 +264,17 @@ class GuardedSwarm(Swarm):
 
     async def _try(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
+        peer, now = peer_id.to_base58(), trio.current_time()
+        if not is_circuit(address) and (wait_s := self._dial_budget.take(address, peer, now)):
+            return None, Failure(f"{address} (dialled for others just now; again in {wait_s:.0f} s)", is_garbled=False)
         is_there, caused = False, "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             try:
                 raw = await self._wire(address, peer_id)
                 is_there = True
-                return await self._made(raw, peer_id), None
+                made = await self._made(raw, peer_id)
+                self._dial_budget.met(address, peer)
+                return made, None
             except OpenConnectionError as error:
                 caused = str(error) if is_circuit(address) else "connection refused"
             except SwarmException as error:

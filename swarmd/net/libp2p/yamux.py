@@ -1,14 +1,16 @@
 """The trio shell round ``yamux_core``: a muxed connection and its streams as py-libp2p expects them.
 
 Handles rows 2 (a cancelled write never leaves half a record), 4 (a slow reader makes the writer wait, not fail),
-10 (a silent peer is noticed by unanswered pings) and 11 (a reset is told apart from an end) of the table of faults,
-and lets interactive streams write before bulk ones.
+10 (a silent peer is noticed by unanswered pings), 11 (a reset is told apart from an end) and 24 (what is read before a
+protocol is agreed, or as a length prefix says, is bounded) of the table of faults, and lets interactive streams write
+before bulk ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +23,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from swarmd.net.libp2p.yamux_core import MAX_DATA_BYTES, StreamState, YamuxCore, YamuxError
+from swarmd.net.libp2p.yamux_core import MAX_DATA_BYTES, StreamState, Windows, YamuxCore, YamuxError
 from swarmd.net.traffic import Traffic
 from swarmd.net.write_lock import WriteLock
 
@@ -32,12 +34,18 @@ PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after th
 QUIET_INTERVAL_S = 8.0  # between two looks where nobody wants anything: an idle machine is to sleep
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
 MAX_OWED_BYTES = 64 * 1024  # 5,000 answers to pings
+EARLY_BYTES = 64 * 1024  # of a stream before its protocol is agreed: the names of protocols are much shorter
+AGREEMENT_S = 0.25  # for this side to have noticed that it is agreed: the other side may send at once
+MOST_READ_BYTES = 4 * 2**20  # that somebody asks for in one read: the DHT's largest message
 WRITE_TIMEOUT_S = 10.0  # a peer that reads nothing for so long is gone
 CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
 
 
 class YamuxStream(IMuxedStream):
-    """One stream. ``is_bulk`` is set by the host once the protocol is known."""
+    """One stream. ``is_bulk`` is set by the host once the protocol is known.
+
+    ``protocol_of`` tells the protocol that the library has agreed on, if any; ``agree`` is for those without it.
+    """
 
     def __init__(self, connection: YamuxConnection, state: StreamState) -> None:
         self.muxed_conn = connection
@@ -45,6 +53,23 @@ class YamuxStream(IMuxedStream):
         self.connection = connection
         self.state = state
         self.changed = trio.Event()
+        self.protocol_of: Callable[[], str | None] = lambda: None
+        self._is_agreed = False
+
+    @property
+    def is_agreed(self) -> bool:
+        """Is it known what the stream is for?"""
+        self._is_agreed = self._is_agreed or self.protocol_of() is not None
+        return self._is_agreed
+
+    def agree(self) -> None:
+        """From now on it carries as much as its reader takes."""
+        self._is_agreed = True
+
+    @property
+    def is_too_early(self) -> bool:
+        """Has more come than anybody needs to agree on a protocol?"""
+        return self.state.received > EARLY_BYTES and not self.is_agreed
 
     def wake(self) -> None:
         self.changed.set()
@@ -54,6 +79,11 @@ class YamuxStream(IMuxedStream):
         """Return exactly ``n`` bytes, or whatever there is (at least one byte) when ``n`` is None."""
         if n is None:
             return await self.read_some(READ_BYTES)
+        if n > (MOST_READ_BYTES if self.is_agreed else EARLY_BYTES):  # it is what a peer said that will come
+            await self.reset()
+            raise MuxedStreamError(
+                f"{n} B announced on a stream that {'is' if self.is_agreed else 'is not yet'} agreed on"
+            )
         parts = bytearray()
         while len(parts) < n:
             try:
@@ -138,11 +168,18 @@ class YamuxConnection(IMuxedConn):
     Nobody waits for that: reading would wait for the other side to read, and who is cancelled would lose it.
     """
 
-    def __init__(self, secured: ISecureConn, peer_id: ID, traffic: Traffic | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        secured: ISecureConn,
+        peer_id: ID,
+        traffic: Traffic | None = None,
+        windows: Windows | None = None,
+        **_: Any,
+    ) -> None:
         self.secured = secured
         self.traffic = traffic
         self.peer_id = peer_id
-        self.core = YamuxCore(secured.is_initiator)
+        self.core = YamuxCore(secured.is_initiator, windows=windows)
         self.event_started = trio.Event()
         self.streams: dict[int, YamuxStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[YamuxStream](256)
@@ -272,6 +309,21 @@ class YamuxConnection(IMuxedConn):
                     return
                 self._apply(event.kind, event.stream)
             self.owe(replies)
+            for event in events:
+                if event.kind == "readable":
+                    await self._bound_early(event.stream)
+
+    async def _bound_early(self, stream_id: int) -> None:
+        """Read no more while a stream has too much for one whose protocol is not agreed; then that stream ends."""
+        stream = self.streams.get(stream_id)
+        if stream is None or not stream.is_too_early:
+            return
+        with trio.move_on_after(AGREEMENT_S):
+            while not stream.is_agreed and not self._closed:
+                await trio.sleep(AGREEMENT_S / 16)
+        if not stream.is_agreed:
+            logger.warning("ending a stream of %s: much came before it said what it is for", self.peer_id)
+            await stream.reset()
 
     def _apply(self, kind: str, stream_id: int) -> None:
         state = self.core.streams.get(stream_id)
@@ -319,6 +371,7 @@ class YamuxConnection(IMuxedConn):
             for stream in self.streams.values():
                 stream.wake()
             self.streams.clear()
+            self.core.end()
             self._scope.cancel()
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 It keeps the rules that the muxer of py-libp2p 0.8.1 does not: what arrives is counted against the credit given
 (row 3 of the table of faults), credit is returned in batches and only when half a window is consumed (row 5), and
 a data frame with its header never exceeds one Noise record (row 6). Receive windows double while the reader keeps
-up and a window lasts less than two round trips, within a budget for the whole connection.
+up and a window lasts less than two round trips, within a budget for the whole connection and one for all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ DATA, WINDOW, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 INITIAL_WINDOW = 256 * 1024  # the spec's
 MAX_WINDOW = 16 * 2**20  # 1 Gbit/s at 130 ms of round trip
+ALL_WINDOWS_BYTES = 64 * 2**20  # beyond the first of each stream, of all connections: four links of the fastest kind
 MAX_DATA_BYTES = 65_507  # header 12 + data + Noise tag 16 = 65,535, the largest Noise record
 MAX_STREAMS = 64  # of one connection: 4 of each purpose and short ones
 
@@ -32,6 +33,7 @@ class StreamState:
     send_window: int = INITIAL_WINDOW
     receive_window: int = INITIAL_WINDOW
     credit_left: int = INITIAL_WINDOW
+    received: int = 0
     consumed: int = 0
     credited_at: float = 0.0
     readable: bytearray = field(default_factory=bytearray)
@@ -48,10 +50,21 @@ class Event:
     stream: int = 0
 
 
-class YamuxCore:
-    """One side of one connection. Not thread-safe; owned by one connection object."""
+@dataclass(slots=True)
+class Windows:
+    """Bytes that windows of all connections may still grow by."""
 
-    def __init__(self, is_initiator: bool, window_budget: int = 16 * 2**20) -> None:
+    spare: int = ALL_WINDOWS_BYTES
+
+
+class YamuxCore:
+    """One side of one connection. Not thread-safe; owned by one connection object.
+
+    ``windows`` are shared with others: a member has as many connections as it makes identities.
+    """
+
+    def __init__(self, is_initiator: bool, window_budget: int = 16 * 2**20, windows: Windows | None = None) -> None:
+        self._windows = windows or Windows()
         self.streams: dict[int, StreamState] = {}
         self.round_trip_s: float | None = None
         self._next_id = 1 if is_initiator else 2
@@ -190,6 +203,7 @@ class YamuxCore:
             events.append(Event("writable", stream.id))
         if kind == DATA and length:
             stream.credit_left -= length
+            stream.received += length
             stream.readable += payload
             events.append(Event("readable", stream.id))
         if flags & RST:
@@ -203,9 +217,16 @@ class YamuxCore:
 
     def _window_growth(self, stream: StreamState, now: float) -> int:
         fast = self.round_trip_s is not None and now - stream.credited_at < 2 * self.round_trip_s + 0.002
-        growth = min(stream.receive_window, MAX_WINDOW - stream.receive_window, self._window_spare) if fast else 0
+        spare = min(self._window_spare, self._windows.spare)
+        growth = min(stream.receive_window, MAX_WINDOW - stream.receive_window, spare) if fast else 0
         self._window_spare -= growth
+        self._windows.spare -= growth
         return growth
+
+    def end(self) -> None:
+        """The connection is gone: what its windows grew by is others'."""
+        for stream in list(self.streams.values()):
+            self._forget(stream)
 
     def _forget_if_done(self, stream: StreamState) -> None:
         if stream.local_closed and stream.remote_closed:
@@ -214,3 +235,4 @@ class YamuxCore:
     def _forget(self, stream: StreamState) -> None:
         if self.streams.pop(stream.id, None) is not None:
             self._window_spare += stream.receive_window - INITIAL_WINDOW
+            self._windows.spare += stream.receive_window - INITIAL_WINDOW

@@ -1,0 +1,84 @@
+"""How many bytes of answers may wait for those who asked to read them: for each sponsor, and in all.
+
+A peer that asks and does not read makes this side keep the answer. Channels and identities cost it nothing: a member
+certifies as many clients as it likes. So bytes are counted for the *sponsor*, the key that answers for a peer
+(net.exchange.principal). Who has its share waiting is answered on once it has read; when all together have too much,
+the newest channel of whoever has most is closed.
+
+Only answers count. What this side sends by itself is bounded where it is made, and to wait for those who read it
+could be to wait for oneself: both sides of a channel may send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import trio
+
+from swarmd.values import PeerId
+
+MAX_BYTES_OF_SPONSOR = 32 * 2**20  # eight pieces of weights, or two frames of the largest size
+MAX_BYTES = 128 * 2**20  # of all sponsors
+SMALL_BYTES = 64 * 1024  # not worth counting: so much fits what a link has under way
+SponsorOf = Callable[[PeerId], bytes]
+"""The key that answers for a peer."""
+
+
+class Answering(Protocol):
+    """What is needed of a channel."""
+
+    peer: PeerId
+
+    async def close(self) -> None: ...
+
+
+class Outbound:
+    """See the module. Answers that are being sent, by channel, the oldest first."""
+
+    def __init__(self, sponsor_of: SponsorOf) -> None:
+        self._sponsor_of = sponsor_of
+        self._held: dict[Answering, int] = {}
+        self._changed = trio.Event()
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits in all."""
+        return sum(self._held.values())
+
+    def n_bytes_of(self, sponsor: bytes) -> int:
+        """What waits for all who have this sponsor."""
+        return sum(n for channel, n in self._held.items() if self._sponsor_of(channel.peer) == sponsor)
+
+    async def may_answer(self, channel: Answering) -> None:
+        """Return once those who have the same sponsor have read enough of what they asked for."""
+        while self._held and self.n_bytes_of(self._sponsor_of(channel.peer)) > MAX_BYTES_OF_SPONSOR:
+            await self._changed.wait()
+
+    @asynccontextmanager
+    async def holding(self, channel: Answering, n_bytes: int) -> AsyncIterator[None]:
+        """Count an answer while it is made and sent."""
+        if n_bytes <= SMALL_BYTES:
+            yield
+            return
+        self._held[channel] = self._held.get(channel, 0) + n_bytes
+        try:
+            if self.n_bytes > MAX_BYTES:
+                await self._close_crowding()
+            yield
+        finally:
+            self._forget(channel, n_bytes)
+
+    async def _close_crowding(self) -> None:
+        """Close the newest channel of whoever has most."""
+        most = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
+        crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == most)
+        await crowding.close()
+
+    def _forget(self, channel: Answering, n_bytes: int) -> None:
+        left = self._held.pop(channel) - n_bytes
+        if left > 0:
+            self._held[channel] = left
+        self._changed.set()
+        self._changed = trio.Event()
