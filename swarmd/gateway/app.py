@@ -19,7 +19,7 @@ from swarmd.gateway.models import Listed, Models
 from swarmd.gateway.openapi import openapi
 from swarmd.gateway.page import Page
 from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused
+from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused, while_there
 from swarmd.gateway.talk import Asked, Talk, prepare
 from swarmd.gateway.turns import Turns
 
@@ -154,18 +154,27 @@ class Gateway:
 
     async def _answer(self, request: Request, key: str, form: Form) -> Response:
         wanted = schema.read(await body_of(request), form.request)
-        talks = [await self._talk(asked) for asked in form.asked(wanted, key)]
+        talks = await self._talks(request, form.asked(wanted, key))
         if wanted.stream:
             return Stream(lambda emit: form.stream(talks, wanted, emit), form.fail)
         return Whole(lambda: form.whole(talks, wanted), form.refused)
 
-    async def _talk(self, asked: Asked) -> Talk:
-        return await prepare(await self.models.engine(asked.model), asked, self.metrics)
+    async def _talks(self, request: Request, asked: Sequence[Asked]) -> list[Talk]:
+        """Make ready what one request asks for, as long as whoever sent it is there. Raises ApiError."""
+        engine = await self.models.engine(asked[0].model)  # a model that is being loaded is there for the next one, too
+        talks: list[Talk] = []
+
+        async def make_ready() -> None:
+            for one in asked:
+                talks.append(await prepare(engine, one, self.metrics))
+
+        await while_there(request.receive, make_ready)
+        return talks
 
     async def _count(self, request: Request, key: str) -> Response:
         wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
-        talk = await self._talk(anthropic.of_messages(wanted, key))
-        return json_response({"input_tokens": len(talk.wanted.prompt)})
+        talks = await self._talks(request, [anthropic.of_messages(wanted, key)])
+        return json_response({"input_tokens": len(talks[0].wanted.prompt)})
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -20,7 +20,7 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
 from swarmd.gateway.answer import Piece, Wanted
-from swarmd.gateway.grammar import Grammars
+from swarmd.gateway.grammars import Grammars
 from swarmd.gateway.head import Head
 from swarmd.gateway.kept import Kept
 from swarmd.gateway.row import Row, Told
@@ -53,7 +53,8 @@ class Engine:
         self._terms = terms
         self._kept: list[Kept] = []
         self._costs = Costs()
-        self._grammars: Grammars | None = None
+        eos = min(self.ends.eos, default=0)
+        self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
 
     @property
     def model(self) -> ModelId:
@@ -63,20 +64,13 @@ class Engine:
     def n_kept(self) -> int:
         return len(self._kept)
 
-    def grammars(self) -> Grammars:
-        """The grammars of this model's vocabulary; made once, which takes some 100 ms."""
-        if self._grammars is None:
-            eos = min(self.ends.eos, default=0)
-            self._grammars = Grammars(self.tokenizer.to_str(), self.ends.vocabulary, eos)
-        return self._grammars
-
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Compute for all rows, and give back what was kept long enough, until cancelled.
 
         Raises ConfigError or SwarmUnavailable before it has started, for a tokenizer that cannot be read. That error
         comes alone, not in a group: ``prompts`` is entered outside of the nursery.
         """
-        async with self.prompts, trio.open_nursery() as nursery:
+        async with self.prompts, self.grammars, trio.open_nursery() as nursery:
             nursery.start_soon(self.head.run)
             task_status.started()
             try:

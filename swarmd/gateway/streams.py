@@ -14,7 +14,7 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmd.gateway.refusals import ApiError
+from swarmd.gateway.refusals import ApiError, bad
 
 KEEP_ALIVE_S = 5.0  # of silence in a stream: proxies cut it after 50
 STREAM_HEADERS = [
@@ -96,6 +96,24 @@ def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
     """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return json_response(error.body if body is None else body, error.status, headers)
+
+
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
+    failure: ApiError | None = None
+    is_done = False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+        try:
+            await work()
+            is_done = True
+        except ApiError as error:
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if not is_done:
+        raise bad("the client has gone")
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

@@ -10,17 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import trio
-
 from swarmd.client.prompts import Prompt
 from swarmd.compute.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway import refusals
 from swarmd.gateway.answer import Piece, Wanted
 from swarmd.gateway.engine import Engine
-from swarmd.gateway.grammar import BadSchema, Grammar
+from swarmd.gateway.grammar import Grammar
+from swarmd.gateway.json_schema import BadSchema, calls_of
 from swarmd.gateway.metrics import Metrics
-from swarmd.gateway.parts import Called, Marked, Part, Parts, Plain, forced_calls, marks_of
+from swarmd.gateway.parts import Called, Marked, Part, Parts, Plain, marks_of
 from swarmd.gateway.refusals import bad
 from swarmd.gateway.row import Told
 from swarmd.gateway.sampling import Choice, Sampling
@@ -30,6 +29,7 @@ from swarmd.gateway.turns import QueueFull
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
 CAUTIOUS = {"temperature": 0.8, "top_k": 40, "min_p": 0.05}  # as llama.cpp: small models at 1.0, uncut, write nonsense
+ANY_JSON = {"type": "object"}
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "return_dict", "conversation")
 
 
@@ -132,10 +132,7 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
     if n_prompt + most > limit:
         raise refusals.too_long(n_prompt, most, limit)
     is_forced = bool(asked.tools) and asked.tool_choice not in ("auto", "none")
-    try:
-        grammar = await trio.to_thread.run_sync(_grammar, engine, asked, is_forced)
-    except BadSchema as error:
-        raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+    grammar = await _grammar(engine, asked, is_forced)
     sampling = sampling_of(asked, engine.ends)
     ids = tuple(prompt.ids)
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
@@ -193,17 +190,28 @@ def _with_tools(engine: Engine, asked: Asked) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}, *asked.messages]
 
 
-def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
-    """What the answer has to fit. Raises BadSchema."""
-    if is_forced:
-        name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
-        chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
-        if not chosen:
-            raise BadSchema(f"tool_choice names {name!r}, which is none of the tools")
-        return forced_calls(engine.grammars(), chosen, asked.several_calls and name is None)
-    if asked.schema is None:
-        return None
-    return engine.grammars().of_schema(asked.schema or None)
+async def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
+    """What the answer has to fit. Raises ApiError."""
+    try:
+        schema = _forced_calls(asked) if is_forced else asked.schema
+        if schema is None:
+            return None
+        return await engine.grammars.of_schema(schema or ANY_JSON, asked.key)
+    except BadSchema as error:
+        raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+    except QueueFull as error:
+        raise refusals.queue_full(error) from None
+    except SwarmError as error:
+        raise refusals.of(error) from None
+
+
+def _forced_calls(asked: Asked) -> dict[str, Any]:
+    """The schema of the calls that have to be made. Raises BadSchema."""
+    name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
+    chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
+    if not chosen:
+        raise BadSchema(f"tool_choice names {name!r}, which is none of the tools")
+    return calls_of(chosen, asked.several_calls and name is None)
 
 
 def sampling_of(asked: Asked, ends: Ends) -> Sampling:
