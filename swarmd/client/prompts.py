@@ -27,6 +27,7 @@ STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a 
 MOST_S = 5.0  # of one prompt: a megabyte takes a second
 MOST_MEMORY_BYTES = 2**30  # beyond what an idle child has
 MOST_TOKENS = 4_000_000  # of one prompt; no context is as long
+NO_TEMPLATE = "this model has no chat template: it is not made for conversations; ask for completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Prompts:
         self._child = Child("swarmd.client.prompts", str(folder))
         self._turn = trio.Lock()
         self.has_template = False
+        self._no_template = NO_TEMPLATE
         self.shows_tools = False
 
     async def __aenter__(self) -> Self:
@@ -72,7 +74,7 @@ class Prompts:
         Raises ConfigError with the template's reason, SwarmUnavailable where this machine is too busy now.
         """
         if not self.has_template:
-            raise ConfigError("this model has no chat template: it is not made for conversations; ask for completions")
+            raise ConfigError(self._no_template)
         return await self._ask({"messages": messages, "tools": tools, "options": options})
 
     async def text(self, text: str, special: bool = True) -> Prompt:
@@ -112,6 +114,7 @@ class Prompts:
         if "error" in hello:
             await self._child.end()
             raise (SwarmUnavailable if hello["is_passing"] else ConfigError)(str(hello["error"]))
+        self._no_template = hello["no_template"] or NO_TEMPLATE
         self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
 
 
@@ -141,32 +144,31 @@ def main(folder: Path) -> None:
     os.dup2(2, 1)  # whatever else is printed is none
     try:
         with importing():
+            from swarmd.client.chat_template import ChatTemplate
             from swarmd.client.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(folder)  # which imports what its kind needs
-        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-        hello: dict[str, Any] = {"has_template": bool(template), "shows_tools": "tools" in template}
+        template = ChatTemplate(tokenizer)
+        hello: dict[str, Any] = {
+            "no_template": template.trouble,
+            "has_template": bool(template.source),
+            "shows_tools": "tools" in template.source,
+        }
     except SwarmError as error:
         hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
     limit(MOST_MEMORY_BYTES)
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(tokenizer, json.loads(line))), file=answers, flush=True)
+        print(json.dumps(answer(tokenizer, template, json.loads(line))), file=answers, flush=True)
 
 
-def _answer(tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
+def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """What comes of one question: ids, or an error for whoever asked."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
         return _checked(ids)
     try:
-        ids = tokenizer.apply_chat_template(
-            question["messages"],
-            tools=question["tools"],
-            tokenize=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-            **question["options"],
-        )
+        ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way

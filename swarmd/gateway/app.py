@@ -20,12 +20,14 @@ from swarmd.gateway.openapi import openapi
 from swarmd.gateway.page import Page
 from swarmd.gateway.refusals import ApiError
 from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused, while_there
-from swarmd.gateway.talk import Asked, Talk, prepare
+from swarmd.gateway.talk import Asked, Talk, prepare, prompt_of
 from swarmd.gateway.turns import Turns
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 COUNT = "/v1/messages/count_tokens"
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Form(NamedTuple):
@@ -95,7 +97,7 @@ class Gateway:
                 self._route("/page/files/{name}", self.page.file),
                 self._route("/page/news", self.page.news),
                 Route("/page/{verb}", self._guarded(self.page.act, needs_token=True), methods=["POST"]),
-                Route("/{path:path}", self._guarded(self._nothing_here)),
+                Route("/{path:path}", self._guarded(self._nothing_here), methods=METHODS),
             ],
             exception_handlers={Exception: _broken},
         )
@@ -138,6 +140,8 @@ class Gateway:
 
     async def _show_model(self, request: Request, key: str) -> Response:
         name, listed = request.path_params["name"], self.models.listed()
+        if not name:
+            return await self._nothing_here(request, key)
         for one in listed:
             if one.name == name:
                 return json_response(_entry(one))
@@ -148,7 +152,7 @@ class Gateway:
         return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest}))
 
     async def _nothing_here(self, request: Request, key: str) -> Response:
-        raise ApiError(404, "invalid_request_error", f"there is nothing at {request.url.path[:100]}")
+        raise nothing_at(request.method, request.url.path)
 
     # --- answers -----------------------------------------------------------------------------------------------
 
@@ -173,8 +177,25 @@ class Gateway:
 
     async def _count(self, request: Request, key: str) -> Response:
         wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
-        talks = await self._talks(request, [anthropic.of_messages(wanted, key)])
-        return json_response({"input_tokens": len(talks[0].wanted.prompt)})
+        engine = await self.models.engine(wanted.model)
+        prompt = await prompt_of(engine, anthropic.of_messages(wanted, key))
+        return json_response({"input_tokens": len(prompt.ids)})
+
+
+def nothing_at(method: str, path: str) -> ApiError:
+    """What is wrong with an address, and which one was meant, where that can be told."""
+    shown = path[:100]
+    names = [part for part in path.split("/") if part and part != "v1"]
+    meant = "/v1/" + "/".join(names)
+    is_there = meant in (*FORMS, COUNT, "/v1/models")
+    if is_there and meant != path:
+        return ApiError(404, "invalid_request_error", f"there is nothing at {shown}: did you mean {meant}?")
+    if is_there or path in ("/health", "/metrics", "/openapi.json"):
+        allowed = "POST" if meant in (*FORMS, COUNT) else "GET"
+        return ApiError(405, "invalid_request_error", f"{shown} is asked by {allowed}, not by {method[:16]}")
+    if names[-1:] == ["embeddings"]:
+        return ApiError(404, "invalid_request_error", "there are no embeddings here: models of the swarm write text")
+    return ApiError(404, "invalid_request_error", f"there is nothing at {shown}; see /openapi.json for what there is")
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -24,6 +24,7 @@ from swarmd.gateway.grammars import Grammars
 from swarmd.gateway.head import Head
 from swarmd.gateway.kept import Kept
 from swarmd.gateway.row import Row, Told
+from swarmd.gateway.token_bytes import TokenBytes
 from swarmd.gateway.turns import Turns
 from swarmd.net.api import TaskStatus
 from swarmd.values import ModelId
@@ -53,6 +54,7 @@ class Engine:
         self._terms = terms
         self._kept: list[Kept] = []
         self._costs = Costs()
+        self.token_bytes = TokenBytes(tokenizer)
         eos = min(self.ends.eos, default=0)
         self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
 

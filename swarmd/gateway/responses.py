@@ -5,6 +5,7 @@ Source: OpenAI's API reference, "Responses" and its streaming events.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from swarmd.gateway.openai import Heard, function_tool, schema_of, text_of, tool
 from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
 from swarmd.gateway.row import Told
-from swarmd.gateway.schema import MAX_MESSAGES, MAX_TOOLS, Count, Sampled, StreamOptions
+from swarmd.gateway.schema import MAX_MESSAGES, MAX_TOOLS, Length, Sampled, StreamOptions, length_of
 from swarmd.gateway.streams import Emit
 from swarmd.gateway.talk import Asked, Event, Talk
 
@@ -28,7 +29,7 @@ class ResponsesRequest(Sampled):
     instructions: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Length | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -42,7 +43,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
     """Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
         raise bad("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
-    tools = tuple(_tool(tool) for tool in request.tools or ())
+    tools = tuple(function for function, _ in _functions(request))
     form = (request.text or {}).get("format")
     flat = form if isinstance(form, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
@@ -50,7 +51,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
         model=request.model,
         sampled=request,
         messages=_messages(request),
-        max_tokens=request.max_output_tokens,
+        max_tokens=length_of(request.max_output_tokens, "max_output_tokens"),
         schema=schema_of(nested, "text.format"),
         tools=tools,
         tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
@@ -81,24 +82,54 @@ def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
             turns[0]["content"] += f"\n\n{text}"
         else:
             turns.append({"role": role, "content": text})
-    elif kind == "function_call":
-        call = {"name": str(item.get("name", "")), "arguments": str(item.get("arguments", "{}"))}
+    elif kind in ("function_call", "custom_tool_call"):
+        own = {"arguments": str(item.get("arguments", "{}"))}
+        if kind == "custom_tool_call":  # whose input is text of any form
+            own = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
+        call = {"name": str(item.get("name", "")), **own}
         entry = {"id": item.get("call_id"), "type": "function", "function": call}
         if turns and turns[-1]["role"] == "assistant":
             turns[-1].setdefault("tool_calls", []).append(entry)
         else:
             turns.append({"role": "assistant", "content": "", "tool_calls": [entry]})
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         content = text_of(item.get("output"), where)
         turns.append({"role": "tool", "content": content, "tool_call_id": str(item.get("call_id", ""))})
     elif kind != "reasoning":  # which is the model's own, and no template wants it back
         raise bad(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _functions(request: ResponsesRequest) -> list[tuple[dict[str, Any], str]]:
+    """The functions among the tools, each with the namespace that it is in ("" for none). Raises ApiError.
+
+    A search of the web is left out: whoever serves the model would do it, and none here does, so it is not offered.
+    """
+    found: list[tuple[dict[str, Any], str]] = []
+    for tool in request.tools or ():
+        inner = tool.get("tools")
+        if tool.get("type") == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
+            found += [(_function(one), str(tool.get("name", ""))) for one in inner]
+        elif not is_web_search(tool):
+            found.append((_function(tool), ""))
+    names = [function["function"]["name"] for function, _ in found]
+    if len(set(names)) < len(names):
+        raise bad("tools: two functions have the same name, in whatever namespaces", "tools")
+    return found
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise bad(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
+def is_web_search(tool: dict[str, Any]) -> bool:
+    """A search that the server would do, of whatever version."""
+    return str(tool.get("type")).startswith("web_search")
+
+
+def _namespaces(request: ResponsesRequest) -> dict[str, str]:
+    return {function["function"]["name"]: name for function, name in _functions(request) if name}
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -148,9 +179,11 @@ def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
     return {"id": item, "type": "message", "role": "assistant", "status": status, "content": part}
 
 
-def _call_item(part: Part) -> dict[str, Any]:
+def _call_item(part: Part, request: ResponsesRequest) -> dict[str, Any]:
     about = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
-    return {**about, "name": part.name, "arguments": part.text}
+    namespace = _namespaces(request).get(part.name)
+    place = {} if namespace is None else {"namespace": namespace}
+    return {**about, **place, "name": part.name, "arguments": part.text}
 
 
 async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:
@@ -159,7 +192,7 @@ async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:
     heard = Heard()
     told = await talk.run(0, heard.hear)
     output = [_text_item(_new_id("msg"), heard.content, "completed")] if heard.content or not heard.calls else []
-    return _ended(request, about, heard, [*output, *map(_call_item, heard.calls)], told)
+    return _ended(request, about, heard, [*output, *(_call_item(part, request) for part in heard.calls)], told)
 
 
 class Writing:
@@ -222,7 +255,7 @@ class Writing:
         self._text_id = ""
 
     async def _add_call(self, part: Part) -> None:
-        item, index = _call_item(part), len(self._output)
+        item, index = _call_item(part, self._request), len(self._output)
         begun = {**item, "status": "in_progress", "arguments": ""}
         await self._say("response.output_item.added", output_index=index, item=begun)
         place = {"item_id": item["id"], "output_index": index}
