@@ -55,19 +55,33 @@ class ChatTemplate:
         return used - (taken - {"documents"})
 
     @cached_property
+    def ends(self) -> list[int]:
+        """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        shown = self._written([_in_parts(turn) for turn in turns] if self._takes_parts else turns, False)
+        after = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
+        added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
+        found = max((text for text in added if text and after.startswith(text)), key=len, default=None)
+        return [] if found is None else [added[found]]
+
+    @cached_property
     def _takes_parts(self) -> bool:
         """Does it read a message's content as a list of parts, and lose a plain text?"""
         plain = {"role": "user", "content": PROBE}
         return not self._shows(plain) and self._shows(_in_parts(plain))
 
     def _shows(self, message: dict[str, Any]) -> bool:
+        return PROBE in self._written([message], True)
+
+    def _written(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
+        """What it makes of some turns; "" where it refuses them."""
         try:
-            shown = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            shown = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - a template is anybody's program: it fails in any way
-            return False
-        return PROBE in str(shown)
+            return ""
+        return str(shown)
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,11 @@ NO_TEMPLATE = "this model has no chat template: it is not made for conversations
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is given: token ids, and where they came from a template, their end as text."""
+    """What a model is given: token ids; where they came from a template, their end as text, and what ends an answer."""
 
     ids: tuple[int, ...]
     tail: str = ""
+    ends: frozenset[int] = frozenset()
 
 
 class Prompts:
@@ -98,7 +99,7 @@ class Prompts:
                 ) from None
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
-        return Prompt(tuple(answer["ids"]), answer.get("tail", ""))
+        return Prompt(tuple(answer["ids"]), answer.get("tail", ""), frozenset(answer.get("ends", ())))
 
     async def _start(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
@@ -173,7 +174,7 @@ def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str,
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
-    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:])}
+    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
 
 
 def _checked(ids: list[int]) -> dict[str, Any]:

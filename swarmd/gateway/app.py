@@ -201,7 +201,7 @@ def nothing_at(method: str, path: str) -> ApiError:
 async def _broken(request: Request, error: Exception) -> Response:
     """Our own mistake: in the log as it is, to the client as one sentence."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return refused(ApiError(500, "server_error", "the gateway made a mistake, which is in its log"))
+    return refused(refusals.our_mistake())
 
 
 def allow_origin(response: Response, origin: str) -> None:

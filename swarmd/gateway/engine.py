@@ -20,6 +20,7 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
 from swarmd.gateway.answer import Piece, Wanted
+from swarmd.gateway.ending import ends_named
 from swarmd.gateway.grammars import Grammars
 from swarmd.gateway.head import Head
 from swarmd.gateway.kept import Kept
@@ -55,7 +56,9 @@ class Engine:
         self._kept: list[Kept] = []
         self._costs = Costs()
         self.token_bytes = TokenBytes(tokenizer)
-        eos = min(self.ends.eos, default=0)
+        ends = self.ends.eos | ends_named(prompts.folder, tokenizer)
+        self.eos = frozenset(token for token in ends if token < self.ends.vocabulary)
+        eos = min(self.eos, default=0)
         self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
 
     @property
@@ -151,7 +154,7 @@ class Engine:
 
     def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        return Row(session, room, wanted, self.tokenizer, self._costs, tokens, vocabulary)
+        return Row(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
 
     def _terms_of(self, max_tokens: int) -> Terms:
         kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)

@@ -66,12 +66,11 @@ class _Vocabulary:
                 f"this model's tokenizer ({known.kind}) does not write its tokens one by one, so no answer of it can "
                 "be held to a schema: ask without one"
             )
-        special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
         self.eos_token_id = eos
         self.bos_token_id = None
-        self.special_token_ids = sorted(special | {eos})
+        self.special_token_ids = sorted(known.special | {eos})
         self.tokens = [known[token] for token in range(tokenizer.get_vocab_size())]
-        self._by_bytes = {written: token for token, written in enumerate(self.tokens) if token not in special}
+        self._by_bytes = {written: token for token, written in enumerate(self.tokens) if token not in known.special}
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:

@@ -6,6 +6,7 @@ False there (../shared/facts/gateway.md): both are done here alike, by a task th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmd.gateway.refusals import ApiError, bad
+from swarmd.gateway.refusals import ApiError, bad, our_mistake
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5.0  # of silence in a stream: proxies cut it after 50
 STREAM_HEADERS = [
@@ -63,6 +66,9 @@ class Stream(Response):
                 await self._produce(emit)
             except ApiError as error:
                 await self._fail(emit, error)
+            except Exception as mistake:
+                logger.error("a stream failed", exc_info=mistake)
+                await self._fail(emit, our_mistake())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 

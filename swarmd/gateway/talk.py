@@ -149,7 +149,7 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
         max_tokens=most,
         sampling=sampling,
         stops=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
-        eos=frozenset() if asked.sampled.ignore_eos else engine.ends.eos,
+        eos=frozenset() if asked.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
         keeps_special=bool(asked.messages) and marks_of(engine.ends.family) is not None and grammar is None,
         looks_up=engine.ends.can_crop,

@@ -127,7 +127,7 @@ class PlayedPrompts:
         found = answer(self._tokenizer, self._template, question)
         if "error" in found:
             raise ConfigError(found["error"])
-        return Prompt(tuple(found["ids"]), found.get("tail", ""))
+        return Prompt(tuple(found["ids"]), found.get("tail", ""), frozenset(found.get("ends", ())))
 
 
 class PlayedModels:

@@ -14,6 +14,7 @@ from swarmd.gateway.answer import Answer, Wanted
 from swarmd.gateway.grammar import Grammar
 from swarmd.gateway.sampling import Sampling
 from swarmd.gateway.schema_compiler import Compiler
+from swarmd.gateway.token_bytes import TokenBytes
 
 N = 64  # tokens of the toy models below
 Model = Callable[[list[int]], torch.Tensor]
@@ -29,7 +30,7 @@ def cycle(tokens: list[int]) -> torch.Tensor:
 def run(wanted: Wanted, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
-    answer, cache, n_passes, text = Answer(wanted, tokenizer, costs), list(wanted.prompt), 0, ""
+    answer, cache, n_passes, text = Answer(wanted, TokenBytes(tokenizer), costs), list(wanted.prompt), 0, ""
     found: list[int] = []
     sent = list(wanted.prompt)
     while True:

@@ -10,13 +10,14 @@ import psutil
 import pytest
 import trio
 import trio.testing
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from swarmd.gateway import grammars as module
 from swarmd.gateway.grammars import Grammars
 from swarmd.gateway.json_schema import BadSchema, calls_of
 from swarmd.gateway.turns import QueueFull
 from swarmd.home import bundled_folder
+from tests.gateway.vocabularies import spm, unigram, word_piece
 
 pytestmark = pytest.mark.slow
 STAND_IN = "tests.gateway.stumbling"
@@ -93,32 +94,6 @@ async def test_a_schema_that_cannot_be_is_refused_in_words(
 
 
 # --- vocabularies of other kinds -----------------------------------------------------------------------------------
-
-
-def spm() -> Tokenizer:
-    """As Llama 2 and Gemma write: bytes where there is no token for a character."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁red", "re", "d", '"', "日"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return made
-
-
-def unigram() -> Tokenizer:
-    pieces = ["<unk>", "▁", "▁red", *'abcdefghijklmnopqrstuvwxyz{}[]":, ']
-    made = Tokenizer(models.Unigram([(piece, -float(number)) for number, piece in enumerate(pieces)], unk_id=0))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    return made
-
-
-def word_piece() -> Tokenizer:
-    made = Tokenizer(models.WordPiece({"[UNK]": 0, "red": 1, "##s": 2}, unk_token="[UNK]"))
-    made.decoder = decoders.WordPiece()
-    return made
 
 
 def written(grammar: Any, tokenizer: Tokenizer) -> str:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.gateway.played import LONGEST, played_gateway
+from swarmd.gateway.ending import ends_named
+from tests.gateway.played import CHATML, LONGEST, played_gateway
+from tests.gateway.vocabularies import spm, unigram, word_piece
 
 USER = [{"role": "user", "content": "Say hello."}]
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
@@ -291,3 +293,57 @@ async def test_a_foreign_host_is_told_of_the_setting(tmp_path: Path, host: str) 
         answer = await played.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == 403
         assert "[gateway] hosts" in answer.json()["error"]["message"]
+
+
+# --- ends, and any tokens at all -----------------------------------------------------------------------------------
+
+
+def test_every_file_of_a_tokenizer_may_name_an_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "eot_token": "b"}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "c", "pad_token": "d"}))
+    assert ends_named(tmp_path, tokenizer) == {tokenizer.token_to_id(name) for name in "abc"}
+
+
+@pytest.mark.parametrize("where", ["settings", "template", "stop"])
+async def test_an_answer_ends_where_any_of_its_files_says_so(tmp_path: Path, tokenizer: Tokenizer, where: str) -> None:
+    """The model's own configuration names another end, which never comes."""
+    made = Tokenizer.from_str(tokenizer.to_str())
+    if where != "settings":
+        made.add_special_tokens(["!"])
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "!"}))
+    template = CHATML.replace("m.content }}", "m.content + '!' }}") if where == "template" else CHATML
+    stop = {"stop": ["!"]} if where == "stop" else {}
+    played_model = {"logits_after": says(tokenizer, "Hello!"), "tokenizer": made, "eos": frozenset[int]()}
+    async with played_gateway(tmp_path, template=template, **played_model) as played:
+        choice = (await played.chat(temperature=0, **stop)).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "stop")
+        body = {"temperature": 0, "ignore_eos": True, "max_tokens": 20, **stop}
+        choice = (await played.chat(**body)).json()["choices"][0]
+        assert choice["finish_reason"] == ("stop" if where == "stop" else "length")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("kind", [spm, unigram, word_piece])
+async def test_any_tokens_of_any_vocabulary_are_an_answer(
+    tmp_path: Path, kind: Callable[[], Tokenizer], streams: bool
+) -> None:
+    async with played_gateway(tmp_path, tokenizer=kind(), template="", eos=frozenset()) as played:
+        for seed in range(5):
+            body = {"prompt": [1, 2], "max_tokens": 60, "temperature": 1, "seed": seed, "stream": streams}
+            answer = await played.post("/v1/completions", **body)
+            assert answer.status_code == 200, answer.text
+            assert "[DONE]" in answer.text or not streams
+
+
+async def test_a_mistake_of_ours_ends_a_stream_with_an_error_event(
+    tmp_path: Path, nothing_breaks_behind_a_guard: list[Any]
+) -> None:
+    def broken(token: int) -> torch.Tensor:
+        raise LookupError("a bug")
+
+    async with played_gateway(tmp_path, logits_after=broken) as played:
+        answer = await played.chat(stream=True)
+        last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    nothing_breaks_behind_a_guard.clear()
