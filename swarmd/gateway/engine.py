@@ -124,14 +124,15 @@ class Engine:
         finally:
             told.total_s = trio.current_time() - begun
             if is_whole:
-                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, trio.current_time()))
+                now = trio.current_time()
+                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
             else:
                 await self._close(row.session)
 
     # --- sessions that are kept --------------------------------------------------------------------------------
 
     def _take_kept(self, wanted: Wanted) -> Row | None:
-        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens)
+        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens, wanted.key)
         if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
             return None
         chosen, n_shared = found

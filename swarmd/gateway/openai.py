@@ -263,7 +263,7 @@ def extra(told: Sequence[Told]) -> dict[str, Any]:
         "taken_ahead": last.n_taken_ahead,
         "doubts": [
             {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
-            for doubt in last.doubts
+            for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token)
         ],
     }
 

@@ -58,6 +58,7 @@ class Row:
         self.crop = 0
         self.answer = Answer(wanted, written, costs)
         self._vocabulary = vocabulary if are_enough(wanted.n_needed) else 0
+        self.key = wanted.key
         self._prompt = wanted.prompt
         self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)

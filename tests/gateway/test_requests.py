@@ -347,3 +347,15 @@ async def test_a_mistake_of_ours_ends_a_stream_with_an_error_event(
         last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     nothing_breaks_behind_a_guard.clear()
+
+
+async def test_what_another_key_asked_before_is_not_told(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        keys = {name: played.keys.add(name) for name in ("a", "b")}
+        cached = {}
+        for name in ("a", "b", "a"):
+            played.http.headers["authorization"] = f"Bearer {keys[name]}"
+            usage = (await played.chat(max_tokens=2)).json()["usage"]
+            cached[name] = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached["b"] == 0
+        assert cached["a"] > 0, "its own"
