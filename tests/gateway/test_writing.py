@@ -87,7 +87,9 @@ def test_any_tokens_have_the_text_that_the_decoder_gives_them(kind: str, special
     prompt, answer = drawn(data, kind)
     before, whole = (decode(ids, skip_special_tokens=not special) for ids in (prompt, prompt + answer))
     found = grown(tokens, prompt, answer, special)
-    if whole.startswith(before) and not before.endswith("\ufffd"):
+    visible = [token for token in prompt if special or token not in tokens.special]
+    ends_whole = not before.endswith("\ufffd") and (not visible or tokens.single_byte(visible[-1]) is None)
+    if whole.startswith(before) and ends_whole:  # else what follows changes what the prompt's last bytes are
         assert before + found == whole
     alone = decode(answer, skip_special_tokens=not special)
     assert grown(tokens, [], answer, special) == alone
