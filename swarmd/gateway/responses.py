@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -43,7 +46,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
     """Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
         raise bad("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
-    tools = tuple(function for function, _ in _functions(request))
+    tools = tuple(one.function for one in _functions(request))
     form = (request.text or {}).get("format")
     flat = form if isinstance(form, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
@@ -66,12 +69,14 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*turns, {"role": "user", "content": request.input}]
+    names = {(one.namespace, one.name): one.offered_name for one in _functions(request)}
     for index, item in enumerate(request.input):
-        _add(turns, item, f"input[{index}]")
+        _add(turns, item, f"input[{index}]", names)
     return turns
 
 
-def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: Mapping[tuple[str, str], str]) -> None:
+    """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
@@ -86,7 +91,8 @@ def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         own = {"arguments": str(item.get("arguments", "{}"))}
         if kind == "custom_tool_call":  # whose input is text of any form
             own = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
-        call = {"name": str(item.get("name", "")), **own}
+        name = str(item.get("name", ""))
+        call = {"name": names.get((str(item.get("namespace", "")), name), name), **own}
         entry = {"id": item.get("call_id"), "type": "function", "function": call}
         if turns and turns[-1]["role"] == "assistant":
             turns[-1].setdefault("tool_calls", []).append(entry)
@@ -99,21 +105,41 @@ def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         raise bad(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
-def _functions(request: ResponsesRequest) -> list[tuple[dict[str, Any], str]]:
-    """The functions among the tools, each with the namespace that it is in ("" for none). Raises ApiError.
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """A function as the model is offered it, its own name, and the namespace that it is in ("" for none)."""
 
-    A search of the web is left out: whoever serves the model would do it, and none here does, so it is not offered.
+    function: dict[str, Any]
+    name: str
+    namespace: str
+
+    @property
+    def offered_name(self) -> str:
+        return str(self.function["function"]["name"])
+
+
+def _functions(request: ResponsesRequest) -> list[_Offered]:
+    """The functions among the tools. Raises ApiError.
+
+    One whose name another one has, too, is offered with its namespace before it. A search of the web is left out:
+    whoever serves the model would do it, and none here does.
     """
-    found: list[tuple[dict[str, Any], str]] = []
+    written: list[tuple[dict[str, Any], str]] = []
     for tool in request.tools or ():
         inner = tool.get("tools")
         if tool.get("type") == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
-            found += [(_function(one), str(tool.get("name", ""))) for one in inner]
+            written += [(one, str(tool.get("name", ""))) for one in inner]
         elif not is_web_search(tool):
-            found.append((_function(tool), ""))
-    names = [function["function"]["name"] for function, _ in found]
-    if len(set(names)) < len(names):
-        raise bad("tools: two functions have the same name, in whatever namespaces", "tools")
+            written.append((tool, ""))
+    times = Counter(str(tool.get("name")) for tool, _ in written)
+    found: list[_Offered] = []
+    for tool, namespace in written:
+        name = str(tool.get("name"))
+        is_twice = bool(namespace) and times[name] > 1
+        function = _function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
+        found.append(_Offered(function, name, namespace))
+    if len({one.offered_name for one in found}) < len(found):
+        raise bad("tools: two functions have the same name, in the same namespace", "tools")
     return found
 
 
@@ -126,10 +152,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 def is_web_search(tool: dict[str, Any]) -> bool:
     """A search that the server would do, of whatever version."""
     return str(tool.get("type")).startswith("web_search")
-
-
-def _namespaces(request: ResponsesRequest) -> dict[str, str]:
-    return {function["function"]["name"]: name for function, name in _functions(request) if name}
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -181,9 +203,9 @@ def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
 
 def _call_item(part: Part, request: ResponsesRequest) -> dict[str, Any]:
     about = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
-    namespace = _namespaces(request).get(part.name)
-    place = {} if namespace is None else {"namespace": namespace}
-    return {**about, **place, "name": part.name, "arguments": part.text}
+    found = next((one for one in _functions(request) if one.offered_name == part.name), None)
+    place = {"namespace": found.namespace} if found is not None and found.namespace else {}
+    return {**about, **place, "name": part.name if found is None else found.name, "arguments": part.text}
 
 
 async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:

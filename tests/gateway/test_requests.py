@@ -233,7 +233,10 @@ async def test_a_call_of_a_namespace_says_which(tmp_path: Path) -> None:
         body = {"input": "hi", "tools": tools, "tool_choice": "required", "max_output_tokens": 60}
         call = (await played.post("/v1/responses", **body)).json()["output"][0]
         assert (call["type"], call["namespace"], call["name"]) == ("function_call", "n", "now")
-        twice = await played.post("/v1/responses", input="hi", tools=[NOW, *tools])
+        both = {**body, "tools": [NOW, *tools], "tool_choice": {"type": "function", "name": "n__now"}}
+        call = (await played.post("/v1/responses", **both)).json()["output"][0]
+        assert (call["namespace"], call["name"]) == ("n", "now"), "whatever it was offered as"
+        twice = await played.post("/v1/responses", input="hi", tools=[NOW, NOW])
         assert "same name" in twice.json()["error"]["message"]
 
 
