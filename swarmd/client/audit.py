@@ -20,11 +20,12 @@ from swarmd.client.accuse import accuse, evidence_of
 from swarmd.client.chain import Chain
 from swarmd.client.checks import Checks, Finding
 from swarmd.client.links import Doubt, Link, Swarm, Terms
-from swarmd.client.statements import Excused, Inconclusive, NotShown, Statement, Statements
+from swarmd.client.statements import Excused, Inconclusive, NotShown, Silent, Statement, Statements
 from swarmd.errors import NoRoute, PeerError, SwarmError
 from swarmd.plan.audits import next_window
 from swarmd.plan.equality import Verdict, bound_of, errors, is_equal, two_of_three
 from swarmd.plan.standing import Fault
+from swarmd.protocol.receipt import DIGEST_BYTES
 from swarmd.protocol.records import SpanRecord
 from swarmd.protocol.understanding import RECEIPTS, understanding_of
 from swarmd.values import PeerId, Span
@@ -75,6 +76,34 @@ class Auditor:
         self._idle = trio.Event()
         self._idle.set()
         self._is_over = False
+        self._lost: list[Link] = []  # of which it was said already
+
+    def on_lost(self, links: list[Link]) -> None:
+        """These hops are lost, and with them what would show whether they were right: say so, as often as is checked.
+
+        Else whoever lies would only have to fall silent before the first look.
+        """
+        passed = self._session.hops.accounts
+        n_answered = len(passed.answers) // DIGEST_BYTES
+        for link in links:
+            first = max(self._n_looked, link.joined - 1)  # who takes over gives the token that is asked for then
+            if first < n_answered and self._session.second is None and link not in self._lost:
+                self._doubt_unchecked(link, first, "it was lost before what it gave could be checked")
+            self._lost.append(link)
+
+    def _doubt_unchecked(self, link: Link, first: int, reason: str) -> None:
+        """Tell of a window that cannot be checked any more, where it is one of those that are checked."""
+        passed, doubts = self._session.hops.accounts, self._session.statistics.doubts
+        is_known = any(doubt.first_token <= first for doubt in doubts)
+        if is_known or passed.is_reordered or passed.is_padded or not self._is_due(link):
+            return
+        doubts.append(Doubt(first, str(link.hop), reason))
+        self._opens.checks.tell(Finding(str(link.hop), "inconclusive", reason))
+
+    def _is_due(self, link: Link) -> bool:
+        second = self._session.second
+        least = self._session.terms.verify if second is None else float(second.has_failed)
+        return self._opens.checks.is_due(self._key(link), least).action
 
     def on_answer(self, n_ops: int) -> None:
         """Look at a window when it is full; its audits go on beside the session."""
@@ -117,12 +146,13 @@ class Auditor:
         if n_tokens <= first or passed.is_reordered or passed.is_padded:
             return
         passed.mark()
-        second = self._session.second
-        least = self._session.terms.verify if second is None else float(second.has_failed)
         for link in list(self._session.hops.links):
             n_blocks = len(link.hop.span)
             checks.n_served_tokens += (n_tokens - first) * n_blocks
-            if not self._gives_receipts(link) or not checks.is_due(self._key(link), least).action:
+            if link.is_lost and link not in self._lost:
+                self._lost.append(link)
+                self._doubt_unchecked(link, max(first, link.joined), "it was lost before what it gave could be checked")
+            if not self._gives_receipts(link) or not self._is_due(link):
                 continue
             try:
                 with trio.fail_after(AUDIT_TIMEOUT_S):
@@ -132,6 +162,9 @@ class Auditor:
                 if is_evading or (isinstance(error, Excused) and self._is_excused_too_often(link)):
                     self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
                 reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
+                if isinstance(error, Silent | NotShown | Excused):
+                    doubt = Doubt(max(first, link.joined), str(link.hop), f"it could not be checked: {reason}")
+                    self._session.statistics.doubts.append(doubt)
                 checks.tell(Finding(str(link.hop), "inconclusive", reason))
                 logger.info("%s could not be checked: %s", link.hop, reason)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,7 @@ class Chain:
         self.epoch = 1
         self.trouble: str | None = None
         self.changed = trio.Event()
+        self.on_lost: Callable[[list[Link]], None] = lambda links: None  # before others take their places
         self.statistics = Statistics()
         about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
         self.accounts = Accounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)

@@ -226,7 +226,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Tokens of a session, from this one on, that may be wrong, because of a hop that was found to be."""
+    """Tokens of a session, from this one on, that may be wrong: a hop was found to be, or it cannot be checked."""
 
     first_token: int
     hop: str

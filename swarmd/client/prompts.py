@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import trio
 
+from swarmd.client.child import Child, ChildFailed, limit
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable
 from swarmd.importing import importing
 from swarmd.protocol.manifest import read_json
@@ -29,15 +27,16 @@ STARTED_WITHIN_S = 60.0  # transformers is imported, a vocabulary is read, on a 
 MOST_S = 5.0  # of one prompt: a megabyte takes a second
 MOST_MEMORY_BYTES = 2**30  # beyond what an idle child has
 MOST_TOKENS = 4_000_000  # of one prompt; no context is as long
-MOST_LINE_BYTES = 64 * 2**20  # of one answer: as many ids, written out
+NO_TEMPLATE = "this model has no chat template: it is not made for conversations; ask for completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is given: token ids, and where they came from a template, their end as text."""
+    """What a model is given: token ids; where they came from a template, their end as text, and what ends an answer."""
 
     ids: tuple[int, ...]
     tail: str = ""
+    ends: frozenset[int] = frozenset()
 
 
 class Prompts:
@@ -48,12 +47,12 @@ class Prompts:
     """
 
     def __init__(self, folder: Path, most_s: float = MOST_S) -> None:
-        self._folder = folder
+        self.folder = folder
         self._most_s = most_s
-        self._child: trio.Process | None = None
-        self._buffer = bytearray()
+        self._child = Child("swarmd.client.prompts", str(folder))
         self._turn = trio.Lock()
         self.has_template = False
+        self._no_template = NO_TEMPLATE
         self.shows_tools = False
 
     async def __aenter__(self) -> Self:
@@ -61,14 +60,14 @@ class Prompts:
             async with self._turn:
                 await self._start()
         except trio.Cancelled:
-            await self._end()
+            await self._child.end()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._child.end()
 
     async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
         """Write a conversation as the model was trained to read it.
@@ -76,7 +75,7 @@ class Prompts:
         Raises ConfigError with the template's reason, SwarmUnavailable where this machine is too busy now.
         """
         if not self.has_template:
-            raise ConfigError("this model has no chat template: it is not made for conversations; ask for completions")
+            raise ConfigError(self._no_template)
         return await self._ask({"messages": messages, "tools": tools, "options": options})
 
     async def text(self, text: str, special: bool = True) -> Prompt:
@@ -85,82 +84,39 @@ class Prompts:
 
     async def _ask(self, question: dict[str, Any]) -> Prompt:
         async with self._turn:
+            if not self._child.is_running:  # the last question was too much for it
+                await self._start()
             try:
-                if self._child is None:  # the last question was too much for it
-                    await self._start()
-                with trio.fail_after(self._most_s):
-                    answer = await self._exchange(question)
-            except trio.TooSlowError:
-                await self._end()
-                raise ConfigError(f"making the prompt took more than {self._most_s:g} s, and was given up") from None
-            except (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError):
-                await self._end()
+                with trio.CancelScope(shield=True):  # who goes away costs nobody the child: the next would wait for it
+                    answer = await self._child.ask(question, self._most_s)
+            except ChildFailed as failure:
+                if failure.is_late:
+                    raise ConfigError(
+                        f"making the prompt took more than {self._most_s:g} s, and was given up"
+                    ) from None
                 raise ConfigError(
                     "making the prompt ended the process that did it, most likely out of memory"
                 ) from None
-            except trio.Cancelled:  # an answer to somebody who has gone must not be taken for the next one's
-                await self._end()
-                raise
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
-        return Prompt(tuple(answer["ids"]), answer.get("tail", ""))
+        return Prompt(tuple(answer["ids"]), answer.get("tail", ""), frozenset(answer.get("ends", ())))
 
     async def _start(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
-        command = [sys.executable, "-P", "-m", "swarmd.client.prompts", str(self._folder)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._buffer.clear()
         try:
-            self._child = await trio.lowlevel.open_process(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-            )
-        except OSError as error:  # no memory or no process is free at this moment
-            raise SwarmUnavailable(f"no process can be started that reads the tokenizer: {error}") from None
-        try:
-            with trio.fail_after(STARTED_WITHIN_S):
-                hello = await self._receive()
-        except trio.TooSlowError:
-            await self._end()
-            raise SwarmUnavailable(
-                f"reading the tokenizer in {self._folder} took more than {STARTED_WITHIN_S:g} s: this machine is busy; "
-                "ask again"
-            ) from None
-        except (OSError, ValueError, trio.BrokenResourceError):
-            await self._end()
-            raise ConfigError(f"the tokenizer in {self._folder} ends the process that reads it") from None
+            hello = await self._child.start(STARTED_WITHIN_S)
+        except ChildFailed as failure:
+            if failure.is_late:
+                raise SwarmUnavailable(
+                    f"reading the tokenizer in {self.folder} took more than {STARTED_WITHIN_S:g} s: this machine is "
+                    "busy; ask again"
+                ) from None
+            raise ConfigError(f"the tokenizer in {self.folder} ends the process that reads it") from None
         if "error" in hello:
-            await self._end()
+            await self._child.end()
             raise (SwarmUnavailable if hello["is_passing"] else ConfigError)(str(hello["error"]))
+        self._no_template = hello["no_template"] or NO_TEMPLATE
         self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
-
-    async def _exchange(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._child is not None
-        assert self._child.stdin is not None
-        await self._child.stdin.send_all(json.dumps(question).encode() + b"\n")
-        return await self._receive()
-
-    async def _receive(self) -> dict[str, Any]:
-        assert self._child is not None
-        assert self._child.stdout is not None
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            part = await self._child.stdout.receive_some()
-            if not part or searched > MOST_LINE_BYTES:
-                raise ValueError("no answer")
-            self._buffer += part
-        line, self._buffer = bytes(self._buffer[:end]), self._buffer[end + 1 :]
-        return dict(json.loads(line))
-
-    async def _end(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            with trio.CancelScope(shield=True):
-                await self._child.wait()
-                for pipe in (self._child.stdin, self._child.stdout):
-                    if pipe is not None:
-                        await pipe.aclose()
-            self._child = None
 
 
 def has_template(folder: Path) -> bool:
@@ -189,42 +145,36 @@ def main(folder: Path) -> None:
     os.dup2(2, 1)  # whatever else is printed is none
     try:
         with importing():
+            from swarmd.client.chat_template import ChatTemplate
             from swarmd.client.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(folder)  # which imports what its kind needs
-        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-        hello: dict[str, Any] = {"has_template": bool(template), "shows_tools": "tools" in template}
+        template = ChatTemplate(tokenizer)
+        hello: dict[str, Any] = {
+            "no_template": template.trouble,
+            "has_template": bool(template.source),
+            "shows_tools": "tools" in template.source,
+        }
     except SwarmError as error:
         hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
-    _limit(psutil.Process().memory_info().vms + MOST_MEMORY_BYTES)
+    limit(MOST_MEMORY_BYTES)
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(tokenizer, json.loads(line))), file=answers, flush=True)
+        print(json.dumps(answer(tokenizer, template, json.loads(line))), file=answers, flush=True)
 
 
-def _limit(n_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _answer(tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
+def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """What comes of one question: ids, or an error for whoever asked."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
         return _checked(ids)
     try:
-        ids = tokenizer.apply_chat_template(
-            question["messages"],
-            tools=question["tools"],
-            tokenize=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-            **question["options"],
-        )
+        ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
-    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:])}
+    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
 
 
 def _checked(ids: list[int]) -> dict[str, Any]:

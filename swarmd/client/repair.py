@@ -63,7 +63,9 @@ class Repairs:
             chain.trouble = None
             chain.epoch += 1
             moved += await self._move_leaving()
-            lost += [str(link.hop) for link in chain.links if link.is_lost and str(link.hop) not in lost]
+            lost_links = [link for link in chain.links if link.is_lost]
+            lost += [str(link.hop) for link in lost_links if str(link.hop) not in lost]
+            chain.on_lost(lost_links)
             try:
                 self._replace_lost()
             except NoRoute:

@@ -14,7 +14,7 @@ import torch
 
 from swarmd.client.links import Doubt, Link, Swarm
 from swarmd.client.receipts import Account, are_seen, digests, disagreement
-from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
+from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.standing import Fault
 from swarmd.protocol.messages import TokensAre, WantTokens
 from swarmd.protocol.receipt import DIGEST_BYTES, UNSEEN
@@ -38,6 +38,10 @@ class Inconclusive(Exception):
 
 class NotShown(Inconclusive):
     """The hop that is audited refuses to say what it did."""
+
+
+class Silent(Inconclusive):
+    """The hop that is audited does not answer."""
 
 
 class Excused(Inconclusive):
@@ -99,6 +103,8 @@ class Statements:
             return await self._hops.ask_receipt(link)
         except Refused as error:
             raise self._refusal(error) from None
+        except (PeerTimeout, Unreachable) as error:
+            raise Silent(str(error)) from None
 
     async def _account(self, link: Link) -> Account | None:
         """A neighbour's; None where it gives none: an older version, or one that is gone."""

@@ -148,6 +148,7 @@ class AsyncSwarm:
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
             session.auditor = Auditor(self, self, session)
+            session.hops.on_lost = session.auditor.on_lost
         if terms.verify == 1:
             session.second = Second(session, partial(self.open_session, is_audited=False), self.start_soon)
         self._listeners[session.key] = session

@@ -65,7 +65,9 @@ class Ends:
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
-        self.eos = _ids(self.generation.get("eos_token_id", settings.eos_token_id))
+        named = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
+        ends = frozenset[int]().union(*map(_ids, named))
+        self.eos = frozenset(token for token in ends if 0 <= token < self.vocabulary)
 
     @torch.inference_mode()
     def embed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[torch.Tensor]:

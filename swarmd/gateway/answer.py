@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from tokenizers import Tokenizer
 
 from swarmd.client.speculation import Costs, Lookup, Speculation
 from swarmd.gateway.grammar import Grammar
 from swarmd.gateway.sampling import Choice, Sampler, Sampling
+from swarmd.gateway.token_bytes import TokenBytes
 from swarmd.gateway.writing import Writer
+
+N_BEFORE = 64  # of a prompt's last tokens: a character that begins there has four bytes, in a run of some more
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,11 @@ class Piece:
 class Answer:
     """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
 
-    def __init__(self, wanted: Wanted, tokenizer: Tokenizer, costs: Costs) -> None:
+    def __init__(self, wanted: Wanted, tokens: TokenBytes, costs: Costs) -> None:
         self._wanted = wanted
         self.speculation = Speculation(costs, [Lookup()] if wanted.looks_up and not wanted.grammar else [])
         self._sampler = Sampler(wanted.sampling, wanted.prompt)
-        self._writer = Writer(tokenizer, wanted.stops, wanted.prompt[-8:], wanted.keeps_special)
+        self._writer = Writer(tokens, wanted.stops, wanted.prompt[-N_BEFORE:], wanted.keeps_special)
         self._tokens: list[int] = list(wanted.prompt)
         self._ahead: list[int] = []
         self._new: list[Choice] = []

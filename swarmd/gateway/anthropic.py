@@ -14,9 +14,10 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from swarmd.gateway import streams
-from swarmd.gateway.openai import Heard, function_tool, schema_of
+from swarmd.gateway.openai import Heard, function_tool, schema_of, thinking_of
 from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
+from swarmd.gateway.responses import is_web_search
 from swarmd.gateway.row import Told
 from swarmd.gateway.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, Sampled, Share, Stop
 from swarmd.gateway.streams import Emit
@@ -55,7 +56,7 @@ def of_answered(request: MessagesRequest, key: str) -> Asked:
 
 def of_messages(request: MessagesRequest, key: str) -> Asked:
     """Raises ApiError for what is not done here."""
-    tools = tuple(_tool(tool) for tool in request.tools or ())
+    tools = tuple(_tool(tool) for tool in request.tools or () if not is_web_search(tool))
     choice = request.tool_choice or {"type": "auto"}
     named = f"={choice.get('name')}" if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")))
     if named is None:
@@ -72,7 +73,9 @@ def of_messages(request: MessagesRequest, key: str) -> Asked:
         tools=tools,
         tool_choice=named if tools else "none",
         several_calls=choice.get("disable_parallel_tool_use") is False,
+        template=thinking_of(request.thinking),
         continues=messages[-1]["role"] == "assistant",
+        is_most=True,
         key=key,
     )
 
@@ -93,11 +96,22 @@ def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
         turns.append({"role": "system", "content": _text(request.system, "system")})
     for index, written in enumerate(request.messages):
         where, role, content = f"messages[{index}]", written.get("role"), written.get("content")
+        if role == "system" and isinstance(content, str | list):
+            _fold(turns, _text(content, where))
+            continue
         if role not in ("user", "assistant") or not isinstance(content, str | list):
-            raise bad(f"{where}: expected the role user or assistant, and content", where)
+            raise bad(f"{where}: expected the role user, assistant or system, and content", where)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         turns += _turns(role, blocks, where)
     return turns
+
+
+def _fold(turns: list[dict[str, Any]], text: str) -> None:
+    """Put a system's note among the turns into the user's: templates take one system turn, and first."""
+    if turns and turns[-1]["role"] == "user":
+        turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}"
+    else:
+        turns.append({"role": "user", "content": text})
 
 
 def _turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:

@@ -19,13 +19,15 @@ from swarmd.gateway.models import Listed, Models
 from swarmd.gateway.openapi import openapi
 from swarmd.gateway.page import Page
 from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused
-from swarmd.gateway.talk import Asked, Talk, prepare
+from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused, while_there
+from swarmd.gateway.talk import Asked, Talk, prepare, prompt_of
 from swarmd.gateway.turns import Turns
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 COUNT = "/v1/messages/count_tokens"
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Form(NamedTuple):
@@ -95,7 +97,7 @@ class Gateway:
                 self._route("/page/files/{name}", self.page.file),
                 self._route("/page/news", self.page.news),
                 Route("/page/{verb}", self._guarded(self.page.act, needs_token=True), methods=["POST"]),
-                Route("/{path:path}", self._guarded(self._nothing_here)),
+                Route("/{path:path}", self._guarded(self._nothing_here), methods=METHODS),
             ],
             exception_handlers={Exception: _broken},
         )
@@ -138,6 +140,8 @@ class Gateway:
 
     async def _show_model(self, request: Request, key: str) -> Response:
         name, listed = request.path_params["name"], self.models.listed()
+        if not name:
+            return await self._nothing_here(request, key)
         for one in listed:
             if one.name == name:
                 return json_response(_entry(one))
@@ -148,30 +152,56 @@ class Gateway:
         return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest}))
 
     async def _nothing_here(self, request: Request, key: str) -> Response:
-        raise ApiError(404, "invalid_request_error", f"there is nothing at {request.url.path[:100]}")
+        raise nothing_at(request.method, request.url.path)
 
     # --- answers -----------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, key: str, form: Form) -> Response:
         wanted = schema.read(await body_of(request), form.request)
-        talks = [await self._talk(asked) for asked in form.asked(wanted, key)]
+        talks = await self._talks(request, form.asked(wanted, key))
         if wanted.stream:
             return Stream(lambda emit: form.stream(talks, wanted, emit), form.fail)
         return Whole(lambda: form.whole(talks, wanted), form.refused)
 
-    async def _talk(self, asked: Asked) -> Talk:
-        return await prepare(await self.models.engine(asked.model), asked, self.metrics)
+    async def _talks(self, request: Request, asked: Sequence[Asked]) -> list[Talk]:
+        """Make ready what one request asks for, as long as whoever sent it is there. Raises ApiError."""
+        engine = await self.models.engine(asked[0].model)  # a model that is being loaded is there for the next one, too
+        talks: list[Talk] = []
+
+        async def make_ready() -> None:
+            for one in asked:
+                talks.append(await prepare(engine, one, self.metrics))
+
+        await while_there(request.receive, make_ready)
+        return talks
 
     async def _count(self, request: Request, key: str) -> Response:
         wanted = schema.read(await body_of(request), anthropic.MessagesRequest)
-        talk = await self._talk(anthropic.of_messages(wanted, key))
-        return json_response({"input_tokens": len(talk.wanted.prompt)})
+        engine = await self.models.engine(wanted.model)
+        prompt = await prompt_of(engine, anthropic.of_messages(wanted, key))
+        return json_response({"input_tokens": len(prompt.ids)})
+
+
+def nothing_at(method: str, path: str) -> ApiError:
+    """What is wrong with an address, and which one was meant, where that can be told."""
+    shown = path[:100]
+    names = [part for part in path.split("/") if part and part != "v1"]
+    meant = "/v1/" + "/".join(names)
+    is_there = meant in (*FORMS, COUNT, "/v1/models")
+    if is_there and meant != path:
+        return ApiError(404, "invalid_request_error", f"there is nothing at {shown}: did you mean {meant}?")
+    if is_there or path in ("/health", "/metrics", "/openapi.json"):
+        allowed = "POST" if meant in (*FORMS, COUNT) else "GET"
+        return ApiError(405, "invalid_request_error", f"{shown} is asked by {allowed}, not by {method[:16]}")
+    if names[-1:] == ["embeddings"]:
+        return ApiError(404, "invalid_request_error", "there are no embeddings here: models of the swarm write text")
+    return ApiError(404, "invalid_request_error", f"there is nothing at {shown}; see /openapi.json for what there is")
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Our own mistake: in the log as it is, to the client as one sentence."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return refused(ApiError(500, "server_error", "the gateway made a mistake, which is in its log"))
+    return refused(refusals.our_mistake())
 
 
 def allow_origin(response: Response, origin: str) -> None:

@@ -20,10 +20,12 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.gateway import kept as keeping
 from swarmd.gateway.answer import Piece, Wanted
-from swarmd.gateway.grammar import Grammars
+from swarmd.gateway.ending import ends_named
+from swarmd.gateway.grammars import Grammars
 from swarmd.gateway.head import Head
 from swarmd.gateway.kept import Kept
 from swarmd.gateway.row import Row, Told
+from swarmd.gateway.token_bytes import TokenBytes
 from swarmd.gateway.turns import Turns
 from swarmd.net.api import TaskStatus
 from swarmd.values import ModelId
@@ -53,7 +55,11 @@ class Engine:
         self._terms = terms
         self._kept: list[Kept] = []
         self._costs = Costs()
-        self._grammars: Grammars | None = None
+        self.token_bytes = TokenBytes(tokenizer)
+        ends = self.ends.eos | ends_named(prompts.folder, tokenizer)
+        self.eos = frozenset(token for token in ends if token < self.ends.vocabulary)
+        eos = min(self.eos, default=0)
+        self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
 
     @property
     def model(self) -> ModelId:
@@ -63,20 +69,13 @@ class Engine:
     def n_kept(self) -> int:
         return len(self._kept)
 
-    def grammars(self) -> Grammars:
-        """The grammars of this model's vocabulary; made once, which takes some 100 ms."""
-        if self._grammars is None:
-            eos = min(self.ends.eos, default=0)
-            self._grammars = Grammars(self.tokenizer.to_str(), self.ends.vocabulary, eos)
-        return self._grammars
-
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Compute for all rows, and give back what was kept long enough, until cancelled.
 
         Raises ConfigError or SwarmUnavailable before it has started, for a tokenizer that cannot be read. That error
         comes alone, not in a group: ``prompts`` is entered outside of the nursery.
         """
-        async with self.prompts, trio.open_nursery() as nursery:
+        async with self.prompts, self.grammars, trio.open_nursery() as nursery:
             nursery.start_soon(self.head.run)
             task_status.started()
             try:
@@ -125,14 +124,15 @@ class Engine:
         finally:
             told.total_s = trio.current_time() - begun
             if is_whole:
-                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, trio.current_time()))
+                now = trio.current_time()
+                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
             else:
                 await self._close(row.session)
 
     # --- sessions that are kept --------------------------------------------------------------------------------
 
     def _take_kept(self, wanted: Wanted) -> Row | None:
-        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens)
+        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens, wanted.key)
         if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
             return None
         chosen, n_shared = found
@@ -155,7 +155,7 @@ class Engine:
 
     def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        return Row(session, room, wanted, self.tokenizer, self._costs, tokens, vocabulary)
+        return Row(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
 
     def _terms_of(self, max_tokens: int) -> Terms:
         kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)

@@ -40,8 +40,9 @@ class Guard:
 
         ``needs_token``: only for the user of this machine, whose token no other user of it can read.
         """
-        if not self._is_our_host(request.headers.get("host", "")):
-            raise ApiError(403, "permission_error", "this gateway is not called so: use the address that it prints")
+        host = request.headers.get("host", "")
+        if not self._is_our_host(host):
+            raise ApiError(403, "permission_error", _foreign(host))
         origin = request.headers.get("origin")
         if origin is not None and not self._is_our_origin(origin, request):
             raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
@@ -72,6 +73,15 @@ class Guard:
 
     def _is_our_origin(self, origin: str, request: Request) -> bool:
         return origin in self._origins or origin == f"{request.url.scheme}://{request.headers.get('host', '')}"
+
+
+def _foreign(host: str) -> str:
+    """Why a Host is refused, and which setting takes it."""
+    name = host.rsplit(":", 1)[0][:64]
+    return (
+        f"this gateway is not called {name!r}: use the address that it prints, or write the name into config.toml, "
+        "[gateway] hosts, and start it again"
+    )
 
 
 def _key_of(request: Request) -> str:

@@ -16,12 +16,13 @@ LEAST_SHARE = 0.5  # of a kept session's tokens: cutting off more would rob anot
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A session that waits: its tokens so far, how many it has room for, and when it was put away."""
+    """A session that waits: its tokens so far, how many it has room for, when it was put away, and whose it is."""
 
     session: Hashable
     tokens: tuple[int, ...]
     max_tokens: int
     since_s: float
+    key: str = ""
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -30,13 +31,15 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def best(kept: Sequence[Kept], prompt: Sequence[int], n_more: int) -> tuple[Kept, int] | None:
+def best(kept: Sequence[Kept], prompt: Sequence[int], n_more: int, key: str = "") -> tuple[Kept, int] | None:
     """The session to go on with, and how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
-    for the prompt and ``n_more`` tokens is none.
+    for the prompt and ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
+    would tell what others wrote, and going on with it would take it away from them.
     """
-    found = [(min(shared(k.tokens, prompt), len(prompt) - 1), k) for k in kept if k.max_tokens >= len(prompt) + n_more]
+    own = [k for k in kept if k.key == key and k.max_tokens >= len(prompt) + n_more]
+    found = [(min(shared(k.tokens, prompt), len(prompt) - 1), k) for k in own]
     found = [(n, k) for n, k in found if n >= LEAST_SHARED and n >= LEAST_SHARE * len(k.tokens)]
     if not found:
         return None

@@ -19,12 +19,19 @@ from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
 from swarmd.gateway.row import Told
 from swarmd.gateway.sampling import Choice
-from swarmd.gateway.schema import ChatRequest, CompletionRequest, Message, Tool
+from swarmd.gateway.schema import ChatRequest, CompletionRequest, Message, Tool, length_of
 from swarmd.gateway.streams import Emit
 from swarmd.gateway.talk import Asked, Event, Talk
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+TEXTS = ("text", "input_text", "output_text", "refusal")
+THOUGHTS = (
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+    "reasoning_text",
+)  # a model's own: no template wants them back
 DONE = b"[DONE]"
 MAX_PROMPTS = 64  # of one request for completions
 
@@ -37,18 +44,27 @@ def of_chat(request: ChatRequest, key: str) -> Asked:
     if request.top_logprobs is not None and not request.logprobs:
         raise bad("top_logprobs needs logprobs: true", "top_logprobs")
     tools = tuple(_tool(tool) for tool in request.tools or ())
+    messages = [message(m, i) for i, m in enumerate(request.messages)]
+    continues = request.continue_final_message is True
+    if continues and messages[-1]["role"] != "assistant":
+        raise bad("continue_final_message needs an assistant's message at the end", "continue_final_message")
+    max_tokens = length_of(request.max_completion_tokens, "max_completion_tokens")
+    if request.max_completion_tokens is None:
+        max_tokens = length_of(request.max_tokens, "max_tokens")
     return Asked(
         model=request.model,
         sampled=request,
-        messages=[message(m, i) for i, m in enumerate(request.messages)],
-        max_tokens=request.max_completion_tokens or request.max_tokens,
+        messages=messages,
+        max_tokens=max_tokens,
         tells=bool(request.logprobs),
         n_top=request.top_logprobs or 0,
         schema=schema_of(request.response_format, "response_format"),
         tools=tools,
         tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
         several_calls=request.parallel_tool_calls is True,
-        template=request.chat_template_kwargs or {},
+        template={**thinking_of(request.thinking), **(request.chat_template_kwargs or {})},
+        continues=continues,
+        begins_answer=request.add_generation_prompt is not False,
         key=key,
     )
 
@@ -57,6 +73,12 @@ def of_completion(request: CompletionRequest, key: str) -> list[Asked]:
     """One for each prompt. Raises ApiError for what is not done here."""
     if request.suffix:
         raise bad("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
+    if request.echo and request.logprobs is not None:
+        raise bad(
+            "logprobs of a prompt are not told here: ask without echo, or without logprobs",
+            "echo",
+            "unsupported_parameter",
+        )
     if request.best_of not in (None, 1, request.n):
         raise bad("best_of is not supported here: ask for n", "best_of", "unsupported_parameter")
     prompts: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
@@ -69,7 +91,7 @@ def of_completion(request: CompletionRequest, key: str) -> list[Asked]:
             model=request.model,
             sampled=request,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-            max_tokens=request.max_tokens or 16,
+            max_tokens=length_of(16 if request.max_tokens is None else request.max_tokens, "max_tokens"),
             tells=request.logprobs is not None,
             n_top=request.logprobs or 0,
             key=key,
@@ -96,16 +118,28 @@ def message(written: Message, index: int) -> dict[str, Any]:
     return turn
 
 
+def thinking_of(written: dict[str, Any] | None) -> dict[str, Any]:
+    """What a template is told of thinking: nothing, unless it is switched off."""
+    is_off = written is not None and written.get("type") == "disabled"
+    return {"enable_thinking": False, "thinking": False} if is_off else {}
+
+
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content. Raises ApiError for parts that are no text."""
+    """The text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad(f"{where}.content is text, or a list of parts", where)
+    texts: list[str] = []
     for part in content:
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise bad(f"{where}.content: only parts of text are taken, not {str(part.get('type'))[:32]!r}", where)
-    return "".join(part["text"] for part in content)
+        kind = str(part.get("type"))
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind in THOUGHTS:
+            continue
+        if kind not in TEXTS or not isinstance(text, str):
+            raise bad(f"{where}.content: only parts of text are taken, not {kind[:32]!r}", where)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
@@ -116,7 +150,7 @@ def _past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    if tool.type != "function":
+    if tool.type not in ("function", None):
         raise bad(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
     return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
@@ -154,8 +188,11 @@ def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | No
     kind = (written or {"type": "text"}).get("type")
     if written is None or kind == "text":
         return None
-    if kind == "json_object":
-        return {}
+    if kind == "json_object":  # llama.cpp and Together take a schema with it
+        schema = written.get("schema")
+        if not isinstance(schema, dict | None):
+            raise bad(f"{param}.schema is a JSON schema", param)
+        return dict(schema or {})
     inner = written.get("json_schema")
     if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise bad(f"{param} is text, json_object, or json_schema with a schema", param)
@@ -226,7 +263,7 @@ def extra(told: Sequence[Told]) -> dict[str, Any]:
         "taken_ahead": last.n_taken_ahead,
         "doubts": [
             {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
-            for doubt in last.doubts
+            for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token)
         ],
     }
 
@@ -265,7 +302,7 @@ def call_of(part: Part) -> dict[str, Any]:
 def _logprobs(choices: Sequence[Choice], talk: Talk) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = talk.engine.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(talk.engine.token_bytes[token])}
 
     content = [{**one(c.token, c.logprob), "top_logprobs": [one(*pair) for pair in c.top]} for c in choices]
     return {"content": content, "refusal": None}

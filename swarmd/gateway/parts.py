@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from swarmd.gateway.grammar import Grammar, Grammars
-
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-MAX_CALLS = 8  # of tools, at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +99,3 @@ def marks_of(family: str) -> dict[str, Any] | None:
     from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as known
 
     return next((dict(template) for families, template in known.items() if family in families), None)
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that a function names, and no others: a small model would go on making some up."""
-    is_open = "properties" in schema and "additionalProperties" not in schema
-    return {**schema, "additionalProperties": False} if is_open else schema
-
-
-def forced_calls(grammars: Grammars, tools: list[dict[str, Any]], several: bool) -> Grammar:
-    """The grammar of calls of these tools. Raises BadSchema."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": _closed(tool["function"].get("parameters") or {"type": "object"}),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    listed = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS}
-    return grammars.of_schema(listed if several else one)

@@ -55,6 +55,11 @@ def queue_full(reason: Exception) -> ApiError:
     return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", WAIT_S)
 
 
+def our_mistake() -> ApiError:
+    """What a client is told of a bug of ours."""
+    return ApiError(500, "server_error", "the gateway made a mistake, which is in its log")
+
+
 def of(error: SwarmError) -> ApiError:
     """What a client is told of an error of the swarm's."""
     if isinstance(error, CacheExhausted):

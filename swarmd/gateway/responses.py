@@ -5,8 +5,12 @@ Source: OpenAI's API reference, "Responses" and its streaming events.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -15,7 +19,7 @@ from swarmd.gateway.openai import Heard, function_tool, schema_of, text_of, tool
 from swarmd.gateway.parts import Part
 from swarmd.gateway.refusals import ApiError, bad
 from swarmd.gateway.row import Told
-from swarmd.gateway.schema import MAX_MESSAGES, MAX_TOOLS, Count, Sampled, StreamOptions
+from swarmd.gateway.schema import MAX_MESSAGES, MAX_TOOLS, Length, Sampled, StreamOptions, length_of
 from swarmd.gateway.streams import Emit
 from swarmd.gateway.talk import Asked, Event, Talk
 
@@ -28,7 +32,7 @@ class ResponsesRequest(Sampled):
     instructions: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Length | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -42,7 +46,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
     """Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
         raise bad("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
-    tools = tuple(_tool(tool) for tool in request.tools or ())
+    tools = tuple(one.function for one in _functions(request))
     form = (request.text or {}).get("format")
     flat = form if isinstance(form, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
@@ -50,7 +54,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
         model=request.model,
         sampled=request,
         messages=_messages(request),
-        max_tokens=request.max_output_tokens,
+        max_tokens=length_of(request.max_output_tokens, "max_output_tokens"),
         schema=schema_of(nested, "text.format"),
         tools=tools,
         tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
@@ -65,12 +69,14 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*turns, {"role": "user", "content": request.input}]
+    names = {(one.namespace, one.name): one.offered_name for one in _functions(request)}
     for index, item in enumerate(request.input):
-        _add(turns, item, f"input[{index}]")
+        _add(turns, item, f"input[{index}]", names)
     return turns
 
 
-def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: Mapping[tuple[str, str], str]) -> None:
+    """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
@@ -81,24 +87,71 @@ def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
             turns[0]["content"] += f"\n\n{text}"
         else:
             turns.append({"role": role, "content": text})
-    elif kind == "function_call":
-        call = {"name": str(item.get("name", "")), "arguments": str(item.get("arguments", "{}"))}
+    elif kind in ("function_call", "custom_tool_call"):
+        own = {"arguments": str(item.get("arguments", "{}"))}
+        if kind == "custom_tool_call":  # whose input is text of any form
+            own = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
+        name = str(item.get("name", ""))
+        call = {"name": names.get((str(item.get("namespace", "")), name), name), **own}
         entry = {"id": item.get("call_id"), "type": "function", "function": call}
         if turns and turns[-1]["role"] == "assistant":
             turns[-1].setdefault("tool_calls", []).append(entry)
         else:
             turns.append({"role": "assistant", "content": "", "tool_calls": [entry]})
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         content = text_of(item.get("output"), where)
         turns.append({"role": "tool", "content": content, "tool_call_id": str(item.get("call_id", ""))})
     elif kind != "reasoning":  # which is the model's own, and no template wants it back
         raise bad(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """A function as the model is offered it, its own name, and the namespace that it is in ("" for none)."""
+
+    function: dict[str, Any]
+    name: str
+    namespace: str
+
+    @property
+    def offered_name(self) -> str:
+        return str(self.function["function"]["name"])
+
+
+def _functions(request: ResponsesRequest) -> list[_Offered]:
+    """The functions among the tools. Raises ApiError.
+
+    One whose name another one has, too, is offered with its namespace before it. A search of the web is left out:
+    whoever serves the model would do it, and none here does.
+    """
+    written: list[tuple[dict[str, Any], str]] = []
+    for tool in request.tools or ():
+        inner = tool.get("tools")
+        if tool.get("type") == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
+            written += [(one, str(tool.get("name", ""))) for one in inner]
+        elif not is_web_search(tool):
+            written.append((tool, ""))
+    times = Counter(str(tool.get("name")) for tool, _ in written)
+    found: list[_Offered] = []
+    for tool, namespace in written:
+        name = str(tool.get("name"))
+        is_twice = bool(namespace) and times[name] > 1
+        function = _function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
+        found.append(_Offered(function, name, namespace))
+    if len({one.offered_name for one in found}) < len(found):
+        raise bad("tools: two functions have the same name, in the same namespace", "tools")
+    return found
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise bad(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
+def is_web_search(tool: dict[str, Any]) -> bool:
+    """A search that the server would do, of whatever version."""
+    return str(tool.get("type")).startswith("web_search")
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -148,9 +201,11 @@ def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
     return {"id": item, "type": "message", "role": "assistant", "status": status, "content": part}
 
 
-def _call_item(part: Part) -> dict[str, Any]:
+def _call_item(part: Part, request: ResponsesRequest) -> dict[str, Any]:
     about = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
-    return {**about, "name": part.name, "arguments": part.text}
+    found = next((one for one in _functions(request) if one.offered_name == part.name), None)
+    place = {"namespace": found.namespace} if found is not None and found.namespace else {}
+    return {**about, **place, "name": part.name if found is None else found.name, "arguments": part.text}
 
 
 async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:
@@ -159,7 +214,7 @@ async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:
     heard = Heard()
     told = await talk.run(0, heard.hear)
     output = [_text_item(_new_id("msg"), heard.content, "completed")] if heard.content or not heard.calls else []
-    return _ended(request, about, heard, [*output, *map(_call_item, heard.calls)], told)
+    return _ended(request, about, heard, [*output, *(_call_item(part, request) for part in heard.calls)], told)
 
 
 class Writing:
@@ -222,7 +277,7 @@ class Writing:
         self._text_id = ""
 
     async def _add_call(self, part: Part) -> None:
-        item, index = _call_item(part), len(self._output)
+        item, index = _call_item(part, self._request), len(self._output)
         begun = {**item, "status": "in_progress", "arguments": ""}
         await self._say("response.output_item.added", output_index=index, item=begun)
         place = {"item_id": item["id"], "output_index": index}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 import trio
-from tokenizers import Tokenizer
 
 from swarmd.client.links import Doubt
 from swarmd.client.session import ChainSession
@@ -14,6 +13,7 @@ from swarmd.client.speculation import Costs
 from swarmd.client.swarm_head import Checks, are_enough
 from swarmd.gateway.answer import Answer, Wanted
 from swarmd.gateway.head import Offer
+from swarmd.gateway.token_bytes import TokenBytes
 from swarmd.protocol.messages import Edit
 
 
@@ -47,7 +47,7 @@ class Row:
         session: ChainSession,
         max_tokens: int,
         wanted: Wanted,
-        tokenizer: Tokenizer,
+        written: TokenBytes,
         costs: Costs,
         tokens: tuple[int, ...] = (),
         vocabulary: int = 0,
@@ -56,8 +56,9 @@ class Row:
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
-        self.answer = Answer(wanted, tokenizer, costs)
+        self.answer = Answer(wanted, written, costs)
         self._vocabulary = vocabulary if are_enough(wanted.n_needed) else 0
+        self.key = wanted.key
         self._prompt = wanted.prompt
         self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)

@@ -20,6 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+LEAST_TEMPERATURE = 1e-30  # in float32 less is 0, by which nothing can be divided; either takes the best
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -77,7 +79,7 @@ class Sampler:
         if self._sampling.temperature <= 0:
             token = int(scores.argmax())
         else:
-            row = scores.unsqueeze(0)
+            row = (scores - scores.max()).unsqueeze(0)  # the best is 0 at any temperature: none becomes infinite
             for warper in self._warpers:
                 row = warper(None, row)
             token = int(torch.multinomial(row[0].softmax(-1), 1, generator=self._generator))
@@ -112,7 +114,8 @@ class Sampler:
 
 
 def _warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
-    warpers = [TemperatureLogitsWarper(float(sampling.temperature))] if sampling.temperature != 1 else []
+    temperature = max(float(sampling.temperature), LEAST_TEMPERATURE)
+    warpers = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     if sampling.top_k > 0:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:

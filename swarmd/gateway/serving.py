@@ -13,9 +13,6 @@ from pathlib import Path
 
 import trio
 from hypercorn.config import Config as HypercornConfig
-from hypercorn.config import Sockets
-from hypercorn.trio.run import worker_serve
-from hypercorn.utils import wrap_app
 
 from swarmd.client.entry import membership
 from swarmd.client.swarm import joined
@@ -32,6 +29,7 @@ from swarmd.gateway.page import Page
 from swarmd.gateway.turns import Turns
 from swarmd.home import CLIENT_LIFETIME_S
 from swarmd.net.api import TaskStatus
+from swarmd.net.http import serve_http
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +80,9 @@ async def _serve_http(gateway: Gateway, listening: socket.socket) -> None:
     config = HypercornConfig()
     config.accesslog, config.errorlog = None, logging.getLogger("hypercorn.error")
     config.loglevel = "ERROR"
-    config.graceful_timeout = 0.5
     config.read_timeout = None
     config.keep_alive_timeout = REQUEST_WITHIN_S
-    app = wrap_app(gateway.application(), config.wsgi_max_body_size, "asgi")
-    await worker_serve(app, config, sockets=Sockets([], [listening], []), shutdown_trigger=trio.sleep_forever)
+    await serve_http(gateway.application(), config, [listening])
 
 
 async def _cancel_on_signal(scope: trio.CancelScope, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

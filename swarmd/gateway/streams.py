@@ -6,6 +6,7 @@ False there (../shared/facts/gateway.md): both are done here alike, by a task th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmd.gateway.refusals import ApiError
+from swarmd.gateway.refusals import ApiError, bad, our_mistake
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5.0  # of silence in a stream: proxies cut it after 50
 STREAM_HEADERS = [
@@ -63,6 +66,9 @@ class Stream(Response):
                 await self._produce(emit)
             except ApiError as error:
                 await self._fail(emit, error)
+            except Exception as mistake:
+                logger.error("a stream failed", exc_info=mistake)
+                await self._fail(emit, our_mistake())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 
@@ -96,6 +102,24 @@ def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
     """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return json_response(error.body if body is None else body, error.status, headers)
+
+
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
+    failure: ApiError | None = None
+    is_done = False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+        try:
+            await work()
+            is_done = True
+        except ApiError as error:
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if not is_done:
+        raise bad("the client has gone")
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

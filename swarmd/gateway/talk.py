@@ -10,17 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import trio
-
 from swarmd.client.prompts import Prompt
 from swarmd.compute.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway import refusals
 from swarmd.gateway.answer import Piece, Wanted
 from swarmd.gateway.engine import Engine
-from swarmd.gateway.grammar import BadSchema, Grammar
+from swarmd.gateway.grammar import Grammar
+from swarmd.gateway.json_schema import BadSchema, calls_of
 from swarmd.gateway.metrics import Metrics
-from swarmd.gateway.parts import Called, Marked, Part, Parts, Plain, forced_calls, marks_of
+from swarmd.gateway.parts import Called, Marked, Part, Parts, Plain, marks_of
 from swarmd.gateway.refusals import bad
 from swarmd.gateway.row import Told
 from swarmd.gateway.sampling import Choice, Sampling
@@ -28,8 +27,10 @@ from swarmd.gateway.schema import Sampled
 from swarmd.gateway.turns import QueueFull
 
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
+LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
 CAUTIOUS = {"temperature": 0.8, "top_k": 40, "min_p": 0.05}  # as llama.cpp: small models at 1.0, uncut, write nonsense
+ANY_JSON = {"type": "object"}
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "return_dict", "conversation")
 
 
@@ -50,6 +51,8 @@ class Asked:
     several_calls: bool = False  # where a call is forced: a small model would not stop
     template: dict[str, Any] = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
+    begins_answer: bool = True  # the template writes what an answer begins with
+    is_most: bool = False  # max_tokens is what it may come to, not what there has to be room for
     key: str = ""
 
 
@@ -124,18 +127,18 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
         engine.turns.require_room(asked.key)
     except QueueFull as error:
         raise refusals.queue_full(error) from None
-    prompt = await _prompt(engine, asked)
+    prompt = await prompt_of(engine, asked)
     limit, n_prompt = engine.ends.max_tokens, len(prompt.ids)
     if not n_prompt:
         raise bad("the prompt is empty", "prompt")
-    most = asked.max_tokens or min(DEFAULT_TOKENS, max(1, limit - n_prompt))
+    room = max(1, limit - n_prompt)
+    most = asked.max_tokens or min(DEFAULT_TOKENS, room)
+    if asked.is_most:
+        most = min(most, room)
     if n_prompt + most > limit:
         raise refusals.too_long(n_prompt, most, limit)
     is_forced = bool(asked.tools) and asked.tool_choice not in ("auto", "none")
-    try:
-        grammar = await trio.to_thread.run_sync(_grammar, engine, asked, is_forced)
-    except BadSchema as error:
-        raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+    grammar = await _grammar(engine, asked, is_forced)
     sampling = sampling_of(asked, engine.ends)
     ids = tuple(prompt.ids)
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
@@ -146,7 +149,7 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
         max_tokens=most,
         sampling=sampling,
         stops=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
-        eos=frozenset() if asked.sampled.ignore_eos else engine.ends.eos,
+        eos=frozenset() if asked.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
         keeps_special=bool(asked.messages) and marks_of(engine.ends.family) is not None and grammar is None,
         looks_up=engine.ends.can_crop,
@@ -155,7 +158,8 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
     return Talk(engine, wanted, prompt.tail, asked, is_forced, metrics)
 
 
-async def _prompt(engine: Engine, asked: Asked) -> Prompt:
+async def prompt_of(engine: Engine, asked: Asked) -> Prompt:
+    """What the model is given, however long. Raises ApiError."""
     try:
         if not asked.messages:
             if isinstance(asked.prompt, tuple):
@@ -173,7 +177,8 @@ def _options(asked: Asked) -> dict[str, Any]:
     wrong = [name for name in asked.template if name in OWN_FIELDS or not name.isidentifier()]
     if wrong or len(asked.template) > TEMPLATE_FIELDS:
         raise bad(f"a chat template cannot be told {', '.join(wrong) or 'so much'}", "chat_template_kwargs")
-    return {**asked.template, "add_generation_prompt": not asked.continues, "continue_final_message": asked.continues}
+    begins = asked.begins_answer and not asked.continues
+    return {**asked.template, "add_generation_prompt": begins, "continue_final_message": asked.continues}
 
 
 def _shown(asked: Asked) -> list[dict[str, Any]] | None:
@@ -193,17 +198,28 @@ def _with_tools(engine: Engine, asked: Asked) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}, *asked.messages]
 
 
-def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
-    """What the answer has to fit. Raises BadSchema."""
-    if is_forced:
-        name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
-        chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
-        if not chosen:
-            raise BadSchema(f"tool_choice names {name!r}, which is none of the tools")
-        return forced_calls(engine.grammars(), chosen, asked.several_calls and name is None)
-    if asked.schema is None:
-        return None
-    return engine.grammars().of_schema(asked.schema or None)
+async def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
+    """What the answer has to fit. Raises ApiError."""
+    try:
+        schema = _forced_calls(asked) if is_forced else asked.schema
+        if schema is None:
+            return None
+        return await engine.grammars.of_schema(schema or ANY_JSON, asked.key)
+    except BadSchema as error:
+        raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+    except QueueFull as error:
+        raise refusals.queue_full(error) from None
+    except SwarmError as error:
+        raise refusals.of(error) from None
+
+
+def _forced_calls(asked: Asked) -> dict[str, Any]:
+    """The schema of the calls that have to be made. Raises BadSchema."""
+    name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
+    chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
+    if not chosen:
+        raise BadSchema(f"tool_choice names {name!r}, which is none of the tools")
+    return calls_of(chosen, asked.several_calls and name is None)
 
 
 def sampling_of(asked: Asked, ends: Ends) -> Sampling:
@@ -224,13 +240,15 @@ def sampling_of(asked: Asked, ends: Ends) -> Sampling:
         value = getattr(said, name)
         return float(defaults.get(name, neutral) if value is None else value)
 
-    penalty = said.repetition_penalty
+    penalty = said.repeat_penalty if said.repetition_penalty is None else said.repetition_penalty
     return Sampling(
-        temperature=either("temperature", 1.0),
-        top_p=either("top_p", 1.0),
+        temperature=max(0.0, either("temperature", 1.0)),
+        top_p=min(max(0.0, either("top_p", 1.0)), 1.0),
         top_k=max(0, int(either("top_k", 0))),
-        min_p=either("min_p", 0.0),
-        repetition_penalty=float(author.get("repetition_penalty", 1.0) if penalty is None else penalty),
+        min_p=min(max(0.0, either("min_p", 0.0)), 1.0),
+        repetition_penalty=max(LEAST_PENALTY, float(author.get("repetition_penalty", 1.0)))
+        if penalty is None
+        else penalty,
         presence_penalty=said.presence_penalty or 0.0,
         frequency_penalty=said.frequency_penalty or 0.0,
         bias=bias,

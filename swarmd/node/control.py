@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import msgspec
 import trio
 from hypercorn.config import Config as HypercornConfig
-from hypercorn.trio import serve
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -27,6 +26,7 @@ import swarmd.status as answers
 from swarmd.errors import SwarmError
 from swarmd.member_status import PeersAnswer
 from swarmd.net.api import TaskStatus
+from swarmd.net.http import serve_http
 from swarmd.status import Status
 
 SCHEMA = 1  # of what is answered; raised when a field changes its meaning
@@ -188,12 +188,10 @@ def openapi() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
-def quiet_config(bind: str) -> HypercornConfig:
-    """Of a server within the daemon: it logs nothing by itself, and ends at once."""
+def quiet_config() -> HypercornConfig:
+    """Of a server within the daemon: it logs nothing by itself."""
     config = HypercornConfig()
-    config.bind = [bind]
     config.accesslog = config.errorlog = None
-    config.graceful_timeout = 0.2
     return config
 
 
@@ -202,11 +200,15 @@ async def serve_control(
 ) -> None:
     """Serve the API on a Unix socket of mode 0600 until cancelled."""
     path.unlink(missing_ok=True)
-    config = quiet_config(f"unix:{path}")
+    config = quiet_config()
+    config.bind = [f"unix:{path}"]
     config.umask = 0o177
+    listening = config.create_sockets().insecure_sockets
+    for one in listening:
+        one.listen(config.backlog)
     task_status.started()
     try:
-        await serve(application(daemon), config, shutdown_trigger=trio.sleep_forever)
+        await serve_http(application(daemon), config, listening)
     finally:
         with trio.CancelScope(shield=True):
             if path.exists():

@@ -9,8 +9,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 
-import trio
-from hypercorn.trio import serve
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swarmd.net.http import Connect, serve_http
 from swarmd.node.control import quiet_config
 from swarmd.status import DaemonStatus
 
@@ -106,13 +105,19 @@ def application(status: Callable[[], DaemonStatus], host: str) -> Starlette:
     return Starlette(routes=[Route("/metrics", metrics)], middleware=[local])
 
 
-async def serve_metrics(status: Callable[[], DaemonStatus], listen: str) -> None:
-    """Serve until cancelled on HOST:PORT; a daemon without metrics goes on."""
+async def serve_metrics(status: Callable[[], DaemonStatus], listen: str, connect: Connect | None = None) -> None:
+    """Serve until cancelled on HOST:PORT; a daemon without metrics goes on, whatever ended them.
+
+    ``connect``: see ``serve_http``.
+    """
     host, _, port = listen.rpartition(":")
     try:
         listener = socket.create_server((host, int(port)))
     except (OSError, OverflowError) as error:
         logger.error("no metrics: cannot listen on %s: %s", listen, error)
         return
-    config = quiet_config(f"fd://{listener.detach()}")  # hypercorn closes it
-    await serve(application(status, host), config, shutdown_trigger=trio.sleep_forever)
+    try:
+        listener.setblocking(False)
+        await serve_http(application(status, host), quiet_config(), [listener], connect)
+    except* OSError as errors:  # of the listener itself: a connection's own end with it
+        logger.error("no metrics any more: listening on %s ended: %s", listen, errors.exceptions[0])

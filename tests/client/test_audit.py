@@ -23,7 +23,7 @@ from swarmd.client.verify import merged
 from swarmd.errors import Code, Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
 from swarmd.node.receipts import Receipts
-from swarmd.plan.audits import FIRST_WINDOW_OPS
+from swarmd.plan.audits import FIRST_WINDOW_OPS, Record
 from swarmd.plan.routing import Hop
 from swarmd.plan.standing import Fault
 from swarmd.plan.trust import Trust
@@ -170,6 +170,49 @@ async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time:
         (doubt,) = run.session.statistics.doubts
         assert doubt.first_token == 5 + 5, "of the tokens that follow a prompt of five, from the sixth on"
         assert run.peers[0] not in [link.hop.peer for link in run.session.hops.links]
+
+
+async def silent_after(run: Chat, n_tokens: int) -> None:
+    await run.generate(n_tokens)
+    run.swarm.silence(run.peers[0])
+
+
+@pytest.mark.parametrize("n_before", [4, FIRST_WINDOW_OPS + 8])
+async def test_who_falls_silent_before_it_is_checked_leaves_a_doubt(virtual_time: MockClock, n_before: int) -> None:
+    async with chat(*THREE) as run:
+        if n_before < FIRST_WINDOW_OPS:
+            run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out + 0.1, 0, 1, 2)
+        await silent_after(run, n_before)
+        await run.generate(6)
+        (doubt,) = run.session.statistics.doubts
+        assert "could be checked" in doubt.reason
+        looked = 5 + FIRST_WINDOW_OPS - 1  # of a prompt of five, and what followed until the first look
+        assert doubt.first_token == (0 if n_before < FIRST_WINDOW_OPS else looked)
+        assert not any(run.faults(Fault.WRONG_RESULTS)), "that it was wrong is not known"
+
+
+async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        await silent_after(run, 6)
+        await run.client.close_session(run.session)
+        assert [doubt.first_token for doubt in run.session.statistics.doubts] == [0]
+
+
+async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        key = run.session.auditor._key(run.session.hops.links[0])  # type: ignore[union-attr]
+        run.client.checks._records[key] = Record(1_000, 1_000, 0)
+        run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
+        await silent_after(run, 4)
+        await run.generate(6)
+        assert run.session.statistics.doubts == []
+
+
+async def test_who_is_lost_before_it_gave_anything_leaves_none(virtual_time: MockClock) -> None:
+    async with chat(*THREE) as run:
+        await silent_after(run, 0)
+        await run.generate(6)
+        assert run.session.statistics.doubts == []
 
 
 async def test_others_believe_what_they_compute_themselves(virtual_time: MockClock) -> None:

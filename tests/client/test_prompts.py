@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,3 +68,42 @@ async def test_a_model_without_a_template_does_not_chat(tmp_path: Path) -> None:
     async with prompts(tmp_path, "") as made:
         with pytest.raises(ConfigError, match="no chat template"):
             await made.chat(HI, None, OPTIONS)
+
+
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+
+
+async def test_a_template_that_takes_parts_only_is_given_parts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
+    async with prompts(tmp_path, PARTS) as made:
+        assert (await made.chat(HI, None, OPTIONS)).ids == tuple(tokenizer.encode("Hi", add_special_tokens=False).ids)
+
+
+async def test_a_template_is_told_what_it_uses_and_the_library_nothing(tmp_path: Path) -> None:
+    async with prompts(tmp_path, "{{ mood }}{{ messages[0].content }}") as made:
+        foreign = {
+            "return_dict": True,
+            "tokenize": False,
+            "return_tensors": "pt",
+            "padding": "max_length",
+            "hue": "red",
+        }
+        plain = await made.chat(HI, None, OPTIONS)
+        assert await made.chat(HI, None, {**OPTIONS, **foreign}) == plain
+        assert (await made.chat(HI, None, {**OPTIONS, "mood": "glad: "})).tail == "glad: Hi"
+
+
+@pytest.mark.parametrize(("names", "works"), [(("chat", "tool_use"), True), (("one", "two"), False)])
+async def test_named_templates_without_a_default(tmp_path: Path, names: tuple[str, ...], works: bool) -> None:
+    for path in bundled_folder().iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": "{{ messages[0].content }}" + name} for name in names]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with Prompts(tmp_path) as made:
+        if works:
+            assert (await made.chat(HI, None, OPTIONS)).tail == "Hichat"
+        else:
+            with pytest.raises(ConfigError, match="called one, two, and none called default"):
+                await made.chat(HI, None, OPTIONS)
+        assert (await made.text("Hi")).ids

@@ -11,8 +11,10 @@ from tokenizers import Tokenizer
 
 from swarmd.client.speculation import Costs
 from swarmd.gateway.answer import Answer, Wanted
-from swarmd.gateway.grammar import BadSchema, Grammars
+from swarmd.gateway.grammar import Grammar
 from swarmd.gateway.sampling import Sampling
+from swarmd.gateway.schema_compiler import Compiler
+from swarmd.gateway.token_bytes import TokenBytes
 
 N = 64  # tokens of the toy models below
 Model = Callable[[list[int]], torch.Tensor]
@@ -28,7 +30,7 @@ def cycle(tokens: list[int]) -> torch.Tensor:
 def run(wanted: Wanted, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
-    answer, cache, n_passes, text = Answer(wanted, tokenizer, costs), list(wanted.prompt), 0, ""
+    answer, cache, n_passes, text = Answer(wanted, TokenBytes(tokenizer), costs), list(wanted.prompt), 0, ""
     found: list[int] = []
     sent = list(wanted.prompt)
     while True:
@@ -78,11 +80,6 @@ def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
     assert answer.piece().stopped == stop
 
 
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), 0)
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
@@ -92,27 +89,14 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_the_model_says_it_fits_the_schema(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: int) -> None:
     torch.manual_seed(seed)
     size = tokenizer.get_vocab_size()
-    wanted = Wanted((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammars.of_schema(SCHEMA))
+    grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
+    wanted = Wanted((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
     _, text, answer, n_passes = run(wanted, tokenizer, lambda tokens: torch.randn(size))
     found = json.loads(text)
     assert found["answer"] in ("yes", "no")
     assert found["sure"] in (True, False)
     assert answer.finish == "stop"
     assert n_passes < len(tokenizer.encode(text).ids), "what was forced travelled together"
-
-
-@pytest.mark.parametrize(
-    "schema", [{"type": "nonsense"}, {"$ref": "http://example.com/x"}, {"type": "string", "pattern": "("}]
-)
-def test_a_schema_that_cannot_be_is_refused_in_words(grammars: Grammars, schema: dict[str, object]) -> None:
-    with pytest.raises(BadSchema) as refused:
-        grammars.of_schema(schema)
-    assert str(refused.value)
-
-
-def test_a_schema_without_end_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(BadSchema, match="at most"):
-        grammars.of_schema({"enum": ["x" * 100_000]})

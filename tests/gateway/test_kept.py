@@ -48,3 +48,11 @@ def test_what_two_have_in_common() -> None:
     assert shared([1, 2, 3], [1, 2, 4]) == 2
     assert shared([], [1]) == 0
     assert shared([1, 2], [1, 2, 3]) == 2
+
+
+def test_another_keys_session_is_none() -> None:
+    theirs = Kept("theirs", tuple(range(40)), 1_000, 0.0, "a")
+    ours = Kept("ours", tuple(range(20)), 1_000, 0.0, "b")
+    assert best([theirs, ours], range(60), 10, "b") == (ours, 20)
+    assert best([theirs], range(60), 10, "b") is None
+    assert best([theirs], range(60), 10) is None

@@ -103,3 +103,47 @@ def test_a_run_is_told_in_sentences_and_its_curve_falls(browser: Stage) -> None:
     browser.say("training", {"runs": [run("caesar", (), updates=None, left_s=None, last_round=None, why="")]})
     browser.see("li", "12 updates are done")
     assert not any(word in browser.page.inner_text("main") for word in ("undefined", "null", "NaN", "; ."))
+
+
+DRAWN = """async (text) => {
+  const { markdown } = await import('/page/files/markdown.js');
+  const place = document.createElement('div');
+  for (const part of markdown(text)) place.append(part);
+  return [place.textContent, place.innerHTML];
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("*a* ", "<em>a</em> "),
+        ("`a` ", "<code>a</code> "),
+        ("a\n", "a<br>"),
+        ("`a``", None),
+        ("[", "["),
+        ("[a](", "[a]("),
+        ("**a ", None),
+        ("| ", None),
+    ],
+)
+def test_an_answer_of_thousands_of_marks_is_drawn(browser: Stage, text: str, expected: str | None) -> None:
+    browser.open()
+    shown, drawn = browser.page.evaluate(DRAWN, text * 8_000 + "x")
+    assert shown.endswith("x")
+    if expected is not None:
+        assert drawn.startswith(f"<p>{expected * 7_999}")
+
+
+def test_marks_mean_what_they_did(browser: Stage) -> None:
+    browser.open()
+    text = "a **b `c` d** and *e*, ``f ` g``, [h](https://x.y/z) [i] *j\nk* l `m"
+    link = '<a href="https://x.y/z" rel="noopener noreferrer" target="_blank">h</a>'
+    expected = (
+        f"a <strong>b <code>c</code> d</strong> and <em>e</em>, <code>f ` g</code>, {link} [i] <em>j<br>k</em> l `m"
+    )
+    assert browser.page.evaluate(DRAWN, text)[1] == f"<p>{expected}</p>"
+
+
+def test_beyond_a_size_an_answer_is_plain(browser: Stage) -> None:
+    browser.open()
+    assert browser.page.evaluate(DRAWN, "*a* " * 30_000)[1].startswith('<p class="plain">*a* *a*')

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 import trio
+import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmd.config import Config
@@ -105,6 +106,30 @@ async def test_it_is_served_until_it_is_cancelled() -> None:
         async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(retries=5)) as http:
             assert "swarmd_members 7.0" in (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         nursery.cancel_scope.cancel()
+
+
+async def test_a_connection_that_raises_ends_neither_the_metrics_nor_the_daemon(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_connections = 0
+
+    async def stumble(stream: trio.SocketStream) -> None:
+        nonlocal n_connections
+        n_connections += 1
+        raise LookupError("a library's own mistake")
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with trio.open_nursery() as daemon:
+        daemon.start_soon(serve_metrics, status, f"127.0.0.1:{port}", stumble)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(3):
+            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+                assert await stream.receive_some() == b"", "it is closed"
+        assert n_connections == 3
+        daemon.cancel_scope.cancel()
+    assert "a connection over HTTP ended with LookupError" in caplog.text
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9417", "127.0.0.1", "9417", "example.org:80"])

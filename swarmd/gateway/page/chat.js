@@ -119,7 +119,9 @@ function add(role, text) {
 function draw(turn) {
   const end = innerHeight + scrollY > document.body.scrollHeight - 80;
   const thoughts = turn.thoughts ? [h("details", {}, h("summary", {}, "Thoughts"), h("div", { class: "thoughts" }, turn.thoughts))] : [];
-  turn.said.replaceChildren(...thoughts, ...(turn.role === "user" ? [turn.text] : markdown(turn.text)));
+  const fresh = document.createDocumentFragment();
+  for (const part of thoughts.concat(turn.role === "user" ? turn.text : markdown(turn.text))) fresh.append(part);
+  turn.said.replaceChildren(fresh);
   if (end) scrollTo(0, document.body.scrollHeight);
 }
 
@@ -154,7 +156,14 @@ async function answer() {
   turn.said.classList.add("waiting");
   const begun = performance.now();
   let first = 0, drawing = 0, usage = null, about = null;
-  const later = () => (drawing ||= requestAnimationFrame(() => ((drawing = 0), draw(turn))));
+  let took = 0; // the last drawing: a long answer is drawn anew less often, and the page stays free
+  const drawNow = () => {
+    const started = performance.now();
+    draw(turn);
+    took = performance.now() - started;
+    drawing = 0;
+  };
+  const later = () => (drawing ||= setTimeout(() => requestAnimationFrame(drawNow), 5 * took));
   try {
     for await (const { data } of events("/v1/chat/completions", { method: "POST", body, signal: running.signal })) {
       if (data === "[DONE]") break;
@@ -184,6 +193,7 @@ async function answer() {
       `${n} tokens, ${number((n - 1) / seconds)} tokens/s, the first after ${number((first - begun) / 1000)} s`,
       cached ? `${cached} of ${usage.prompt_tokens} prompt tokens were there` : "",
       `through ${about.chain.join(" → ")}`,
+      about.doubts.length ? `from token ${about.doubts[0].token + 1} on the text may be wrong: ${about.doubts[0].reason}` : "",
       about.repairs.length ? `repaired ${about.repairs.length}×, within ${number(about.longest_stall_s)} s: ${about.repairs.at(-1)}` : "",
     ].filter(Boolean).join(" · "));
   }

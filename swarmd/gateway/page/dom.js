@@ -7,7 +7,7 @@ export function h(name, attributes = {}, ...children) {
     else if (value === true) element.setAttribute(key, "");
     else if (value !== false && value != null) element.setAttribute(key, value);
   }
-  element.append(...children.flat().filter((child) => child != null && child !== false));
+  for (const child of children.flat()) if (child != null && child !== false) element.append(child); // any number of them
   return element;
 }
 

@@ -1,0 +1,104 @@
+"""A model's chat templates as their authors wrote them: which one counts, what it takes, what it may be told.
+
+Runs in the child that makes prompts (``prompts``): templates are programs of anybody's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+from jinja2 import meta
+
+DEFAULT = "default"
+WITH_TOOLS = "tool_use"
+SPECIAL = (WITH_TOOLS, "rag")  # names that Hugging Face gives to templates for something else than plain conversations
+PROBE = "written by the user"  # a text that is looked for in what a template makes of it
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer. ``source`` is "" where there is none; ``trouble`` says more, if there is."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.trouble = _name_default(tokenizer)
+        self.source = tokenizer.get_chat_template() if tokenizer.chat_template and not self.trouble else ""
+
+    def ids(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
+        """A conversation as tokens. Raises whatever the template raises."""
+        own = self._own_arguments
+        known = {name: value for name, value in options.items() if name in own or name in self._variables}
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
+        ids = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **known
+        )
+        return [int(token) for token in ids]
+
+    @cached_property
+    def _own_arguments(self) -> set[str]:
+        """What ``prompts`` itself says beside the messages."""
+        return {"add_generation_prompt", "continue_final_message"}
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        """The names that the templates use: nothing else is passed on, least of all what the library itself takes."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+
+        chosen = self._tokenizer.chat_template
+        sources = chosen.values() if isinstance(chosen, dict) else [chosen]
+        used: set[str] = set()
+        for source in sources:
+            used |= meta.find_undeclared_variables(compiled(source).environment.parse(source))
+        taken = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        return used - (taken - {"documents"})
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        shown = self._written([_in_parts(turn) for turn in turns] if self._takes_parts else turns, False)
+        after = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
+        added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
+        found = max((text for text in added if text and after.startswith(text)), key=len, default=None)
+        return [] if found is None else [added[found]]
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Does it read a message's content as a list of parts, and lose a plain text?"""
+        plain = {"role": "user", "content": PROBE}
+        return not self._shows(plain) and self._shows(_in_parts(plain))
+
+    def _shows(self, message: dict[str, Any]) -> bool:
+        return PROBE in self._written([message], True)
+
+    def _written(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
+        """What it makes of some turns; "" where it refuses them."""
+        try:
+            shown = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - a template is anybody's program: it fails in any way
+            return ""
+        return str(shown)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _name_default(tokenizer: Any) -> str:
+    """Have the only one for conversations be the default, where none is called so; returns why that cannot be."""
+    named = tokenizer.chat_template
+    if not isinstance(named, dict) or DEFAULT in named:
+        return ""
+    plain = [name for name in named if name not in SPECIAL] or list(named)
+    if len(plain) != 1:
+        return (
+            f"this model has chat templates called {', '.join(sorted(named))}, and none called {DEFAULT}: whoever "
+            "publishes it has to call one so, in tokenizer_config.json"
+        )
+    tokenizer.chat_template = {**named, DEFAULT: named[plain[0]]}
+    return ""

@@ -1,0 +1,115 @@
+"""Which bytes each token of a vocabulary stands for, where its decoder writes token after token.
+
+A decoder that looks at what stands beside a token (WordPiece's spaces) has no such bytes, and an unknown one is not
+guessed. Source: the decoders of tokenizers, as ``tokenizer.json`` names them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+BYTE_LEVEL = "ByteLevel"
+PIECEWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+class TokenBytes:
+    """The bytes of one tokenizer's tokens. ``kind`` names its decoder; ``is_known``: whether there are such bytes.
+
+    ``has_runs``: bytes that stand together are characters only if all of them are (``<0x0A>`` and its like).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        decoders = _decoders(json.loads(tokenizer.to_str()).get("decoder"))
+        kinds = [str(decoder.get("type")) for decoder in decoders]
+        self.kind = " and ".join(sorted(set(kinds))) or "none"
+        self._is_byte_level = kinds == [BYTE_LEVEL]
+        self.is_known = self._is_byte_level or (bool(kinds) and all(map(_is_piecewise, decoders)) and _is_fused(kinds))
+        self.has_runs = self.is_known and "ByteFallback" in kinds
+        self.drops_first_space = "Strip" in kinds
+        self._replaced = [pair for pair in map(_replaced, decoders) if pair is not None]
+        self._dropped = next((_replaced(d) for d in decoders if d["type"] == "Metaspace" and _drops(d)), None)
+        self.special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+
+    def __getitem__(self, token: int) -> bytes:
+        """The bytes of a token; where there are none by itself, those of its text."""
+        written = self.tokenizer.id_to_token(token)
+        if written is None:
+            return b""
+        if self._is_byte_level:
+            table = byte_level()
+            return bytes(table[c] for c in written) if all(c in table for c in written) else written.encode()
+        if not self.is_known:
+            return str(self.tokenizer.decode([token], skip_special_tokens=False)).encode()
+        byte = self.single_byte(token)
+        return self._plain(written).encode() if byte is None else byte
+
+    def single_byte(self, token: int) -> bytes | None:
+        """The byte that ``<0x0A>`` stands for; None for a token of another kind."""
+        written = self.tokenizer.id_to_token(token) if self.has_runs else None
+        if written is None or len(written) != 6 or not written.startswith("<0x") or not written.endswith(">"):
+            return None
+        try:
+            return bytes([int(written[3:5], 16)])
+        except ValueError:
+            return None
+
+    def first(self, token: int) -> bytes:
+        """The bytes of a token that begins a text: some decoders leave its mark of a space out."""
+        written = self.tokenizer.id_to_token(token)
+        if self._dropped is None or written is None or self.single_byte(token) is not None:
+            return self[token]
+        return self._plain(written.replace(self._dropped[0], "")).encode()
+
+    def _plain(self, written: str) -> str:
+        for old, new in self._replaced:
+            written = written.replace(old, new)
+        return written
+
+
+def _decoders(written: Any) -> list[dict[str, Any]]:
+    """The decoders that are applied, one after the other."""
+    if not isinstance(written, dict):
+        return []
+    inner = written.get("decoders") if written.get("type") == "Sequence" else None
+    return [written] if inner is None else [found for one in inner for found in _decoders(one)]
+
+
+def _is_piecewise(decoder: dict[str, Any]) -> bool:
+    """Does it write each token by itself? A space taken off the whole text's beginning is its beginning's affair."""
+    if decoder["type"] == "Replace":
+        return _replaced(decoder) is not None
+    if decoder["type"] == "Strip":
+        return [decoder.get(name) for name in ("content", "start", "stop")] == [" ", 1, 0]
+    return str(decoder["type"]) in PIECEWISE
+
+
+def _is_fused(kinds: list[str]) -> bool:
+    """Is a beginning taken off the whole text, not off each token?"""
+    return "Strip" not in kinds or "Fuse" in kinds[: kinds.index("Strip")]
+
+
+def _replaced(decoder: dict[str, Any]) -> tuple[str, str] | None:
+    if decoder["type"] == "Metaspace":
+        return str(decoder.get("replacement", "▁")), " "
+    pattern = decoder.get("pattern")
+    if decoder["type"] == "Replace" and isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
+        return pattern["String"], str(decoder.get("content", ""))
+    return None
+
+
+def _drops(metaspace: dict[str, Any]) -> bool:
+    return str(metaspace.get("prepend_scheme")) != "never"
+
+
+@cache
+def byte_level() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes: printable ones stand for themselves (GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(256 + place): byte for place, byte in enumerate(others)}

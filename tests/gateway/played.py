@@ -1,0 +1,190 @@
+"""A gateway without a swarm: its own code from the HTTP request to the answer, over a model that a test plays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import trio
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from swarmd.client.chat_template import ChatTemplate
+from swarmd.client.links import Statistics, Terms
+from swarmd.client.prompts import Prompt, answer
+from swarmd.client.session import ChainSession
+from swarmd.errors import ConfigError
+from swarmd.gateway.app import Gateway
+from swarmd.gateway.engine import Engine
+from swarmd.gateway.guard import Guard
+from swarmd.gateway.head import Head
+from swarmd.gateway.keys import Keys
+from swarmd.gateway.models import Listed
+from swarmd.gateway.page import Page
+from swarmd.gateway.turns import Turns
+from swarmd.home import bundled_folder
+from swarmd.values import ModelId
+
+MODEL = "played"
+HASH = ModelId("a" * 64)
+LONGEST = 512  # tokens of its context
+CHATML = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+Next = Callable[[int], torch.Tensor]
+
+
+@dataclass
+class PlayedEnds:
+    """The ends of a model whose next token depends on the last one only."""
+
+    logits_after: Next
+    vocabulary: int
+    eos: frozenset[int] = frozenset({0})
+    generation: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    max_tokens: int = LONGEST
+    can_crop: bool = True
+
+    def embed(self, rows: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
+        return [torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1) for ids in rows]
+
+    def logits(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
+        return torch.stack([self.logits_after(int(token)) for token in hidden[:, 0]])
+
+
+class PlayedSession(ChainSession):
+    """Gives back what it is sent."""
+
+    def __init__(self) -> None:
+        self.given = None
+        self.played = Statistics()
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.played
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        return ("server",)
+
+    @property
+    def layer_arity(self) -> int:
+        return 0
+
+    async def step(self, edits: Any, embedded: torch.Tensor, *more: Any) -> torch.Tensor:
+        await trio.lowlevel.checkpoint()
+        return embedded
+
+
+class PlayedSwarm:
+    """Opens played sessions."""
+
+    def __init__(self) -> None:
+        self.opened: list[PlayedSession] = []
+
+    def quantize(self, model: ModelId, n_blocks: int) -> str:
+        return "none"
+
+    async def open_session(self, terms: Terms) -> PlayedSession:
+        self.opened.append(PlayedSession())
+        return self.opened[-1]
+
+    async def close_session(self, session: PlayedSession) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+class PlayedPrompts:
+    """Makes prompts here, as the child does."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, template: str) -> None:
+        self.folder = folder
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        self._tokenizer.chat_template = template or None
+        self._template = ChatTemplate(self._tokenizer)
+        self.has_template = bool(template)
+        self.shows_tools = "tools" in template
+
+    async def __aenter__(self) -> PlayedPrompts:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing was started."""
+
+    async def text(self, text: str, special: bool = True) -> Prompt:
+        return self._made({"text": text, "special": special})
+
+    async def chat(self, messages: list[Any], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
+        return self._made({"messages": messages, "tools": tools, "options": options})
+
+    def _made(self, question: dict[str, Any]) -> Prompt:
+        found = answer(self._tokenizer, self._template, question)
+        if "error" in found:
+            raise ConfigError(found["error"])
+        return Prompt(tuple(found["ids"]), found.get("tail", ""), frozenset(found.get("ends", ())))
+
+
+class PlayedModels:
+    """One model, loaded."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def engine(self, name: str) -> Engine:
+        return self._engine
+
+    def engines(self) -> dict[str, Engine]:
+        return {MODEL: self._engine}
+
+    def listed(self) -> list[Listed]:
+        return [Listed(MODEL, HASH, 1, (), LONGEST, True)]
+
+
+@dataclass
+class PlayedGateway:
+    """What a test talks with, and what is behind it."""
+
+    http: httpx.AsyncClient
+    engine: Engine
+    swarm: PlayedSwarm
+    keys: Keys
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json={"model": MODEL, **body})
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        turns = [{"role": "user", "content": "Say hello."}]
+        return await self.post("/v1/chat/completions", **{"messages": turns, "max_tokens": 40, **body})
+
+
+@asynccontextmanager
+async def played_gateway(
+    folder: Path,
+    logits_after: Next | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: str = CHATML,
+    **ends: Any,
+) -> AsyncIterator[PlayedGateway]:
+    """Serve one model whose logits after each token are ``logits_after``; without them it says any token at all."""
+    made = tokenizer or Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
+    made.save(str(folder / "tokenizer.json"))
+    vocabulary = ends.pop("vocabulary", made.get_vocab_size())
+    played: Any = PlayedEnds(logits_after or (lambda token: torch.zeros(vocabulary)), vocabulary, **ends)
+    swarm, turns, keys = PlayedSwarm(), Turns(4, 8, 8), Keys(folder)
+    prompts: Any = PlayedPrompts(made, folder, template)
+    engine = Engine(swarm, Terms(HASH, 1, 1, 1, "float32"), Head(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
+    models: Any = PlayedModels(engine)
+    nobody: Any = None
+    gateway = Gateway(models, Guard(keys, (), (), "token", True), turns, (), Page(nobody, models, nobody))
+    transport = httpx.ASGITransport(gateway.application())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
+            yield PlayedGateway(http, engine, swarm, keys)
+        nursery.cancel_scope.cancel()
