@@ -11,6 +11,7 @@ from pathlib import Path
 from swarmd_cli.context import home
 
 FOLDER = "converted"  # under the home; a folder for each file and dtype
+READER = 2  # what an older one made of a file may be another model
 
 
 def is_gguf(path: Path) -> bool:
@@ -28,7 +29,7 @@ def converted(path: Path, dtype: str) -> Path:
     print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = home().folder / FOLDER / f"{path.stem[:64]}-{dtype}-{digest[:16]}"
+    folder = home().folder / FOLDER / f"{path.stem[:64]}-{dtype}-{digest[:16]}-{READER}"
     if folder.is_dir():
         print(f"{path.name}: converted before, in {folder}", file=sys.stderr)
         return folder

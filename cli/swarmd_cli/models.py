@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import time
@@ -13,15 +12,14 @@ import typer
 
 from swarmd.values import count, require_name
 from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
-from swarmd_cli.convert import converted, forget, is_gguf
+from swarmd_cli.convert import forget
 from swarmd_cli.look import Json, by_model, download_line, span_text
+from swarmd_cli.source import HUB_ID, check_tokenizer, folder_of
 
 if TYPE_CHECKING:
     from swarmd.protocol.catalog import Catalog
     from swarmd.protocol.manifest import Manifest
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
 
 app = typer.Typer(
@@ -103,7 +101,7 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
         state.catalog().hash_of(base)
     if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
-    folder = _folder_of(source, dtype)
+    folder = folder_of(source, dtype)
     read, kind = _read(folder, base)
     model = manifest.model_id(read)
     entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
@@ -115,7 +113,7 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
     Library(state.weights, {}).keep_manifest(read, folder)
     state.add_folder(model, folder)
     if is_new:
-        is_of_hub = HUB_ID.fullmatch(source) and folder.parent.name == "snapshots"
+        is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
         on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
 
         def publish(c: Catalog) -> Catalog:
@@ -165,14 +163,31 @@ def _read(folder: Path, base: str) -> tuple[Manifest, str]:
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
-        return adapter.read_folder(folder, home().catalog().hash_of(base)), "adapters"
+        read = adapter.read_folder(folder, home().catalog().hash_of(base))
+        _check_adapter(folder, read, base)
+        return read, "adapters"
     if base:
         raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
     read = manifest.read_folder(folder)
     from swarmd.compute.check import check_folder  # after what costs no import of torch
 
     check_folder(folder, read)
+    check_tokenizer(folder)
     return read, "models"
+
+
+def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
+    """Compare an adapter with the model that it adapts, if that is on this machine. Raises ConfigError."""
+    from swarmd.weights.library import Library
+
+    state = home()
+    of_base = Library(state.weights, state.folders()).folders.get(state.catalog().hash_of(base))
+    if of_base is None:
+        print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
+        return
+    from swarmd.compute.check import check_adapter  # after what costs no import of torch
+
+    check_adapter(folder, read, of_base.folder)
 
 
 @app.command("pull")
@@ -322,27 +337,6 @@ def delegate(
     state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
     tell_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
-
-
-def _folder_of(source: str, dtype: str) -> Path:
-    """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache."""
-    from swarmd.errors import ConfigError
-
-    folder = Path(source)
-    if is_gguf(folder):
-        return converted(folder, dtype)
-    if folder.exists():
-        return folder
-    if not HUB_ID.fullmatch(source):
-        raise ConfigError(f"there is no file or folder {folder}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
 
 
 def _follow(model: str, quiet: bool) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+ELSEWHERE = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
+"""What a caller may ask transformers' models for, and servers keep."""
 OpenSession = Callable[[int, int, OwnParameters | None], Session]
 """Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
 
@@ -94,12 +96,15 @@ class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
 class RemoteCache(Cache):  # type: ignore[misc]
     """The caches of one session, on the servers. Closing it frees them; so does dropping it."""
 
-    def __init__(self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         n = skeleton.text_config(config).num_hidden_layers
         sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
         super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
         self.n_tokens = 0
         self.max_tokens = max_tokens
+        self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
         self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
         self.own: OwnParameters | None = None
         self.session: Session | None = None
@@ -167,10 +172,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
         edits, self._edits = tuple(self._edits), []
         positions = positions.to(torch.int32).expand(b, t)
         sent_mask = chunk if self._has_padding else None
-        out = self.session.step(edits, hidden, positions, sent_mask, self._records_past, want, vocabulary)
+        sent = hidden.to(self.dtype)
+        out = self.session.step(edits, sent, positions, sent_mask, self._records_past, want, vocabulary)
         assert out is not None
         self.n_tokens += t
-        return out
+        return out.to(hidden.dtype)
 
     def at_its_end(
         self, n: int, want: int | None = None, vocabulary: int = 0
@@ -209,6 +215,7 @@ class _Call(threading.local):
     is_step: bool = False  # of a session that goes on
     wants_cache: bool = False
     generating: RemoteCache | None = None
+    beside: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
 
 
 def remote_model(
@@ -245,7 +252,8 @@ def remote_model(
         if trains or (call.own and not call.is_step and not call.wants_cache):
             call.cache = None
             places = Places(call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1]))
-            out = through_lanes(lanes, hidden, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
+            sent = hidden.to(dtype)
+            out = through_lanes(lanes, sent, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
             arity = lanes.layer_arity
         else:
             assert call.cache is not None
@@ -254,10 +262,12 @@ def remote_model(
             arity = call.cache.session.layer_arity
         for layer in every if every[0].returns_tuple != arity else ():
             layer.returns_tuple = arity
-        return out.to(hidden.device)
+        return out.to(hidden.device, hidden.dtype)
 
     every[0].call = through_the_swarm
-    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit))
+    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
+    for name in ELSEWHERE:  # a checkpoint may ask for them in each pass
+        setattr(model.config, name, False)
     _own_forward(model, call, lambda: own.lora_of(model, every))
     _own_generate(model, every, call, ahead or Ahead(looks_up=False), head)
     return model
@@ -284,6 +294,7 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
+        _refuse_what_is_elsewhere(model, kwargs)
         if args:
             kwargs["input_ids"], args = args[0], args[1:]
         _require_no_routers(model, kwargs)
@@ -304,8 +315,7 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
         call.is_step = isinstance(cache, RemoteCache) or call.generating is not None
         call.wants_cache = bool(kwargs.get("use_cache"))
         if not isinstance(cache, RemoteCache):
-            size = model.max_session_tokens if wants_cache else n_new + call.n_prefix
-            cache = call.generating or model.new_cache(size)
+            cache = _cache_of_its_own(model, call, wants_cache, n_new)
             cache.precede(own.gather(call.own, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -318,8 +328,7 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
         kwargs[cache_name], kwargs["use_cache"] = cache, True
         call.cache, call.positions, call.mask = cache, positions, mask
         kept = kwargs.get("logits_to_keep")
-        wants_hidden = kwargs.get("output_hidden_states", model.config.output_hidden_states)
-        call.want = kept if isinstance(kept, int) and kept > 0 and not wants_hidden else None
+        call.want = kept if isinstance(kept, int) and kept > 0 else None
         try:
             output = forward(*args, **kwargs)
             if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
@@ -340,6 +349,32 @@ def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
             "the loss that balances experts (output_router_logits) needs numbers of routers, which stay on servers: "
             "set model.config.output_router_logits = False to train without it"
         )
+
+
+def _refuse_what_is_elsewhere(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a pass that asks for what servers keep. Raises ConfigError."""
+    for name, what in ELSEWHERE.items():
+        asked = kwargs.get(name)
+        if asked or (asked is None and getattr(model.config, name, False)):
+            raise ConfigError(
+                f"{name}: {what} stay on the servers that compute them: leave it out (what leaves the last "
+                "block is model.get_decoder()(...).last_hidden_state), or load the model with transformers alone"
+            )
+
+
+def _cache_of_its_own(model: Any, call: _Call, wants_cache: bool, n_new: int) -> RemoteCache:
+    """A cache for a pass that was given none.
+
+    Within ``generate`` the first such pass begins its text, and goes on as its session. What comes later without a
+    cache is another text, as guidance has one without the prompt: its session lasts as long as the call.
+    """
+    if call.generating is None:
+        return model.new_cache(model.max_session_tokens if wants_cache else n_new + call.n_prefix)  # type: ignore[no-any-return]
+    if call.generating.session is None:
+        return call.generating
+    cache: RemoteCache = model.new_cache(max(call.generating.max_tokens, n_new))
+    call.beside = (*call.beside, cache) if wants_cache else call.beside
+    return cache
 
 
 def _chunk(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
@@ -367,6 +402,7 @@ def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head
             return generate(*args, **kwargs)
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
         config = kwargs.get("generation_config") or model.generation_config
+        kwargs["use_cache"] = True  # a session is one, and the text is the same
         cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
@@ -383,7 +419,9 @@ def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head
         finally:
             speculation.end()
             call.generating, model.last_session, model.last_speculation = None, cache.session, speculation
-            cache.close()
+            for used in (cache, *call.beside):
+                used.close()
+            call.beside = ()
 
     model.last_session = model.last_speculation = None
     model.generate = generate_remotely

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.adapter import PREFIX, LoraConfig, read_settings
+from swarmd.protocol.adapter import CONFIG_FILE, PREFIX, LoraConfig, read_settings
 from swarmd.values import Span
 
 MAX_ADAPTERS = 32  # loaded at a time; the oldest makes room
@@ -67,9 +67,16 @@ class Adapters:
         while len(self._known) >= MAX_ADAPTERS:
             del self._known[next(iter(self._known))]  # the oldest; sessions that use it hold it
         try:
-            self._known[adapter] = self._read(shards, read_settings(msgspec.json.decode(raw_config)))
-        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
+            self._known[adapter] = self.read(shards, raw_config)
+        except ConfigError as error:
             raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
+
+    def read(self, shards: Sequence[Path], raw_config: bytes) -> Lora:
+        """This span's part of an adapter, its modules hooked. Raises ConfigError for one that cannot be used here."""
+        try:
+            return self._read(shards, read_settings(msgspec.json.decode(raw_config)))
+        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
 
     def _read(self, shards: Sequence[Path], config: LoraConfig) -> Lora:
         tensors: dict[str, torch.Tensor] = {}
@@ -84,6 +91,8 @@ class Adapters:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
             a, b = self.checked(module, a, b)
+            if a.shape[0] != config.rank(module):
+                raise ConfigError(f"{module} has rank {a.shape[0]}, and {CONFIG_FILE} says {config.rank(module)}")
             lora.updates[module] = (
                 a.to(self._device, self._dtype),
                 b.to(self._device, self._dtype),
@@ -125,7 +134,9 @@ class Adapters:
         try:
             base: Any = self._model.get_submodule(module)
         except AttributeError:
-            raise ConfigError(f"the adapter changes {module}, which this model does not have") from None
+            raise ConfigError(
+                f"the adapter changes {module}, which this model does not have{self._why(module)}"
+            ) from None
         sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
         if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
             sizes = (base.nx, base.nf)
@@ -137,6 +148,13 @@ class Adapters:
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
         return a, b
+
+    def _why(self, module: str) -> str:
+        """What to say of a module that is not there, where more is known."""
+        experts, _, rest = module.rpartition(".experts.")
+        if rest[:1].isdecimal() and f"{experts}.experts" in dict(self._model.named_modules()):
+            return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"
+        return ""
 
     def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
         if not self._now:

@@ -29,7 +29,7 @@ from swarmd.compute.linear import quantised, replace
 from swarmd.compute.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.plan.memory import WORKSPACE_BYTES, tensor_bytes
-from swarmd.protocol import configuration, manifest
+from swarmd.protocol import configuration, manifest, shards
 from swarmd.values import Span
 
 
@@ -43,6 +43,7 @@ GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
+OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
 
 quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
@@ -192,7 +193,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _family(config: PretrainedConfig) -> type[PreTrainedModel]:
+def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The library's own class for a configuration. Raises ConfigError."""
     base = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if isinstance(base, tuple):
@@ -204,7 +205,7 @@ def _family(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
     """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
-    base = _family(config)
+    base = family_class(config)
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -244,7 +245,7 @@ def load(
 def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Build the family's own model with all of its layers, on the CPU. Raises ConfigError as ``load`` does."""
     config = read_config(folder)
-    return _read(folder, config, _family(config), dtype)
+    return _read(folder, config, family_class(config), dtype)
 
 
 def _read(
@@ -262,6 +263,8 @@ def _read(
         for key in needed_keys(cls, config, list(where)):
             handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
             state[key] = handle.get_slice(key)
+            if (kind := state[key].get_dtype()) not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
+                raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
         _check_memory(folder, [tuple(s.get_shape()) for s in state.values()], dtype, quantize, device)
         bits = library_config(quantize)
         how: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}

@@ -96,6 +96,7 @@ def model_id(manifest: Manifest) -> ModelId:
 def read_folder(folder: Path) -> Manifest:
     """Hash and check a checkpoint folder. Raises ConfigError naming the file and the reason."""
     config = read_config(folder)
+    _check_index(folder)
     tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
     twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
     if twice:
@@ -121,7 +122,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return configuration.check(read_json(path))
     except IntegrityError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}{_hint_of_kinds(folder, str(error))}") from None
+
+
+def _hint_of_kinds(folder: Path, error: str) -> str:
+    """What to add to a refusal of quantised weights where no weight is: it was unpacked, and says otherwise still."""
+    if not (package := next((name for name in configuration.PACKAGES if f"({name})" in error), "")):
+        return ""
+    try:
+        kinds = set()
+        for shard in shard_files(folder):
+            with shard.open("rb") as file:
+                kinds |= {place.dtype for place in shards.read_header(file, shard, shard.stat().st_size)}
+    except ConfigError:
+        return ""
+    if not kinds <= set(shards.PLAIN_KINDS):
+        return ""
+    return f"; but every tensor here is plain ({', '.join(sorted(kinds))}): take {package} out of config.json"
 
 
 def check_inside(folder: Path, path: Path) -> None:
@@ -151,6 +168,24 @@ def shard_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
         check_inside(folder, folder / name)
     return [folder / name for name in names]
+
+
+def _check_index(folder: Path) -> None:
+    """Refuse an index that says other than the shards: it is what readers go by. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    found: dict[str, str] = {}
+    for shard in shard_files(folder):
+        with shard.open("rb") as file:
+            found |= {place.name: shard.name for place in shards.read_header(file, shard, shard.stat().st_size)}
+    said: dict[str, str] = read_json(index)["weight_map"]
+    for name in sorted(said.keys() | found.keys()):
+        if said.get(name) != found.get(name):
+            raise ConfigError(
+                f"{index}: it says that {name} is in {said.get(name, 'no file')}, and it is in "
+                f"{found.get(name, 'none of them')}: take the index that belongs to these files"
+            )
 
 
 # --- from a peer -------------------------------------------------------------------------------------------------

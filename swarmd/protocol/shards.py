@@ -20,6 +20,8 @@ MAX_HEADER_BYTES = 100 * 2**20  # as safetensors itself
 ALIGNMENT = 8  # bytes; safetensors pads its header to this
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 ITEM_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "U32": 32, "U64": 64}
+PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
+"""Of weights: any other kind of number means something only together with scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ def _fields(path: Path, name: str, info: Any) -> tuple[int, int, str, tuple[int,
     try:
         begin, stop = info["data_offsets"]
         dtype, shape = info["dtype"], tuple(info["shape"])
+        if isinstance(dtype, str) and dtype not in ITEM_BITS:
+            raise ConfigError(
+                f"{path}: {name!r} is of kind {dtype[:16]}, which swarmd does not read: quantised weights?"
+            )
         if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
             raise ValueError
         consistent = 0 <= begin <= stop and stop - begin == tensor_bytes(dtype, shape)

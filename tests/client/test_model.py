@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from swarmd.client.model import remote_model
 from swarmd.client.straight import Straight, write_down
@@ -17,8 +18,11 @@ from swarmd.compute.balance import leave_out
 from swarmd.compute.ends import Ends
 from swarmd.compute.quantize import relative_error
 from swarmd.compute.skeleton import RemoteLayer, Stub
+from swarmd.compute.span import LoadedSpan
 from swarmd.errors import ConfigError
+from swarmd.values import Span
 from tests import checkpoints
+from tests.families import LocalSession
 
 
 def test_a_pass_of_the_client_meets_layer_0_only(tmp_path: Path) -> None:
@@ -142,3 +146,88 @@ def test_a_loss_that_needs_the_routers_of_remote_experts_is_refused(tmp_path: Pa
     assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
     with pytest.raises(ConfigError, match="stay on servers"):
         model(input_ids=ids, output_router_logits=True)
+
+
+class LocalChain(LocalSession):
+    """Two spans in this process, with what ``generate`` asks of a session; refuses another dtype, as servers do."""
+
+    n_open = 0
+    given = None
+
+    def step(self, edits: Any, hidden: Any, *about: Any, **more: Any) -> torch.Tensor | None:
+        assert hidden.dtype == torch.float32
+        return super().step(edits, hidden, *about, **more)
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        LocalChain.n_open -= 1
+
+
+class TestAgainstTheWholeModel:
+    """What callers of transformers ask for beside plain generation is right, or refused in a sentence."""
+
+    @pytest.fixture
+    def models(self, tmp_path: Path) -> tuple[Any, Any]:
+        """One through two spans, and the same as it is."""
+        folder = checkpoints.make("llama", tmp_path, n_layers=4)
+        spans = [LoadedSpan(folder, Span(*ends), torch.float32) for ends in ((0, 2), (2, 4))]
+
+        def open_session(batch: int, max_tokens: int, own: Any) -> Any:
+            LocalChain.n_open += 1
+            return LocalChain(spans, max_tokens)
+
+        LocalChain.n_open = 0
+        remote = remote_model(folder, open_session, lanes=None)  # type: ignore[arg-type]
+        return remote, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"guidance_scale": 1.5},
+            {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([[7, 8, 9]])},
+            {"guidance_scale": 1.5, "use_cache": False},
+            {"use_cache": False},
+            {"guidance_scale": 0.5, "do_sample": True, "top_k": 50},
+        ],
+    )
+    def test_guidance_and_no_cache_give_the_same_text(self, settings: dict[str, Any], models: tuple[Any, Any]) -> None:
+        texts = []
+        for model in models:
+            torch.manual_seed(0)
+            about = {"do_sample": False, **settings, "max_new_tokens": 8, "min_new_tokens": 8}
+            texts.append(model.generate(torch.arange(3, 9).unsqueeze(0), **about).tolist())
+        assert texts[0] == texts[1]
+        assert LocalChain.n_open == 0, "each session is closed"
+
+    def test_a_text_after_guidance_is_the_models_own_again(self, models: tuple[Any, Any]) -> None:
+        remote, local = models
+        ids = torch.arange(3, 9).unsqueeze(0)
+        remote.generate(ids, guidance_scale=2.0, max_new_tokens=4, do_sample=False)
+        plain = [model.generate(ids, max_new_tokens=8, do_sample=False).tolist() for model in (remote, local)]
+        assert plain[0] == plain[1]
+
+    @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+    def test_what_stays_on_servers_is_refused_in_a_sentence(self, name: str, models: tuple[Any, Any]) -> None:
+        remote, ids = models[0], torch.arange(3, 9).unsqueeze(0)
+        for ask in (
+            lambda: remote(ids, **{name: True}),
+            lambda: remote.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **{name: True}),
+        ):
+            with pytest.raises(ConfigError, match=f"{name}: .* stay on the servers"):
+                ask()
+        assert LocalChain.n_open == 0
+        assert remote(ids).logits.shape == (1, 6, 320)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_the_clients_part_in_another_dtype_asks_the_swarm_in_its_own(
+        self, dtype: torch.dtype, models: tuple[Any, Any]
+    ) -> None:
+        remote, local = models
+        ids = torch.arange(3, 9).unsqueeze(0)
+        with torch.no_grad():
+            expected = local(ids).logits
+            got = remote.to(dtype)(ids).logits
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        assert remote.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape == (1, 10)

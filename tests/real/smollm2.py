@@ -28,7 +28,8 @@ def gguf_file() -> Path:
 @cache
 def smollm2() -> Path:
     """The model as a folder of safetensors, converted once by the code as it is (it takes 18 s)."""
-    code = Path(gguf.__file__).read_bytes() + transformers.__version__.encode()
+    reader = sorted(Path(gguf.__file__).parent.glob("gguf*.py"))
+    code = b"".join(path.read_bytes() for path in reader) + transformers.__version__.encode()
     folder = KEPT / f"smollm2-{hashlib.sha256(code).hexdigest()[:12]}"
     if not folder.is_dir():
         KEPT.mkdir(exist_ok=True)

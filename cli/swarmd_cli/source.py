@@ -1,0 +1,144 @@
+"""What was given to ``swarmd models add``: a checkpoint, an adapter, a GGUF file, an id of the hub, or something else.
+
+Models are published in many formats. What is none of ours is named, with what to do instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from swarmd.errors import ConfigError
+from swarmd_cli.convert import converted, is_gguf
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+MOST_NAMES = 10_000  # that are looked at in a folder: a home folder has more, and a checkpoint never
+N_SHOWN = 3  # names of files in a sentence
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def folder_of(source: str, dtype: str) -> Path:
+    """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
+
+    Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
+    """
+    folder = Path(source)
+    if is_gguf(folder):
+        return converted(folder, dtype)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file, and no GGUF: say the folder that holds config.json and *.safetensors")
+    if folder.exists():
+        return _checkpoint_in(folder)
+    if not HUB_ID.fullmatch(source):
+        raise ConfigError(f"there is no file or folder {folder}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
+        if not _is_ours(folder):
+            explain(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
+        return folder
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a model that nobody could ask anything. Raises ConfigError."""
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ConfigError(
+            f"{folder} holds no tokenizer ({', '.join(TOKENIZERS[:2])}): nobody could ask the model anything; "
+            "copy its files from where the weights come from"
+        )
+    from swarmd.client.tokenizer import load_tokenizer  # after what costs no import of transformers
+
+    load_tokenizer(folder)
+
+
+def explain(where: str, names: Iterable[str], command: str) -> None:
+    """Say what files there are in place of a checkpoint of safetensors. Raises ConfigError if it is known.
+
+    ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
+    """
+    listed = sorted(names)
+    by_suffix: dict[str, list[str]] = {}
+    for name in listed:
+        by_suffix.setdefault(PurePosixPath(name).suffix.lower(), []).append(name)
+    if files := by_suffix.get(".gguf"):
+        get = f"{command}FILE, then " if command else ""
+        raise ConfigError(
+            f"{where} holds GGUF files ({_some(files)}) and no checkpoint of safetensors: add one of the files: "
+            f"{get}swarmd models add FILE --name NAME"
+        )
+    if files := by_suffix.get(".onnx"):
+        raise ConfigError(
+            f"{where} holds a model for ONNX ({_some(files)}), a program rather than weights: add the checkpoint of "
+            "safetensors that it was made from"
+        )
+    if files := [name for suffix in (".bin", ".pt", ".pth", ".ckpt") for name in by_suffix.get(suffix, ())]:
+        raise ConfigError(
+            f"{where} holds {_some(files)}, which is pickle, and swarmd never opens that: convert it to safetensors"
+        )
+    if files := by_suffix.get(".safetensors"):
+        raise ConfigError(
+            f"{where} holds {_some(files)}, and neither model.safetensors nor model.safetensors.index.json, which "
+            "lists a model's parts: rename the one file, or add the index that belongs to the parts"
+        )
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """A checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
+    if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
+        return _snapshot_in(folder)
+    if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _ollamas(folder)):
+        found = _ollamas(folder)
+        which = f": of {len(found)} the largest is {found[0]}" if found else ""
+        raise ConfigError(
+            f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{which}: "
+            "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
+        )
+    if not _is_ours(folder):
+        names = [p.relative_to(folder).as_posix() for p, _ in zip(folder.rglob("*"), range(MOST_NAMES), strict=False)]
+        explain(str(folder), names, "")
+    return folder
+
+
+def _is_ours(folder: Path) -> bool:
+    """Is it a checkpoint or an adapter by the names of its files? What is wrong with it is said by who reads it."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
+
+
+def _snapshot_in(folder: Path) -> Path:
+    """The snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
+    found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    main = folder / "refs" / "main"
+    named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
+    if named in found:
+        return _checkpoint_in(named)
+    if len(found) != 1:
+        listed = f"one of {_some([path.name for path in found])}" if found else "none is there"
+        raise ConfigError(
+            f"{folder} is a folder of the hub's cache: say which snapshot ({listed}): {folder}/snapshots/…"
+        )
+    return _checkpoint_in(found[0])
+
+
+def _ollamas(folder: Path) -> list[Path]:
+    """The GGUF files in Ollama's store, the largest first."""
+    blobs = [path for path in (folder / "blobs").glob("sha256-*") if is_gguf(path)]
+    return sorted(blobs, key=lambda path: path.stat().st_size, reverse=True)
+
+
+def _files_on_hub(source: str) -> list[str]:
+    from huggingface_hub import HfApi
+
+    return list(HfApi().list_repo_files(source))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - N_SHOWN} more" if len(names) > N_SHOWN else ""
+    return ", ".join(names[:N_SHOWN]) + more

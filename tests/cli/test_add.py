@@ -1,0 +1,130 @@
+"""What ``models add`` says of what is no checkpoint: one sentence, what is there and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from swarmd_cli import source
+from swarmd_cli.context import set_home
+
+from swarmd.errors import ConfigError
+from swarmd.home import Home, bundled_folder
+from tests import checkpoints
+from tests.cli.typed import swarmd
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    state = Home(tmp_path / "home")
+    state.found("ours")
+    yield state
+    set_home(None)
+
+
+def add(home: Home, folder: Path, *words: str) -> str:
+    return swarmd(home, "models", "add", str(folder), "--name", "new", *words)
+
+
+def files(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"GGUF and more" if "sha256" in name or name.endswith(".gguf") else b"{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"),
+            r"holds GGUF files \(tiny-Q4_K_M.*models add FILE --name",
+        ),
+        (("config.json", "onnx/model.onnx"), r"a model for ONNX \(onnx/model\.onnx\)"),
+        (("config.json", "pytorch_model.bin"), r"pytorch_model\.bin, which is pickle"),
+        (("config.json", "consolidated.safetensors"), "neither model.safetensors nor"),
+        (("config.json", "model-00001-of-00002.safetensors"), "the index that belongs to the parts"),
+        (
+            ("blobs/sha256-aa", "manifests/registry.ollama.ai/library/x/latest"),
+            "is Ollama's store.*of 1 the largest is",
+        ),
+        (("adapters.safetensors", "adapter_config.json"), "an adapter of MLX"),
+        (("notes.txt",), "config.json is missing"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_what_it_is(
+    names: tuple[str, ...], said: str, home: Home, tmp_path: Path
+) -> None:
+    folder = files(tmp_path / "given", *names)
+    words = ("--base", "demo") if "adapter_config.json" in names else ()
+    with pytest.raises(ConfigError, match=said) as refused:
+        add(home, folder, *words)
+    assert "\n" not in str(refused.value)
+    assert "new" not in home.catalog().names
+
+
+def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = files(tmp_path / "snapshot", "config.json")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **how: str(empty))
+    monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
+    with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*hf download org/tiny FILE, then"):
+        source.folder_of("org/tiny", "auto")
+
+
+def cached(root: Path, *commits: str, main: str = "") -> Path:
+    """A folder as the hub's cache has it, with the bundled model in it."""
+    (root / "blobs").mkdir(parents=True)
+    for commit in commits:
+        (root / "snapshots" / commit).mkdir(parents=True)
+        for path in bundled_folder().iterdir():
+            if path.is_file():
+                shutil.copy(path, root / "blobs" / path.name)
+                (root / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{path.name}")
+    if main:
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(main)
+    return root
+
+
+def test_a_folder_of_the_hubs_cache_means_its_snapshot(home: Home, tmp_path: Path) -> None:
+    assert "new:" in add(home, cached(tmp_path / "models--org--one", "abc"))
+    assert not home.catalog().sources, "nobody said that the hub has it"
+    two = cached(tmp_path / "models--org--two", "abc", "def")
+    with pytest.raises(ConfigError, match=r"which snapshot \(one of abc, def\)"):
+        add(home, two)
+    assert source.folder_of(str(cached(tmp_path / "b", "abc", "def", main="def\n")), "auto").name == "def"
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_refused(home: Home, tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "model", n_layers=2)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, tokenizer\.model\)"):
+        add(home, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be used"):
+        add(home, folder)
+    for path in bundled_folder().glob("tokenizer*"):
+        shutil.copy(path, folder)
+    assert "2 blocks" in add(home, folder)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+def test_an_adapter_is_compared_with_its_base_before_it_is_published(home: Home, tmp_path: Path) -> None:
+    other = checkpoints.make("llama", tmp_path / "other", n_layers=2, hidden_size=32)
+    checkpoints.make_adapter(other, tmp_path / "lora", ["q_proj"], 1)
+    with pytest.raises(ConfigError, match=r"the adapter's matrices for model\.layers\.0"):
+        add(home, tmp_path / "lora", "--base", "demo")
+    assert "new" not in home.catalog().names
+    checkpoints.make_adapter(bundled_folder(), tmp_path / "fits", ["q_proj"], 1)
+    assert "new:" in add(home, tmp_path / "fits", "--base", "demo")
+
+
+def test_a_file_that_is_no_gguf_is_no_folder(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(ConfigError, match="is a file, and no GGUF"):
+        add(home, tmp_path / "config.json")
