@@ -95,8 +95,9 @@ class Owner:
         if self._health is None:
             return ()
         devices = [hosting.device.device for hosting in self._hosts if hosting.device is not None]
+        workers = [life for hosting in self._hosts if (life := hosting.worker_life) is not None]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
-        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices)
+        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""

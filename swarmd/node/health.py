@@ -1,4 +1,4 @@
-"""Gathers what ``plan.health`` judges: others' clocks and versions, who speaks as this machine, disk, index, device."""
+"""Gathers what ``plan.health`` judges: clocks, versions, who speaks as this machine, disk, index, device, workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from swarmd.node.presence import CARDS
-from swarmd.plan.health import Facts, findings
+from swarmd.plan.health import Facts, WorkerLife, findings
 from swarmd.plan.view import SwarmView
 from swarmd.protocol.messages import Hello
 from swarmd.status import DirectoryStatus, HealthRow
@@ -46,7 +46,12 @@ class Health:
             self._cloned_at = self._wall_clock()
 
     def snapshot(
-        self, view: SwarmView, directory: DirectoryStatus, free_disk_bytes: int | None, devices: Sequence[str]
+        self,
+        view: SwarmView,
+        directory: DirectoryStatus,
+        free_disk_bytes: int | None,
+        devices: Sequence[str],
+        workers: Sequence[WorkerLife],
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.look(view)
@@ -60,5 +65,6 @@ class Health:
             index=directory.index,
             has_card=shutil.which(CARDS[0]) is not None,
             devices=devices,
+            workers=workers,
         )
         return tuple(HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in findings(facts))

@@ -30,6 +30,7 @@ from swarmd.node.served import Served
 from swarmd.node.server import Server
 from swarmd.node.worker_link import Handlers, WorkerLink, WorkerStatus
 from swarmd.plan.admission import CacheLedger
+from swarmd.plan.health import WorkerLife
 from swarmd.plan.placement import Target, choose_model
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import AnyMessage, Refusal
@@ -104,6 +105,14 @@ class Hosting:
     @property
     def is_online(self) -> bool:
         return self._serving is not None and self._serving.worker.is_online
+
+    @property
+    def worker_life(self) -> WorkerLife | None:
+        """How its worker fares, if there is one."""
+        if self._serving is None:
+            return None
+        worker = self._serving.worker.snapshot()
+        return WorkerLife(worker.state == "online", worker.restarts, worker.last_end)
 
     @property
     def device(self) -> Loaded | None:

@@ -198,6 +198,7 @@ class WorkerStatus:
     restarts: int
     loaded: Loaded | None
     reason: str
+    last_end: str  # why the last worker did that ended by itself; empty: none did
 
 
 class WorkerLink:
@@ -225,6 +226,7 @@ class WorkerLink:
         self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
         self._told_at = 0.0
         self._last_words = ""
+        self._last_end = ""  # why the last worker did that ended by itself
         self._restarts = -1
         self._state = "down"
         self._reason = "not started"
@@ -242,7 +244,7 @@ class WorkerLink:
 
     def snapshot(self) -> WorkerStatus:
         pid = self._process.pid if self._process else None
-        return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason)
+        return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
 
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the worker. Raises WorkerLost."""
@@ -329,6 +331,7 @@ class WorkerLink:
             self._drained = trio.Event()
             if self._state != "failed":
                 self._set("down", self._why_down())
+                self._last_end = "" if self._reason == NOT_NEEDED else self._reason
             answers, self._answers = self._answers, {}
             for answer in answers.values():
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])

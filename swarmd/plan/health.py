@@ -10,9 +10,18 @@ from typing import Literal
 
 from swarmd.values import count
 
-Kind = Literal["clock", "identity", "version", "disk", "index", "device"]
+Kind = Literal["clock", "identity", "version", "disk", "index", "device", "worker"]
 CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLife:
+    """How a worker that serves blocks fares. ``last_end``: why the one before it ended by itself, if one did."""
+
+    is_online: bool
+    restarts: int = 0
+    last_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,7 @@ class Facts:
     index: str = ""
     has_card: bool = False
     devices: Sequence[str] = ()
+    workers: Sequence[WorkerLife] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,8 @@ class Finding:
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Everything that was looked at."""
-    return (_clock(facts), _identity(facts), _version(facts), _disk(facts), _index(facts), _device(facts))
+    looked_at = (_clock, _identity, _version, _disk, _index, _device, _worker)
+    return tuple(look(facts) for look in looked_at)
 
 
 def _clock(facts: Facts) -> Finding:
@@ -105,6 +116,18 @@ def _device(facts: Facts) -> Finding:
         return Finding("device", True, text)
     remedy = 'install torch for CUDA, or say device = "cpu" if that is wanted'
     return Finding("device", False, f"{text}, though an NVIDIA card is here", remedy)
+
+
+def _worker(facts: Facts) -> Finding:
+    if not facts.workers:
+        return Finding("worker", None, "no blocks are served")
+    ended = [worker for worker in facts.workers if worker.last_end]
+    if not ended:
+        return Finding("worker", True, f"{count(len(facts.workers), 'worker')}, none of them ended")
+    worst = max(ended, key=lambda worker: (not worker.is_online, worker.restarts))
+    text = f"{count(worst.restarts, 'restart')}, the last because {worst.last_end}"
+    remedy = "what it said last is in the log; swarmd bugreport collects it"
+    return Finding("worker", worst.is_online, text, "" if worst.is_online else remedy)
 
 
 def _computes_on_cards(devices: Iterable[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.health import Facts, Finding, Kind, findings
+from swarmd.plan.health import Facts, Finding, Kind, WorkerLife, findings
 
 
 def found(kind: Kind, **facts: object) -> Finding:
@@ -19,6 +19,7 @@ def test_what_was_not_looked_at_is_not_fine() -> None:
         "disk": None,
         "index": None,
         "device": None,
+        "worker": None,
     }
 
 
@@ -59,6 +60,15 @@ def test_a_card_that_nobody_uses_is_named() -> None:
 
 
 def test_each_fault_says_what_to_do() -> None:
-    wrong = findings(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"]))
-    assert [f.is_fine for f in wrong] == [False] * 6
+    ended = WorkerLife(False, 3, "the worker ended: KeyError: 7")
+    wrong = findings(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended]))
+    assert [f.is_fine for f in wrong] == [False] * 7
     assert all(f.remedy for f in wrong)
+
+
+def test_a_workers_last_words_are_told() -> None:
+    fine, ended = WorkerLife(True), WorkerLife(False, 2, "the worker ended: KeyError: 7")
+    worker = found("worker", workers=[fine, ended])
+    assert (worker.is_fine, worker.text) == (False, "2 restarts, the last because the worker ended: KeyError: 7")
+    assert found("worker", workers=[fine]).is_fine
+    assert found("worker", workers=[WorkerLife(True, 1, "no progress for 4.3 s")]).is_fine, "it is there again"
