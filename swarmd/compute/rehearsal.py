@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import math
 import re
 import tempfile
@@ -26,9 +27,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from swarmd.compute import skeleton
-from swarmd.compute.span import PROBE_ERRORS, LoadedSpan
+from swarmd.compute.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span
+
+logger = logging.getLogger(__name__)
 
 HEADS = re.compile(r"(heads|n_head|head_kv)$")
 """Settings that count heads: all are divided by one number."""
@@ -37,6 +40,7 @@ WIDTHS = re.compile(
 )
 """Settings that are as wide as all heads of a block together."""
 WIDTHS_OF_A_HEAD = re.compile(r"(head_dim|_rank|lowrank|rotary_dim|d_head|kv_channels|per_layer_input)$")
+MODEL_WIDTHS, COUNTS_OF_HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "n_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_EXPERTS = 16  # in the small model; the largest count of experts for each token is 12, of few
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
@@ -83,19 +87,20 @@ def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
 def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
     """A model with random numbers, if it can be built, is small, and works."""
     try:
-        config = kind.from_dict(settings)
-        cls = skeleton.family_class(config)
-        with torch.device("meta"):
-            n_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
-        if n_parameters > MOST_PARAMETERS:
-            return None
-        model = cls(config).float().eval()
-        _draw(model, torch.Generator().manual_seed(seed))
-        layers = skeleton.decoder_layers(model)
-        seen = _watched(model, layers, 0)
-        return model if all(torch.isfinite(out).all() for _, out in seen) else None
-    except (*PROBE_ERRORS, ConfigError, ZeroDivisionError, NotImplementedError, ImportError, AssertionError):
+        with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
+            config = kind.from_dict(settings)
+            cls = skeleton.family_class(config)
+            with torch.device("meta"):
+                n_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
+            if n_parameters > MOST_PARAMETERS:
+                return None
+            model = cls(config).float().eval()
+            _draw(model, torch.Generator().manual_seed(seed))
+            seen = _watched(model, skeleton.decoder_layers(model), 0)
+    except ConfigError as error:
+        logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
+    return model if all(torch.isfinite(out).all() for _, out in seen) else None
 
 
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
@@ -105,8 +110,9 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
         try:
-            _compare(Path(place), model)
-        except (*PROBE_ERRORS, ConfigError) as error:
+            with skeleton.building("a trial fails"):
+                _compare(Path(place), model)
+        except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
                 return f"blocks of {family} need {listed}, and peers hand on one stream of hidden states only", True
@@ -258,6 +264,10 @@ def _common_heads(text: Mapping[str, Any]) -> int:
 def _narrowest_head(text: Mapping[str, Any]) -> int:
     """The least width of a head, said or implied."""
     said = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
-    width, n_heads = int(text.get("hidden_size") or 0), int(text.get("num_attention_heads") or 0)
-    implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH
+    width, n_heads = (_first_count(text, names) for names in (MODEL_WIDTHS, COUNTS_OF_HEADS))
+    implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
     return min(said, default=implied)
+
+
+def _first_count(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    return next((text[name] for name in names if _is_count(text.get(name))), 0)

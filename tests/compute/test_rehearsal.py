@@ -41,6 +41,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 6},
     "deepseek_v3": {"num_hidden_layers": 4, "mlp_layer_types": None},
     "gpt2": {},
+    "gptj": {"n_layer": 4},
+    "mamba": {"num_hidden_layers": 4},
+    "falcon_h1": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": None},
 }
 """As large as they are published, but for their number of blocks."""
