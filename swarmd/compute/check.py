@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swarmd.compute import skeleton
 from swarmd.compute.adapters import Adapters
+from swarmd.compute.rehearsal import rehearse
 from swarmd.errors import ConfigError
 from swarmd.protocol import shards
 from swarmd.protocol.adapter import WEIGHTS_FILE, lora_of, name_of_module
@@ -36,6 +37,7 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     """Refuse an unsupported family, and a checkpoint that is not just all of the model. Raises ConfigError."""
     config = skeleton.read_config(folder)
     skeleton.read_generation(folder)
+    rehearse(folder, config)
     hollow = _without_numbers(folder, config)
     skeleton.decoder_layers(hollow)
     targets = skeleton.target_names(hollow, [tensor.name for tensor in manifest.tensors])
