@@ -159,12 +159,13 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
 
     tokenizer = swarm.tokenizer(name)
     is_chat = bool(tokenizer.chat_template) and not raw
-    inputs = _turn(swarm, name, text) if is_chat else tokenizer(text, return_tensors="pt")
+    inputs, ends = _turn(swarm, name, text) if is_chat else (tokenizer(text, return_tensors="pt"), frozenset[int]())
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
     begun = time.perf_counter()
-    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **sampling)
+    named = ends_of(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
+    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **named, **sampling)
     seconds = time.perf_counter() - begun
     n_new = ids.shape[1] - inputs["input_ids"].shape[1]
     session = model.last_session
@@ -198,8 +199,20 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 
 
-def _turn(swarm: Any, name: str, text: str) -> dict[str, Any]:
-    """What a user says, as the model's chat template writes it: run in a process with limits, as it is anybody's."""
+def ends_of(author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]) -> dict[str, list[int]]:
+    """Where an answer ends, for ``generate``: wherever author, tokenizer or chat template say, as in the gateway."""
+    found = set(template)
+    for named in (author, tokenizer):
+        ids = named if isinstance(named, list) else [named]
+        found |= {token for token in ids if token is not None}
+    return {"eos_token_id": sorted(found)} if found else {}
+
+
+def _turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
+    """What a user says, as the model's chat template writes it, and the tokens that end an answer.
+
+    The template is run in a process with limits, as it is anybody's.
+    """
     import torch
 
     from swarmd.client.prompts import one_turn
@@ -207,8 +220,9 @@ def _turn(swarm: Any, name: str, text: str) -> dict[str, Any]:
     async def ask() -> Any:
         return await one_turn(await swarm.within.folder(*await swarm.within.resolve(name)), text)
 
-    ids = torch.tensor([swarm.call(ask).ids])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    prompt = swarm.call(ask)
+    ids = torch.tensor([prompt.ids])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prompt.ends
 
 
 def demo(

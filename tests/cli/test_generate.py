@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from swarmd_cli import gateway_client
-from swarmd_cli.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole
+from swarmd_cli.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole, ends_of
 
 from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 from tests.cli.played import PlayedGateway
@@ -93,3 +93,17 @@ def test_refusals_of_a_gateway_are_errors_as_its_own_client_raises_them(
     error = gateway_client._error(refusal)
     assert type(error) is kind
     assert getattr(error, "exit_code", 0) == exit_code
+
+
+@pytest.mark.parametrize(
+    ("author", "tokenizer", "template", "ends"),
+    [
+        (2, None, frozenset(), {"eos_token_id": [2]}),
+        ([2, 7], 2, frozenset({3}), {"eos_token_id": [2, 3, 7]}),
+        (None, None, frozenset(), {}),
+    ],
+)
+def test_an_answer_ends_at_every_end_that_is_named(
+    author: Any, tokenizer: int | None, template: frozenset[int], ends: dict[str, list[int]]
+) -> None:
+    assert ends_of(author, tokenizer, template) == ends
