@@ -47,6 +47,7 @@ from swarmd.node.reachability import Reachability
 from swarmd.node.registrar import Registrar
 from swarmd.node.service_manager import ServiceManager
 from swarmd.node.store import Store
+from swarmd.node.trials import Trials
 from swarmd.node.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.catalog import Admitted, Catalog
 from swarmd.protocol.frames import Frame
@@ -128,6 +129,7 @@ class Daemon:
             presence=self.presence,
             books=self.books,
             order=self.order,
+            trials=Trials(self.rpc, exchange, world.rng),
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(around)

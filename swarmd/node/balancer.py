@@ -11,11 +11,12 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
 from swarmd.net.api import TaskStatus
+from swarmd.node.trials import Trials, of
 from swarmd.plan.placement import (
     MAX_MOVES_PER_DAY,
     TARGET_REDUNDANCY,
@@ -78,7 +79,7 @@ class Turnover:
 class Balancer:
     """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
 
-    ``answering`` says which of some peers answer now: a record alone, that others hold these blocks too, moves nobody.
+    ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Balancer:
         rng: random.Random,
         interval_s: float,
         turnover: Turnover,
-        answering: Callable[[set[PeerId]], Awaitable[set[PeerId]]],
+        trials: Trials,
         on_move: Callable[[Decision[Target]], Awaitable[bool]],
     ) -> None:
         self._view = view
@@ -98,7 +99,7 @@ class Balancer:
         self._rng = rng
         self._interval_s = interval_s
         self._turnover = turnover
-        self._answering = answering
+        self._trials = trials
         self._on_move = on_move
         self._moved_at: list[float] = []
         self._last_move: str | None = None
@@ -116,29 +117,39 @@ class Balancer:
         task_status.started()
         while True:
             await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
+            self._turnover.observe(self._view())
+            await self._trials.try_some(self._view().listed())
             view = self._view()
-            self._turnover.observe(view)
+            view = replace(view, spans=tuple(self._trials.cover(view.spans)))
             due = self.look_again(view)
-            if due is None or not await self._is_spared(view):
+            if due is None or not await self._is_spared(view, due.action):
                 continue
             if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
                 self._moved_at.append(self._wall_clock())
                 span = f"blocks {due.action.span}" if due.action.span else "another model"
                 self._last_move = f"to {span}: {due.reason}"
 
-    async def _is_spared(self, view: SwarmView) -> bool:
-        """Has each block that this server would leave another holder, which answers?"""
+    async def _is_spared(self, view: SwarmView, target: Target) -> bool:
+        """Has each block that this server would leave another holder, which takes sessions now?
+
+        And would it leave them if those alone counted who do?
+        """
         own = next((s for s in view.spans if (s.peer, s.slot) == self._own), None)
         if own is None:
             return False
         others = [s for s in view.serving(ModelId(own.model)) if s.peer != own.peer]
         near = [s for s in others if s.start < own.end and s.end > own.start]
-        answering = await self._answering({PeerId(s.peer) for s in near})
-        held = {block for s in near if s.peer in answering for block in range(s.start, s.end)}
+        serving = await self._trials.serving(near)
+        held = {block for s in near if of(s) in serving for block in range(s.start, s.end)}
         if missing := set(range(own.start, own.end)) - held:
             blocks = ", ".join(map(str, ranges(missing)))
-            self._last_look = f"this server stays: nobody else who holds blocks {blocks} answers"
-        return not missing
+            self._last_look = f"this server stays: nobody else who holds blocks {blocks} takes sessions"
+            return False
+        counted = tuple(s for s in view.spans if s not in near or of(s) in serving)
+        decision, _ = self.look(replace(view, spans=counted))
+        if decision.action != target:
+            self._last_look = f"this server stays, of those counted that take sessions now: {decision.reason}"
+        return decision.action == target
 
     def look_again(self, view: SwarmView) -> Decision[Target] | None:
         """Look, and say what to do now: something once enough looks in a row agreed on it."""

@@ -20,6 +20,7 @@ from swarmd.node.directory import Directory
 from swarmd.node.order import Order
 from swarmd.node.presence import Presence
 from swarmd.node.store import Store
+from swarmd.node.trials import Trials, of
 from swarmd.node.worker_link import Starter
 from swarmd.plan.memory import blocks_that_fit, group_bytes
 from swarmd.plan.placement import Holder, choose_span
@@ -59,6 +60,7 @@ class Around:
     presence: Presence
     books: Books
     order: Order
+    trials: Trials
     spill_folder: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
 
@@ -85,8 +87,11 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
     others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
     answering = await around.directory.answering({PeerId(s.peer) for s in others})
+    there = [s for s in others if s.peer in answering]
+    serving = await around.trials.serving(s for s in there if s.state == "online" and s.peer != around.me)
     now = around.wall_clock()
-    holders = holders_of(s for s in others if s.peer in answering and stays_s(s, now) > STAYS_S)
+    counted = [s for s in there if s.peer == around.me or s.state != "online" or of(s) in serving]
+    holders = holders_of(s for s in counted if stays_s(s, now) > STAYS_S)
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
     holders += [Holder(around.me, span, speed) for span in beside]

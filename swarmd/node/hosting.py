@@ -94,7 +94,7 @@ class Hosting:
         view, interval_s = around.directory.view, around.config.balance_interval_s
         own = (around.me, slot)
         world = (view, own, around.wall_clock, around.rng, interval_s, around.turnover)
-        self.balancer = Balancer(*world, around.directory.answering, self._move)
+        self.balancer = Balancer(*world, around.trials, self._move)
 
     # --- what the daemon asks --------------------------------------------------------------------------------
 

@@ -13,14 +13,15 @@ from swarmd.config import Serve
 from swarmd.errors import IntegrityError, Refused
 from swarmd.net import exchange as exchanges
 from swarmd.net.exchange import Exchange
-from swarmd.node.directory import Directory
+from swarmd.node.trials import Trials
 from swarmd.plan import view
+from swarmd.plan.placement import Own
 from swarmd.plan.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
 from swarmd.protocol import records
 from swarmd.protocol.identity import Identity, certify
 from swarmd.protocol.invite import SwarmKeys
 from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord, read_untrusted
-from swarmd.values import PeerId, Span
+from swarmd.values import Span
 from tests.hostile.kit import Attacker, Invite, record_of
 from tests.sim.swarm import EPOCH_S, SimSwarm
 
@@ -176,10 +177,10 @@ async def test_a_claim_alone_moves_no_server(
     """Somebody says that it holds all blocks, faster than anything, and cannot be reached; believed, it moves one."""
     if is_believed:
 
-        async def believe(directory: Directory, peers: set[PeerId]) -> set[PeerId]:
-            return peers
+        async def believe(trials: Trials, spans: list[SpanRecord]) -> set[Own]:
+            return {(s.peer, s.slot) for s in spans}
 
-        monkeypatch.setattr(Directory, "answering", believe)
+        monkeypatch.setattr(Trials, "serving", believe)
     with trio.fail_after(3_000):
         async with trio.open_nursery() as nursery:
             swarm = SimSwarm(nursery, 6, seed=8)

@@ -26,11 +26,11 @@ class Stage:
         self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
         self.up_since: dict[str, int] = {}
         self.turnover = Turnover(lambda: self.now)
-        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self._all, self._ignore)
+        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self, self._ignore)
         self.balancer = Balancer(self.view, ("me", 0), *world)
 
-    async def _all(self, peers: set[PeerId]) -> set[PeerId]:
-        return peers
+    async def serving(self, spans: list[SpanRecord]) -> set[Any]:
+        return {(s.peer, s.slot) for s in spans}
 
     async def _ignore(self, _: object) -> bool:
         return True
