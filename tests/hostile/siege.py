@@ -3,8 +3,9 @@
 python -m tests.hostile.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
-messages, records without end, all cache, made-up adapters, false claims, streams cut at any time; strangers blast
-random bytes and keep sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
+messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers that nobody
+reads, nothing but edits, third parties' addresses, accusations of everybody; strangers blast random bytes and keep
+sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
 it was before; another client tunes a LoRA over and over, whose losses are those of a local one; updates of a run are
 counted, memory is looked at every half a minute. The log goes to docs/evidence/.
 """
@@ -40,12 +41,13 @@ from swarmd.client.swarm import AsyncSwarm, Membership, joined
 from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
+from swarmd.plan.trust import finding
 from swarmd.protocol import frames, messages
 from swarmd.protocol import invite as invites
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import OpenSession, Ping, Records
+from swarmd.protocol.messages import Edit, Op, OpenSession, Ping, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord
-from swarmd.values import PeerId
+from swarmd.values import ModelId, PeerId
 from tests.hostile.kit import record_of
 from tests.hostile.mutations import header, payload, send
 from tests.protocol.test_mutated import KINDS
@@ -94,7 +96,7 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     async with joined(Membership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
         while True:
             peer = rng.choice(peers)
-            attack = rng.choice((_mutated, _giant, _flood_records, _claims, _hoard, _cut_off))
+            attack = rng.choice(ATTACKS)
             with trio.move_on_after(rng.uniform(5, 20)):
                 await attack(Enemy(swarm, identity, certificate, peer, model, run, rng))
 
@@ -184,6 +186,59 @@ async def _cut_off(enemy: Enemy) -> None:
         await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
         await stream.reset()
         await trio.sleep(0.05)
+
+
+async def _read_nothing(enemy: Enemy) -> None:
+    """Ask for much, on many streams, and read none of it."""
+    async with trio.open_nursery() as nursery:
+        for purpose in PURPOSES:
+            for _ in range(4):
+                nursery.start_soon(_ask_only, enemy, purpose)
+
+
+async def _ask_only(enemy: Enemy, purpose: Any) -> None:
+    with suppress(SwarmError):
+        stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
+        await stream.send(messages.framed(enemy.swarm.hello()))
+        await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
+        await trio.sleep_forever()
+
+
+async def _edits(enemy: Enemy) -> None:
+    """Nothing but changes of the order of many rows."""
+    key, rows = enemy.rng.randbytes(16), (*range(1, 256), 0)
+    opening = OpenSession(session=key, model=enemy.model, start=0, end=3, epoch=1, max_tokens=4, batch=256)
+    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=5)
+    channel = await enemy.swarm.rpc.channel(enemy.peer)
+    for seq in range(1, 1_000):
+        await channel.send(Op(session=key, epoch=1, seq=seq, edits=(Edit(rows=rows),) * 8))
+
+
+async def _third_parties(enemy: Enemy) -> None:
+    """Have a server dial addresses that it was named."""
+    for _ in range(100):
+        victim = Identity(enemy.rng.randbytes(32)).peer_id
+        addresses = tuple(f"/ip4/127.0.0.{n}/tcp/{enemy.rng.randint(1, 65_535)}/p2p/{victim}" for n in range(1, 9))
+        common = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+        opening = OpenSession(**common, max_tokens=8, successor=victim, successor_addresses=addresses)
+        with suppress(SwarmError):
+            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=5)
+
+
+async def _words(enemy: Enemy) -> None:
+    """Call every server wrong, without evidence."""
+    spans = enemy.swarm.view().serving(ModelId(enemy.model))
+    said = tuple(finding(span, is_right=False) for span in spans)
+    raw = record_of(enemy.identity, enemy.certificate, time.time(), PeerRecord, found=said)
+    channel = await enemy.swarm.rpc.channel(enemy.peer, "bulk")
+    await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=[raw])))
+    await trio.sleep(10)
+
+
+ATTACKS = (
+    *(_mutated, _giant, _flood_records, _claims, _hoard, _cut_off),
+    *(_read_nothing, _edits, _third_parties, _words),
+)
 
 
 def stranger(ports: list[int], seed: int) -> None:
