@@ -3,10 +3,11 @@
 python -m tests.hostile.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
-messages, records without end, all cache, made-up adapters, false claims, streams cut at any time; strangers blast
-random bytes and keep sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
-it was before; another client tunes a LoRA over and over, whose losses are those of a local one; updates of a run are
-counted, memory is looked at every half a minute. The log goes to docs/evidence/.
+messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers that they do
+not read, edits without tokens, next hops that are none; strangers blast random bytes and keep sockets open. Every
+generation is compared with what plain transformers gives, tokens/s with what it was before; another client tunes a
+LoRA over and over, whose losses are those of a local one; updates of a run are counted, memory is looked at every half
+a minute. The log goes to docs/evidence/.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from swarmd.client.swarm import AsyncSwarm, Membership, joined
 from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
+from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.protocol import frames, messages
 from swarmd.protocol import invite as invites
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import OpenSession, Ping, Records
+from swarmd.protocol.messages import Edit, Op, OpenSession, Ping, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord
 from swarmd.values import PeerId
+from swarmd.wire.tensors import pack
 from tests.hostile.kit import record_of
 from tests.hostile.mutations import header, payload, send
 from tests.protocol.test_mutated import KINDS
@@ -94,7 +97,7 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     async with joined(Membership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
         while True:
             peer = rng.choice(peers)
-            attack = rng.choice((_mutated, _giant, _flood_records, _claims, _hoard, _cut_off))
+            attack = rng.choice(ATTACKS)
             with trio.move_on_after(rng.uniform(5, 20)):
                 await attack(Enemy(swarm, identity, certificate, peer, model, run, rng))
 
@@ -184,6 +187,43 @@ async def _cut_off(enemy: Enemy) -> None:
         await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
         await stream.reset()
         await trio.sleep(0.05)
+
+
+async def _unread(enemy: Enemy) -> None:
+    for purpose in PURPOSES:
+        for _ in range(MAX_CHANNELS):
+            stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
+            await stream.send(messages.framed(enemy.swarm.hello()))
+            await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
+    await trio.sleep_forever()
+
+
+async def _edits(enemy: Enemy) -> None:
+    """Rows put elsewhere again and again, of a session that has one token."""
+    n_rows, width, key = 64, 128, enemy.rng.randbytes(16)
+    common = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+    opening = OpenSession(**common, batch=n_rows, max_tokens=4)
+    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+    channel = await enemy.swarm.rpc.channel(enemy.peer)
+    meta, content = pack(torch.full((n_rows, 1, width), 0.1), torch.zeros(n_rows, 1, dtype=torch.int32), None)
+    await channel.send(Op(session=key, epoch=1, seq=1, tensor=meta), content)
+    edits = (Edit(rows=(*range(1, n_rows), 0)),) * 8
+    for seq in range(2, 10_000):
+        await channel.send(Op(session=key, epoch=1, seq=seq, settled=seq - 1, edits=edits))
+        await trio.sleep(0.002)
+
+
+async def _names(enemy: Enemy) -> None:
+    """Have it dial this machine's ports as next hops."""
+    while True:
+        peer, port = Identity(enemy.rng.randbytes(32)).peer_id, enemy.rng.randrange(1, 65_536)
+        about = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+        named = {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
+        with suppress(SwarmError):
+            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**about, **named)), timeout_s=5)
+
+
+ATTACKS = (_mutated, _giant, _flood_records, _claims, _hoard, _cut_off, _unread, _edits, _names)
 
 
 def stranger(ports: list[int], seed: int) -> None:
