@@ -3,11 +3,11 @@
 python -m tests.hostile.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
-messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers that nobody
-reads, nothing but edits, third parties' addresses, accusations of everybody; strangers blast random bytes and keep
-sockets open. Every generation is compared with what plain transformers gives, tokens/s with what
-it was before; another client tunes a LoRA over and over, whose losses are those of a local one; updates of a run are
-counted, memory is looked at every half a minute. The log goes to docs/evidence/.
+messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers that they do
+not read, edits without tokens, next hops that are none, words against everybody; strangers blast random bytes and keep sockets open. Every
+generation is compared with what plain transformers gives, tokens/s with what it was before; another client tunes a
+LoRA over and over, whose losses are those of a local one; updates of a run are counted, memory is looked at every half
+a minute. The log goes to docs/evidence/.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from swarmd.client.swarm import AsyncSwarm, Membership, joined
 from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
+from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.plan.trust import finding
 from swarmd.protocol import frames, messages
 from swarmd.protocol import invite as invites
@@ -48,6 +49,7 @@ from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Edit, Op, OpenSession, Ping, Records
 from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord
 from swarmd.values import ModelId, PeerId
+from swarmd.wire.tensors import pack
 from tests.hostile.kit import record_of
 from tests.hostile.mutations import header, payload, send
 from tests.protocol.test_mutated import KINDS
@@ -188,41 +190,38 @@ async def _cut_off(enemy: Enemy) -> None:
         await trio.sleep(0.05)
 
 
-async def _read_nothing(enemy: Enemy) -> None:
-    """Ask for much, on many streams, and read none of it."""
-    async with trio.open_nursery() as nursery:
-        for purpose in PURPOSES:
-            for _ in range(4):
-                nursery.start_soon(_ask_only, enemy, purpose)
-
-
-async def _ask_only(enemy: Enemy, purpose: Any) -> None:
-    with suppress(SwarmError):
-        stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
-        await stream.send(messages.framed(enemy.swarm.hello()))
-        await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
-        await trio.sleep_forever()
+async def _unread(enemy: Enemy) -> None:
+    for purpose in PURPOSES:
+        for _ in range(MAX_CHANNELS):
+            stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
+            await stream.send(messages.framed(enemy.swarm.hello()))
+            await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
+    await trio.sleep_forever()
 
 
 async def _edits(enemy: Enemy) -> None:
-    """Nothing but changes of the order of many rows."""
-    key, rows = enemy.rng.randbytes(16), (*range(1, 256), 0)
-    opening = OpenSession(session=key, model=enemy.model, start=0, end=3, epoch=1, max_tokens=4, batch=256)
-    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=5)
+    """Rows put elsewhere again and again, of a session that has one token."""
+    n_rows, width, key = 64, 128, enemy.rng.randbytes(16)
+    common = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+    opening = OpenSession(**common, batch=n_rows, max_tokens=4)
+    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
     channel = await enemy.swarm.rpc.channel(enemy.peer)
-    for seq in range(1, 1_000):
-        await channel.send(Op(session=key, epoch=1, seq=seq, edits=(Edit(rows=rows),) * 8))
+    meta, content = pack(torch.full((n_rows, 1, width), 0.1), torch.zeros(n_rows, 1, dtype=torch.int32), None)
+    await channel.send(Op(session=key, epoch=1, seq=1, tensor=meta), content)
+    edits = (Edit(rows=(*range(1, n_rows), 0)),) * 8
+    for seq in range(2, 10_000):
+        await channel.send(Op(session=key, epoch=1, seq=seq, settled=seq - 1, edits=edits))
+        await trio.sleep(0.002)
 
 
-async def _third_parties(enemy: Enemy) -> None:
-    """Have a server dial addresses that it was named."""
-    for _ in range(100):
-        victim = Identity(enemy.rng.randbytes(32)).peer_id
-        addresses = tuple(f"/ip4/127.0.0.{n}/tcp/{enemy.rng.randint(1, 65_535)}/p2p/{victim}" for n in range(1, 9))
-        common = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
-        opening = OpenSession(**common, max_tokens=8, successor=victim, successor_addresses=addresses)
+async def _names(enemy: Enemy) -> None:
+    """Have it dial this machine's ports as next hops."""
+    while True:
+        peer, port = Identity(enemy.rng.randbytes(32)).peer_id, enemy.rng.randrange(1, 65_536)
+        about = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+        named = {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=5)
+            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**about, **named)), timeout_s=5)
 
 
 async def _words(enemy: Enemy) -> None:
@@ -235,10 +234,7 @@ async def _words(enemy: Enemy) -> None:
     await trio.sleep(10)
 
 
-ATTACKS = (
-    *(_mutated, _giant, _flood_records, _claims, _hoard, _cut_off),
-    *(_read_nothing, _edits, _third_parties, _words),
-)
+ATTACKS = (_mutated, _giant, _flood_records, _claims, _hoard, _cut_off, _unread, _edits, _names, _words)
 
 
 def stranger(ports: list[int], seed: int) -> None:
