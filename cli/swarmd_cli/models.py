@@ -178,9 +178,12 @@ def _read(folder: Path, base: str) -> tuple[Manifest, str]:
 
 def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
     """Compare an adapter with the model that it adapts, if that is on this machine. Raises ConfigError."""
+    from swarmd.errors import ConfigError
     from swarmd.weights.library import Library
 
     state = home()
+    if base in state.catalog().adapters:
+        raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
     of_base = Library(state.weights, state.folders()).folders.get(state.catalog().hash_of(base))
     if of_base is None:
         print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)

@@ -33,6 +33,8 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
+Seen = list[tuple[dict[str, Any], torch.Tensor]]
+"""Of each block: what it was given, by name, and what it gave as its hidden states."""
 HEADS = re.compile(r"(heads|n_head|head_kv)$")
 """Settings that count heads: all are divided by one number."""
 WIDTHS = re.compile(
@@ -58,13 +60,18 @@ def rehearse(folder: Path, config: PretrainedConfig) -> None:
     text = skeleton.text_config(config)
     has_own_class = type(text) in AutoModelForCausalLM._model_mapping
     failures: list[str] = []
-    for model in itertools.islice(_small_models(text if has_own_class else config), N_TRIALS):
-        failure, is_seen = _try_apart(model)
-        if not failure:
-            return
-        failures.append(failure)
-        if is_seen:
-            break
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these matrices are so small that several wait for each other
+    try:
+        for model in itertools.islice(_small_models(text if has_own_class else config), N_TRIALS):
+            failure, is_seen = _try_apart(model)
+            if not failure:
+                return
+            failures.append(failure)
+            if is_seen:
+                break
+    finally:
+        torch.set_num_threads(n_threads)
     if failures:
         raise ConfigError(f"{folder}: {failures[0]}: this family cannot be served")
 
@@ -106,12 +113,13 @@ def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) ->
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
     family = str(model.config.model_type)
-    needed = _needed(model)
+    seen = _watched(model, skeleton.decoder_layers(model), 0)
+    needed = _needed(model, seen)
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
         try:
             with skeleton.building("a trial fails"):
-                _compare(Path(place), model)
+                _compare(Path(place), seen)
         except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
@@ -122,13 +130,11 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     return "", False
 
 
-def _compare(folder: Path, model: PreTrainedModel) -> None:
+def _compare(folder: Path, seen: Seen) -> None:
     """A worker's own tests, and the blocks one by one against all. Raises ConfigError, or what a family raises."""
-    layers = skeleton.decoder_layers(model)
-    every = Span(0, len(layers))
+    every = Span(0, len(seen))
     span = LoadedSpan(folder, every, torch.float32, is_quick=False)
     span.self_test()
-    seen = _watched(model, layers, 0)
     hidden, expected = seen[0][0]["hidden_states"], seen[-1][1]
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
@@ -140,14 +146,9 @@ def _compare(folder: Path, model: PreTrainedModel) -> None:
         LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
 
 
-Seen = list[tuple[dict[str, Any], torch.Tensor]]
-"""Of each block: what it was given, by name, and what it gave as its hidden states."""
-
-
-def _needed(model: PreTrainedModel) -> list[str]:
+def _needed(model: PreTrainedModel, one: Seen) -> list[str]:
     """What blocks are given beside hidden states that changes with the tokens, and hidden states of another form."""
-    layers = skeleton.decoder_layers(model)
-    one, other = (_watched(model, layers, seed) for seed in (0, 1))
+    other = _watched(model, skeleton.decoder_layers(model), 1)
     found: list[str] = []
     width = skeleton.text_config(model.config).hidden_size
     shapes = {tuple(given["hidden_states"].shape) for given, _ in one}

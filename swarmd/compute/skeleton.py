@@ -152,7 +152,9 @@ def read_generation(folder: Path) -> dict[str, Any]:
         values = value if isinstance(value, list) and name in GENERATION_IDS else [value]
         kinds = (int,) if name in GENERATION_IDS else (int, float)
         if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
-            raise ConfigError(f"{path}: {name} is {str(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}")
+            raise ConfigError(
+                f"{path}: {name} is {repr(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}"
+            )
     return found
 
 
@@ -168,6 +170,8 @@ def building(trouble: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - a configuration that makes no sense fails anywhere, with anything
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, KeyError):  # says but a name
+            reason = f"transformers knows no {reason} there"
         raise ConfigError(f"{trouble}: {reason or type(error).__name__}") from None
 
 

@@ -122,6 +122,8 @@ def test_an_adapter_is_compared_with_its_base_before_it_is_published(home: Home,
     assert "new" not in home.catalog().names
     checkpoints.make_adapter(bundled_folder(), tmp_path / "fits", ["q_proj"], 1)
     assert "new:" in add(home, tmp_path / "fits", "--base", "demo")
+    with pytest.raises(ConfigError, match="--base new is an adapter itself"):
+        swarmd(home, "models", "add", str(tmp_path / "fits"), "--name", "other", "--base", "new")
 
 
 def test_a_file_that_is_no_gguf_is_no_folder(home: Home, tmp_path: Path) -> None:
