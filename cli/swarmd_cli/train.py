@@ -73,10 +73,10 @@ def start(
     if written.name in taken:
         written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
     _require_data(written.data, recipe.parent)
-    source = _source(state, written, recipe.parent)
+    of_catalog, source = _source(state, written, recipe.parent)
     outline = _outline(source, written)
     written = msgspec.structs.replace(written, lora=msgspec.structs.replace(written.lora, targets=outline.targets))
-    model, folder = _model(state, written, source)
+    model, folder = (of_catalog, source) if of_catalog else _model(state, written, source)
     data, n_rows = _data(state, written, recipe.parent, folder, outline.vocabulary)
     anchors = written.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
@@ -250,19 +250,20 @@ def _next_name(name: str, taken: set[str]) -> str:
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _source(state: Home, recipe: Recipe, beside: Path) -> Path:
-    """Where the model to begin with lies: a checkpoint, or only its configuration, beside the recipe; or a model of
-    the catalog, on this disk.
+def _source(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId | None, Path]:
+    """Where the model to begin with lies: a model of the catalog, with its hash; or a checkpoint beside the recipe, or
+    only its configuration.
     """
     from swarmd.errors import ConfigError
 
     folder = beside / recipe.model
     if folder.is_dir():
-        return folder
-    here = ask("here", model=state.catalog().hash_of(recipe.model))
+        return None, folder
+    model = state.catalog().hash_of(recipe.model)
+    here = ask("here", model=model)
     if not here["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
-    return Path(here["folder"])
+    return model, Path(here["folder"])
 
 
 def _outline(source: Path, recipe: Recipe) -> Outline:
@@ -273,7 +274,7 @@ def _outline(source: Path, recipe: Recipe) -> Outline:
 
 
 def _model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
-    """The model to begin with, its first weights made where it has none, held for others."""
+    """A checkpoint folder to begin with, its first weights made where it has none, held for others."""
     folder = source if any(source.glob("*.safetensors")) else _initialised(source, recipe, state)
     return _adopt(state, folder), folder
 

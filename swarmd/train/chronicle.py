@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 4.0  # one commit to be signed or read
 MOST_ASKED = 4  # peers, for a commit that one of them has
 ANSWER_S = 2.0  # for a peer that lives to say so, while a proposer waits for its anchor
+SOON_S = 1.0  # until others whose speed is not known have computed something; looking again costs next to nothing
 N_INTERVALS = 8  # between the latest commits: what is usual
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
@@ -220,7 +221,7 @@ class Chronicle:
         others = {*speeds, *self._computing(self.ledger.head)} - {contributor}
         if not left.action or not others or not await self._answers(others):
             return "", 0.0
-        return left.reason, min([left.action, *(1 / speed for speed in speeds.values())])
+        return left.reason, min([left.action, SOON_S, *(1 / speed for speed in speeds.values())])
 
     def _states(self) -> list[int]:
         """Of which updates somebody has the state."""

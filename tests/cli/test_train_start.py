@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
+from swarmd_cli import train
 from swarmd_cli.train import _initialised, _tokenised
 from tokenizers import Tokenizer
 
@@ -58,6 +61,19 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_the_limit(tmp_path
     assert highest == 700
     with pytest.raises(ConfigError, match="700"):
         require_known(highest, 512)
+
+
+def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that swarmd filled has a file for each block."""
+    catalog = SimpleNamespace(hash_of=lambda name: "a" * 64)
+    monkeypatch.setattr(train, "ask", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])})
+    state: Any = SimpleNamespace(catalog=lambda: catalog)
+    of_catalog = train._source(state, structs.replace(RECIPE, model="demo"), tmp_path)
+    assert of_catalog == ("a" * 64, tmp_path / ("a" * 64))
+    beside = tiny_model(tmp_path / "beside")
+    assert train._source(state, structs.replace(RECIPE, model="beside"), tmp_path) == (None, beside)
 
 
 def test_first_weights_of_a_run_go_with_the_files_that_they_were_made_from(tmp_path: Path) -> None:

@@ -41,6 +41,21 @@ async def test_one_at_4_percent_costs_the_others_next_to_nothing(
     assert times[1] <= 1.3 * times[0]
 
 
+async def test_two_that_audit_each_other_are_no_slower_than_one_alone_where_rounds_take_longest(
+    virtual_time: MockClock,
+) -> None:
+    """A batch takes a tenth of a second: whoever audits has often nothing of its own, and is not waited for long."""
+    paces = []
+    for n in (1, 2):
+        async with training(seed=3, n=0, audit=32, batch=Batch(target=32, micro=2, tokens=8)) as world:
+            members = [world.add(sample_s=0.003) for _ in range(n)]
+            await world.until(2, among=members)
+            began, first = trio.current_time(), world.epoch
+            await world.until(first + 30, among=members[:1])
+            paces.append(30 / (trio.current_time() - began))
+    assert paces[1] > 0.9 * paces[0]
+
+
 async def test_two_that_audit_each_other_both_contribute_to_each_update(virtual_time: MockClock) -> None:
     async with training(seed=4, n=2, audit=1) as world:
         await time_of_updates(world, world.trainers())
