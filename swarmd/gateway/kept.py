@@ -5,6 +5,7 @@ Pure: sessions are values here, the clock is an argument.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,12 @@ def best(kept: Sequence[Kept], prompt: Sequence[int], n_more: int, key: str = ""
 
 
 def outdated(kept: Sequence[Kept], now: float) -> list[Kept]:
-    """Those to give back: too old, and the oldest of too many."""
-    old = [k for k in kept if now - k.since_s > KEPT_FOR_S]
+    """Those to give back: too old, and of too many the oldest of the key that has most of them."""
+    given_back = [k for k in kept if now - k.since_s > KEPT_FOR_S]
     young = sorted((k for k in kept if now - k.since_s <= KEPT_FOR_S), key=lambda k: k.since_s)
-    return [*old, *young[: max(0, len(young) - MOST_KEPT)]]
+    while len(young) > MOST_KEPT:
+        n_of = Counter(k.key for k in young)
+        oldest = max(young, key=lambda k: (n_of[k.key], -k.since_s))
+        young.remove(oldest)
+        given_back.append(oldest)
+    return given_back

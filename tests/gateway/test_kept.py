@@ -56,3 +56,9 @@ def test_another_keys_session_is_none() -> None:
     assert best([theirs, ours], range(60), 10, "b") == (ours, 20)
     assert best([theirs], range(60), 10, "b") is None
     assert best([theirs], range(60), 10) is None
+
+
+def test_who_keeps_most_gives_back_first() -> None:
+    few = [Kept(f"few {i}", (1,), 1_000, 0.0, "few") for i in range(2)]
+    many = [Kept(f"many {i}", (1,), 1_000, 10.0 + i, "many") for i in range(MOST_KEPT)]
+    assert outdated([*few, *many], 40.0) == many[:2], "though the other key's are older"
