@@ -7,7 +7,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,9 +57,9 @@ class WorkerSource:
         supply: Supply,
         peer: str,
         threads: int,
-        start: Callable[[], WorkerProcess] = partial(SubprocessWorker, MODULE),
+        start: Callable[[], WorkerProcess] | None = None,
     ) -> None:
-        self._start_process = start
+        self._start_process = start or (lambda: SubprocessWorker(MODULE))
         self.device = ""
         self._run = run
         self._supply = supply
