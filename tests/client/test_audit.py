@@ -187,7 +187,8 @@ async def test_who_falls_silent_before_it_is_checked_leaves_a_doubt(virtual_time
         (doubt,) = run.session.statistics.doubts
         assert "could be checked" in doubt.reason
         looked = 5 + FIRST_WINDOW_OPS - 1  # of a prompt of five, and what followed until the first look
-        assert doubt.first_token == (0 if n_before < FIRST_WINDOW_OPS else looked)
+        expected = {0} if n_before < FIRST_WINDOW_OPS else {looked - 1, looked}  # an op is under way then, or is not
+        assert doubt.first_token in expected
         assert not any(run.faults(Fault.WRONG_RESULTS)), "that it was wrong is not known"
 
 

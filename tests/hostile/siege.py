@@ -3,11 +3,11 @@
 python -m tests.hostile.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
-messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers that they do
-not read, edits without tokens, next hops that are none, words against everybody; strangers blast random bytes and keep sockets open. Every
-generation is compared with what plain transformers gives, tokens/s with what it was before; another client tunes a
-LoRA over and over, whose losses are those of a local one; updates of a run are counted, memory is looked at every half
-a minute. The log goes to docs/evidence/.
+messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers they do not
+read, edits without tokens, next hops that are none, words against everybody; strangers blast random bytes and keep
+sockets open. Every generation is compared with what plain transformers gives, tokens/s with what it was before; another
+client tunes a LoRA over and over, whose losses are those of a local one; updates of a run are counted, memory is looked
+at every half a minute. The log goes to docs/evidence/.
 """
 
 from __future__ import annotations
