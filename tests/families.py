@@ -235,7 +235,7 @@ def prove(folder: Path) -> Proof:
         mask[0, :4] = 0
         padded = _error(_decode(model, ids, mask), _decode(whole, ids, mask))
     gradient, lora = _gradient_errors(whole, spans, ids)
-    operations, crops = zip(*(_operations_error(span) for span in spans), strict=True)
+    operations, crops = zip(*(operations_error(span) for span in spans), strict=True)
     return Proof(full, cached, padded, gradient, lora, max(operations), all(crops), spans[0].batching.split(":")[0])
 
 
@@ -252,15 +252,15 @@ def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     return torch.stack(logits)
 
 
-def _operations_error(span: LoadedSpan) -> tuple[float, bool]:
+def operations_error(span: LoadedSpan) -> tuple[float, bool]:
     """How far a session's operations are from the same tokens at once; and whether tokens can be taken back.
 
     Six tokens of two rows, two more of which one is taken back and another one follows, rows that change places, and a
     cache that another worker goes on with.
     """
     rng = torch.Generator().manual_seed(2)
-    hidden = torch.randn(2, 9, span.hidden_size, generator=rng)
-    positions = torch.arange(9).expand(2, -1)
+    hidden = torch.randn(2, 9, span.hidden_size, generator=rng).to(span.device, span.dtype)
+    positions = torch.arange(9, device=span.device).expand(2, -1)
 
     def append(cache: SpanCache, start: int, end: int, rows: Sequence[int] = (0, 1)) -> torch.Tensor:
         return span.forward(hidden[list(rows), start:end], positions[:, start:end], None, cache, start)
@@ -275,10 +275,10 @@ def _operations_error(span: LoadedSpan) -> tuple[float, bool]:
         append(cache, 7, 8)
     heir = span.new_cache()
     state = pack_state(cache, History(False, Budget()), None, 8)
-    shape = StateShape(2, 16, span.hidden_size, torch.float32, 0)
+    shape = StateShape(2, 16, span.hidden_size, span.dtype, 0)
     unpack_state_untrusted(state, heir, History(False, Budget()), span.example_cache(span.span), shape)
     for each in (cache, heir):
-        each.reorder(torch.tensor([1, 0]))
+        each.reorder(torch.tensor([1, 0], device=span.device))
         outs.append(append(each, 8, 9, (1, 0))[[1, 0]])
     whole = torch.cat([expected, expected[:, 8:]], 1)
     return _error(torch.cat(outs, 1), whole), can_crop

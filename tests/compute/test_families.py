@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmd.compute.span import LoadedSpan
 from swarmd.errors import ConfigError
-from tests.families import FAMILIES, REFUSED, TOLERANCE, Proof, make, prove
+from swarmd.values import Span
+from tests.families import CUT, FAMILIES, REFUSED, TOLERANCE, Proof, make, operations_error, prove
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- written by tests/compute/test_families.py: SWARMD_WRITE_DOCS=1 pytest tests/compute/test_families.py -->"
@@ -37,6 +39,19 @@ def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path
     proof = prove(make(family, tmp_path, FAMILIES[family]))
     assert proof.worst <= TOLERANCE, proof
     _rows[family] = proof
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_card_computes_a_sessions_operations(
+    family: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    span = LoadedSpan(make(family, tmp_path, FAMILIES[family]), Span(0, CUT), dtype, "cuda", is_quick=False)
+    span.self_test()
+    assert operations_error(span)[0] <= tolerance
 
 
 @pytest.mark.filterwarnings("ignore")
