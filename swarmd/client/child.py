@@ -54,7 +54,7 @@ class Child:
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
             )
         except OSError as error:  # no memory or no process is free at this moment
-            raise SwarmUnavailable(f"no process can be started that reads the tokenizer: {error}") from None
+            raise SwarmUnavailable(f"no process can be started now: {error}") from None
         return await self._exchange(b"", within_s)
 
     async def ask(self, question: dict[str, Any], within_s: float) -> dict[str, Any]:

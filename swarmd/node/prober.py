@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -30,7 +31,7 @@ from swarmd.node.hosts import Hosts
 from swarmd.node.server import Server
 from swarmd.plan.equality import bound_of, errors, is_equal
 from swarmd.plan.standing import Fault
-from swarmd.plan.trust import PROBE_LIFETIME_S, finding, name_of, shared, to_probe
+from swarmd.plan.trust import PROBE_LIFETIME_S, PROBES_OF_EACH, finding, n_speakers, name_of, shared, to_probe
 from swarmd.protocol.arrays import Floats, pack_array, rounded, unpack_array_untrusted
 from swarmd.protocol.evidence import Shown, read_untrusted
 from swarmd.protocol.frames import Frame
@@ -69,6 +70,7 @@ class Prober:
         self._hosts = hosts
         self._probed_at: dict[tuple[str, bytes], float] = {}
         self._found: dict[tuple[str, bytes], tuple[Found, str]] = {}
+        self._unsaid_since: dict[tuple[str, bytes], float] = {}  # servers of which too few have said anything
         self._judging = trio.Lock()
         self._judged: dict[tuple[str, bytes], None] = {}  # whom, and of which session
         self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
@@ -89,7 +91,8 @@ class Prober:
         while True:
             await trio.sleep(LOOK_INTERVAL_S * around.rng.uniform(0.75, 1.25))
             now, spans = around.wall_clock(), around.directory.view().listed()
-            due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now)
+            unsaid_s = self._look_who_is_unsaid(spans, now)
+            due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = target.peer, name_of(target)
                 try:
@@ -102,6 +105,13 @@ class Prober:
                 while len(self._probed_at) > MAX_REMEMBERED:
                     del self._probed_at[next(iter(self._probed_at))]
                 self._note(target, decision)
+
+    def _look_who_is_unsaid(self, spans: Sequence[SpanRecord], now: float) -> dict[tuple[str, bytes], float]:
+        """For how long fewer than enough have said something of a server, by (peer, name)."""
+        peers = self._around.directory.view().peers.values()
+        unsaid = [about for about, n in n_speakers(spans, peers).items() if n < PROBES_OF_EACH]
+        self._unsaid_since = {about: self._unsaid_since.get(about, now) for about in unsaid}
+        return {about: now - since for about, since in self._unsaid_since.items()}
 
     def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
         level = logging.INFO if decision.action else logging.WARNING

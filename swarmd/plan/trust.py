@@ -15,16 +15,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 
 from swarmd.protocol.records import Found, PeerRecord, SpanRecord
 from swarmd.values import PeerId, Span
 
 PROBES_OF_EACH = 2  # holders that probe a server: one may be wrong itself
+OTHERS_TURN_S = 60.0  # that the first have to probe a server and say so: records travel in seconds
+MOST_PROBERS = 8  # of a server of which nobody says anything: a swarm of many is not to probe all day
 PROBE_LIFETIME_S = 3_600.0  # memory breaks, and so do members
 MAX_BLOCKS = 1_024  # of a model, as catalogs have them
 WRONG_GUESTS = 3  # of one voucher: one may have bad memory, and two
 AGREEING = 2  # vouchers who say so: nobody's guests are banned by one member's word
 VOUCHER_BYTES = 8  # of a voucher's key, in records
+
+
+NOTHING_UNSAID: Mapping[tuple[str, bytes], float] = MappingProxyType({})
 
 
 class Trust(IntEnum):
@@ -54,11 +60,13 @@ def to_probe(
     voucher_of: Callable[[PeerId], bytes],
     done: Mapping[tuple[str, bytes], float],
     now: float,
+    unsaid_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
 ) -> list[tuple[SpanRecord, SpanRecord]]:
     """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
 
     Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``done``
-    says when (peer, name) was probed.
+    says when (peer, name) was probed, ``unsaid_s`` for how long fewer than enough have said anything of it: the next in
+    order probe then, too, for the first may hold these blocks only in their records.
     """
     own = [span for span in spans if span.peer == me and span.state == "online"]
     kinds = {(span.model, span.dtype, span.quantize) for span in own}
@@ -69,10 +77,12 @@ def to_probe(
         if mine is None or now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
             continue
         rank, better = _rank(me, target, voucher_of), set[str]()
+        n_late = int(unsaid_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
+        n_probers = min(MOST_PROBERS, PROBES_OF_EACH + n_late)
         for other in online:  # most often two are found soon
             if other.peer not in better and shared(other, target) and _rank(other.peer, target, voucher_of) < rank:
                 better.add(other.peer)
-                if len(better) == PROBES_OF_EACH:
+                if len(better) == n_probers:
                     break
         else:
             chosen.append((target, mine))
@@ -158,6 +168,16 @@ def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int
         for block in range(span.start, min(span.end, MAX_BLOCKS)):
             holders[span.model, span.dtype, span.quantize, block].add(span.peer)
     return {where: len(peers) for where, peers in holders.items()}
+
+
+def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
+    """How many others say something of each server, by (peer, name)."""
+    n_said = {(span.peer, name_of(span)): 0 for span in spans}
+    for record in peers:
+        for about in {(found.peer, found.name) for found in record.found if found.peer != record.peer}:
+            if about in n_said:
+                n_said[about] += 1
+    return n_said
 
 
 def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> Found:

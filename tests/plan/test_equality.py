@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarmd.plan.audits import ALWAYS_BELOW, LEAST_RATE, Record, is_due, next_window, rate
 from swarmd.plan.equality import Verdict, bound_of, errors, is_equal, projected, two_of_three
-from swarmd.plan.trust import Trust, finding, name_of, shared, to_probe, trust_in
+from swarmd.plan.trust import OTHERS_TURN_S, Trust, finding, n_speakers, name_of, shared, to_probe, trust_in
 from swarmd.protocol.records import PeerRecord, SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -149,6 +149,24 @@ def test_a_probe_is_done_again_after_an_hour_and_after_each_load() -> None:
     assert [t.peer for t, _ in to_probe(PeerId("a"), [A, B], own_voucher, done, 4_000.0)] == ["b"]
     loaded = span("b", 2, 6, numerics="others")
     assert [t.peer for t, _ in to_probe(PeerId("a"), [A, loaded], own_voucher, done, 200.0)] == ["b"]
+
+
+def test_who_holds_blocks_in_records_only_does_not_keep_others_from_probing() -> None:
+    """Two that never probe may come first for a server: a minute later the next in order has its turn, and so on."""
+    spans = [span(chr(97 + n), 0, 4) for n in range(6)]
+    target = spans[5]
+
+    def probers(unsaid_s: float) -> set[str]:
+        unsaid = {(target.peer, name_of(target)): unsaid_s}
+        due = {s.peer: to_probe(PeerId(s.peer), spans, own_voucher, {}, 0.0, unsaid) for s in spans[:5]}
+        return {peer for peer, found in due.items() if target.peer in {t.peer for t, _ in found}}
+
+    first, then = probers(0.0), probers(OTHERS_TURN_S)
+    assert (len(first), len(then)) == (2, 3)
+    assert first < then
+    assert len(probers(10 * OTHERS_TURN_S)) == 5
+    said = [peer("a", finding(target, True)), peer("f", finding(target, True)), peer("b")]
+    assert n_speakers(spans, said)["f", name_of(target)] == 1
 
 
 def test_trust_follows_what_others_found() -> None:
