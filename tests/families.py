@@ -129,11 +129,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What is served, with what makes its configuration small and valid; None takes a setting away."""
 
+_ENCODERS = """
+    bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra ernie
+    git marian mbart megatron-bert mvp pegasus rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm xlm-roberta
+    xlm-roberta-xl xmod
+"""
+
 REFUSED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _ENCODERS.split()},  # or made like one, or one half of a translator
     "recurrent_gemma": {},
-    "bert": {},
     "cpmant": {},
     "ctrl": {},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "hrm_text": {},
     "inkling2_text": EXPERTS,
     "longcat_flash": EXPERTS,
