@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from swarmd.home import Home
 
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
 _chosen: list[Path | None] = [None]
 

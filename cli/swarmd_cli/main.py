@@ -28,9 +28,7 @@ from swarmd_cli import (
     train,
     tune,
 )
-from swarmd_cli.context import set_home
-
-INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
+from swarmd_cli.context import INTERRUPTED, set_home
 
 app = typer.Typer(
     name="swarmd",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 
 from swarmd.values import count
 from swarmd_cli.beforehand import waits_for_founder
-from swarmd_cli.context import ask, home, is_running, tell_daemon, wait_until
+from swarmd_cli.context import INTERRUPTED, ask, home, is_running, tell_daemon, wait_until
 
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
@@ -175,6 +177,7 @@ def up(
 
     Example: swarmd up --listen /ip4/0.0.0.0/tcp/4117 --serve demo --blocks 0:3
     """
+    signal.signal(signal.SIGINT, _leave_at_once)  # until the daemon listens to signals itself
     import trio
 
     from swarmd import config, daemon, logs
@@ -201,6 +204,12 @@ def up(
             print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
 
     trio.run(daemon.main, state, settings, ready)
+
+
+def _leave_at_once(number: int, frame: object) -> None:
+    """End a daemon that has not begun: Python loses an interrupt that is raised in the midst of some imports."""
+    print("swarmd: interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 Served = Annotated[str, typer.Argument(metavar="[MODEL]", help="Only this one of the models that are served here.")]

@@ -253,6 +253,16 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("status", home=home), 3)
 
 
+def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Send Ctrl-C, and return what it printed until its end; one that stays is killed, and fails the test."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
 def test_ctrl_c_while_the_daemon_starts_or_runs_is_no_traceback(tmp_path: Path) -> None:
     swarmd("init", "--name", "ours", home=tmp_path)
     command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(tmp_path), "up", "--no-serve"]
@@ -260,14 +270,12 @@ def test_ctrl_c_while_the_daemon_starts_or_runs_is_no_traceback(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as early:
         while not (tmp_path / "lock").exists():  # from here on it is importing and starting for a second or so
             time.sleep(0.01)
-        early.send_signal(signal.SIGINT)
-        _, said = early.communicate(timeout=30)
+        _, said = interrupted(early)
         assert "Traceback" not in said, said
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as late:
         assert late.stdout is not None
         assert "is up as" in late.stdout.readline()
-        late.send_signal(signal.SIGINT)
-        _, said = late.communicate(timeout=30)
+        _, said = interrupted(late)
         assert "Traceback" not in said, said
         assert late.returncode == 0
 
