@@ -131,8 +131,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _ENCODERS = """
     bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra ernie
-    git marian mbart megatron-bert mvp pegasus rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm xlm-roberta
-    xlm-roberta-xl xmod
+    git marian mbart megatron-bert mvp pegasus rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm
+    xlm-roberta xlm-roberta-xl xmod
 """
 
 REFUSED: dict[str, dict[str, Any]] = {
