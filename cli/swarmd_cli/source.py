@@ -15,6 +15,8 @@ from swarmd_cli.convert import converted, is_gguf
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 MOST_NAMES = 10_000  # that are looked at in a folder: a home folder has more, and a checkpoint never
+PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]*\.bin$|\.(pt|pth|ckpt)$")
+"""Names of weights as torch saves them; other programs' files end in .bin, too."""
 N_SHOWN = 3  # names of files in a sentence
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -78,7 +80,7 @@ def explain(where: str, names: Iterable[str], command: str) -> None:
             f"{where} holds a model for ONNX ({_some(files)}), a program rather than weights: add the checkpoint of "
             "safetensors that it was made from"
         )
-    if files := [name for suffix in (".bin", ".pt", ".pth", ".ckpt") for name in by_suffix.get(suffix, ())]:
+    if files := [name for name in listed if PICKLED.search(name)]:
         raise ConfigError(
             f"{where} holds {_some(files)}, which is pickle, and swarmd never opens that: convert it to safetensors"
         )
