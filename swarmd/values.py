@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NewType, TypeVar
 
@@ -10,6 +11,7 @@ from swarmd.errors import ConfigError
 
 ActionT = TypeVar("ActionT")
 
+N_NAMED = 3  # of many names, in a sentence
 MAX_NAME = 64  # characters of what a person calls a model, a swarm or a run
 
 PeerId = NewType("PeerId", str)
@@ -65,6 +67,12 @@ class Decision(Generic[ActionT]):
 def count(n: int, noun: str) -> str:
     """Write a number of things for people: 1 anchor, 2 anchors."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names for a sentence, and how many more there are."""
+    more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
+    return ", ".join(names[:N_NAMED]) + more
 
 
 def require_name(what: str, name: str) -> None:

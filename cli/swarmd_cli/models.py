@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd.values import count, require_name
+from swarmd.values import count, require_name, some_of
 from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import forget
 from swarmd_cli.look import Json, by_model, download_line, span_text
@@ -312,8 +312,9 @@ def verify(model: Model, as_json: Json = False) -> None:
     elif not damaged:
         print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
     if damaged:
-        listed = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
-        raise IntegrityError(f"{model}: {listed} differ from the manifest: swarmd models rm {model}, then pull it")
+        raise IntegrityError(
+            f"{model}: {some_of(damaged)} differ from the manifest: swarmd models rm {model}, then pull it"
+        )
 
 
 @app.command("delegate")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
+from swarmd.values import some_of
 from swarmd_cli.convert import converted, is_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -17,7 +18,6 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "t
 MOST_NAMES = 10_000  # that are looked at in a folder: a home folder has more, and a checkpoint never
 PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]*\.bin$|\.(pt|pth|ckpt)$")
 """Names of weights as torch saves them; other programs' files end in .bin, too."""
-N_SHOWN = 3  # names of files in a sentence
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -72,21 +72,21 @@ def explain(where: str, names: Iterable[str], command: str) -> None:
     if files := by_suffix.get(".gguf"):
         get = f"{command}FILE, then " if command else ""
         raise ConfigError(
-            f"{where} holds GGUF files ({_some(files)}) and no checkpoint of safetensors: add one of the files: "
+            f"{where} holds GGUF files ({some_of(files)}) and no checkpoint of safetensors: add one of the files: "
             f"{get}swarmd models add FILE --name NAME"
         )
     if files := by_suffix.get(".onnx"):
         raise ConfigError(
-            f"{where} holds a model for ONNX ({_some(files)}), a program rather than weights: add the checkpoint of "
+            f"{where} holds a model for ONNX ({some_of(files)}), a program rather than weights: add the checkpoint of "
             "safetensors that it was made from"
         )
     if files := [name for name in listed if PICKLED.search(name)]:
         raise ConfigError(
-            f"{where} holds {_some(files)}, which is pickle, and swarmd never opens that: convert it to safetensors"
+            f"{where} holds {some_of(files)}, which is pickle, and swarmd never opens that: convert it to safetensors"
         )
     if files := by_suffix.get(".safetensors"):
         raise ConfigError(
-            f"{where} holds {_some(files)}, and neither model.safetensors nor model.safetensors.index.json, which "
+            f"{where} holds {some_of(files)}, and neither model.safetensors nor model.safetensors.index.json, which "
             "lists a model's parts: rename the one file, or add the index that belongs to the parts"
         )
 
@@ -122,7 +122,7 @@ def _snapshot_in(folder: Path) -> Path:
     if named in found:
         return _checkpoint_in(named)
     if len(found) != 1:
-        listed = f"one of {_some([path.name for path in found])}" if found else "none is there"
+        listed = f"one of {some_of([path.name for path in found])}" if found else "none is there"
         raise ConfigError(
             f"{folder} is a folder of the hub's cache: say which snapshot ({listed}): {folder}/snapshots/…"
         )
@@ -139,8 +139,3 @@ def _files_on_hub(source: str) -> list[str]:
     from huggingface_hub import HfApi
 
     return list(HfApi().list_repo_files(source))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - N_SHOWN} more" if len(names) > N_SHOWN else ""
-    return ", ".join(names[:N_SHOWN]) + more

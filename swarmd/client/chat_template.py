@@ -14,6 +14,7 @@ from jinja2 import meta
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 SPECIAL = (WITH_TOOLS, "rag")  # names that Hugging Face gives to templates for something else than plain conversations
+OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``prompts`` says beside the messages
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
 
 
@@ -27,19 +28,14 @@ class ChatTemplate:
 
     def ids(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
         """A conversation as tokens. Raises whatever the template raises."""
-        own = self._own_arguments
-        known = {name: value for name, value in options.items() if name in own or name in self._variables}
+        told = {*OWN_ARGUMENTS, *self._variables}
+        known = {name: value for name, value in options.items() if name in told}
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **known
         )
         return [int(token) for token in ids]
-
-    @cached_property
-    def _own_arguments(self) -> set[str]:
-        """What ``prompts`` itself says beside the messages."""
-        return {"add_generation_prompt", "continue_final_message"}
 
     @cached_property
     def _variables(self) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from swarmd.errors import ConfigError
 from swarmd.protocol import shards
 from swarmd.protocol.adapter import WEIGHTS_FILE, lora_of, name_of_module
 from swarmd.protocol.manifest import Entry, Manifest
-from swarmd.values import Span
+from swarmd.values import Span, some_of
 
 LEFTOVERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$|^(model\.)?mtp\.")
 """What checkpoints hold and no model reads: tables of rotary angles, masks, positions, and layers that predict several
 tokens at once. The library's own families name more, which it leaves out by itself."""
 CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.bias$")  # of four dimensions; a true bias has one
-N_NAMED = 3  # tensors of one kind of fault that a sentence names
 
 
 def check_folder(folder: Path, manifest: Manifest) -> None:
@@ -61,7 +59,7 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
         raise ConfigError(f"{folder}: {error}") from None
     modules = {name_of_module(tensor.name) for tensor in manifest.tensors}
     if beyond := sorted(modules - used.keys()):
-        raise ConfigError(f"{folder}: the adapter changes {_some(beyond)}, and {base} has {len(layers)} blocks")
+        raise ConfigError(f"{folder}: the adapter changes {some_of(beyond)}, and {base} has {len(layers)} blocks")
 
 
 def _without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -87,7 +85,7 @@ def _check_kinds(folder: Path, tensors: list[Entry], targets: dict[str, str], st
         return
     stem = packed[0].name.removesuffix("weight")
     beside = [t.name for t in tensors if t.name.startswith(stem) and targets[t.name] not in state and t != packed[0]]
-    scales = f", with {_some(beside)} beside it" if beside else ""
+    scales = f", with {some_of(beside)} beside it" if beside else ""
     raise ConfigError(
         f"{folder}: {packed[0].name} is of kind {packed[0].dtype}{scales}: quantised weights ({len(packed)} tensors); "
         f"swarmd takes plain ones ({', '.join(shards.PLAIN_KINDS[1:])}): add the model as it was before, or unpack it"
@@ -135,18 +133,12 @@ def _check_fit(folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel
         )
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
-        held = f"; it holds {_some(unknown)}, which no part of the model is called" if unknown else ""
-        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {_some(missing)}{held}")
+        held = f"; it holds {some_of(unknown)}, which no part of the model is called" if unknown else ""
+        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {some_of(missing)}{held}")
     if unknown:
         raise ConfigError(
-            f"{folder}: no part of {cls.__name__} as config.json describes it takes {_some(unknown)}: "
+            f"{folder}: no part of {cls.__name__} as config.json describes it takes {some_of(unknown)}: "
             "leaving tensors out would make another model; see whether config.json belongs to these weights"
         )
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(f"{folder}: {name} is {tuple(found)}, and by config.json it is {tuple(expected)}")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - N_NAMED} more" if len(listed) > N_NAMED else ""
-    return ", ".join(listed[:N_NAMED]) + more

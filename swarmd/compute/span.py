@@ -359,6 +359,8 @@ class LoadedSpan:
         outs = []
         for change in (0.0, 1.0):
             cache = self.new_cache(hop)
+            if cache.keeps_tokens_only:
+                return False
             self.forward(hidden[:, :3], positions[:, :3], None, cache, 0, hop)
             if not cache.change_states(change):
                 return False
@@ -396,7 +398,7 @@ class LoadedSpan:
         try:
             at_once = self._decode(hidden, positions, None, None, self.span)
             if len(self.span) == 1:
-                apart = self._decode_beside_others(hidden, positions)
+                apart = self._decode_beside_others(hidden, positions) if self.span.start else at_once
             else:
                 apart = hidden
                 for block in self.span.blocks():
@@ -412,15 +414,13 @@ class LoadedSpan:
 
     def _decode_beside_others(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute the only block, and have the one before it hand on other numbers than None beside hidden states."""
-        before = self._layers[self.span.start - 1] if self.span.start else None
-        if isinstance(before, skeleton.Stub):
-            before.beside = tuple(
-                torch.randn_like(value) if torch.is_tensor(value) and value.is_floating_point() else value
-                for value in self._beside
-            )
+        before: Any = self._layers[self.span.start - 1]
+        before.beside = tuple(
+            torch.randn_like(value) if torch.is_tensor(value) and value.is_floating_point() else value
+            for value in self._beside
+        )
         out = self._decode(hidden, positions, None, None, self.span)
-        if isinstance(before, skeleton.Stub):
-            before.beside = ()
+        before.beside = ()
         return out
 
     def _test_batching(self) -> None:

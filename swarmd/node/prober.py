@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import trio
 
 from swarmd.errors import (
     Code,
-    PeerError,
     PeerTimeout,
     Refused,
     RemoteProtocolError,
@@ -29,6 +27,7 @@ from swarmd.net.rpc import Channel
 from swarmd.node.choosing import Around
 from swarmd.node.hosts import Hosts
 from swarmd.node.server import Server
+from swarmd.node.short_session import opening_of, short_session
 from swarmd.plan.equality import bound_of, errors, is_equal
 from swarmd.plan.standing import Fault
 from swarmd.plan.trust import PROBE_LIFETIME_S, PROBES_OF_EACH, finding, n_speakers, name_of, shared, to_probe
@@ -39,14 +38,12 @@ from swarmd.protocol.messages import (
     Accuse,
     AnyMessage,
     Believed,
-    CloseSession,
     Op,
     Opened,
-    OpenSession,
     Progress,
     ReceiptIs,
 )
-from swarmd.protocol.records import Found, SpanRecord
+from swarmd.protocol.records import Found, PeerRecord, SpanRecord
 from swarmd.status import ProbeRow
 from swarmd.values import Decision, PeerId, Span
 
@@ -90,8 +87,9 @@ class Prober:
         around = self._around
         while True:
             await trio.sleep(LOOK_INTERVAL_S * around.rng.uniform(0.75, 1.25))
-            now, spans = around.wall_clock(), around.directory.view().listed()
-            unsaid_s = self._look_who_is_unsaid(spans, now)
+            now, view = around.wall_clock(), around.directory.view()
+            spans = view.listed()
+            unsaid_s = self._look_who_is_unsaid(spans, view.peers.values(), now)
             due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = target.peer, name_of(target)
@@ -106,9 +104,10 @@ class Prober:
                     del self._probed_at[next(iter(self._probed_at))]
                 self._note(target, decision)
 
-    def _look_who_is_unsaid(self, spans: Sequence[SpanRecord], now: float) -> dict[tuple[str, bytes], float]:
+    def _look_who_is_unsaid(
+        self, spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], now: float
+    ) -> dict[tuple[str, bytes], float]:
         """For how long fewer than enough have said something of a server, by (peer, name)."""
-        peers = self._around.directory.view().peers.values()
         unsaid = [about for about, n in n_speakers(spans, peers).items() if n < PROBES_OF_EACH]
         self._unsaid_since = {about: self._unsaid_since.get(about, now) for about in unsaid}
         return {about: now - since for about, since in self._unsaid_since.items()}
@@ -203,22 +202,19 @@ class Prober:
     async def _ask(self, target: SpanRecord, span: Span, entered: Floats) -> Floats:
         """What another server makes of an input [1, t, d]. Raises PeerError."""
         rpc, peer, key = self._around.rpc, PeerId(target.peer), os.urandom(16)
-        rpc.network.learn(peer, self._around.exchange.addresses_of(peer))
         answers, coming = trio.open_memory_channel[Floats](1)
         self._answers[key, peer] = answers
+        opening = opening_of(key, target, span, entered.shape[1] + 1, receipts=True)
         try:
-            reply, _ = await rpc.call(peer, partial(_opening, key, target, span, entered.shape[1]))
-            if not isinstance(reply, Opened):
-                raise RemoteProtocolError(f"expected an opened session, got {type(reply).__name__}")
-            meta, payload = pack_array(entered, target.dtype)
-            channel = await rpc.channel(peer)
-            await channel.send(Op(session=key, start=span.start, epoch=1, seq=1, tensor=meta), payload)
-            return await coming.receive()
+            async with short_session(rpc, self._around.exchange, peer, opening) as (reply, _):
+                if not isinstance(reply, Opened):
+                    raise RemoteProtocolError(f"expected an opened session, got {type(reply).__name__}")
+                meta, payload = pack_array(entered, target.dtype)
+                channel = await rpc.channel(peer)
+                await channel.send(Op(session=key, start=span.start, epoch=1, seq=1, tensor=meta), payload)
+                return await coming.receive()
         finally:
             del self._answers[key, peer]
-            if (open_one := rpc.existing(peer)) is not None:
-                with suppress(PeerError), trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
-                    await open_one.send(CloseSession(session=key, start=span.start))
 
     def take(self, peer: PeerId, message: AnyMessage, frame: Frame) -> bool:
         """Take what comes for a probe. Raises RemoteProtocolError for numbers that cannot be read."""
@@ -231,17 +227,3 @@ class Prober:
             with suppress(trio.WouldBlock):
                 waiting.send_nowait(unpack_array_untrusted(message.tensor, frame.payload))
         return True
-
-
-def _opening(key: bytes, target: SpanRecord, span: Span, n_tokens: int, call_id: int) -> OpenSession:
-    return OpenSession(
-        id=call_id,
-        session=key,
-        model=target.model,
-        start=span.start,
-        end=span.end,
-        epoch=1,
-        max_tokens=n_tokens + 1,
-        dtype=target.dtype,
-        receipts=True,
-    )

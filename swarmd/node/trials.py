@@ -11,19 +11,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
 from swarmd.errors import OUR_MEMBERSHIP, Code, PeerError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
+from swarmd.node.short_session import opening_of, short_session
 from swarmd.plan.placement import Own
-from swarmd.protocol.messages import CloseSession, OpenSession
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import PeerId
+from swarmd.values import PeerId, Span
 
 TRIED_AT_ONCE = 16  # servers: most answer within a round trip
 TRIED_EACH_LOOK = 2  # of a swarm of 126 all are tried within an hour
@@ -101,19 +99,14 @@ class Trials:
         return found
 
     async def _takes_session(self, span: SpanRecord) -> bool:
-        peer, key = PeerId(span.peer), os.urandom(16)
-        self._rpc.network.learn(peer, self._exchange.addresses_of(peer))
+        opening = opening_of(os.urandom(16), span, Span(span.start, span.end), TRIAL_TOKENS)
         try:
-            await self._rpc.call(peer, partial(_opening, key, span), timeout_s=OPEN_TIMEOUT_S)
+            async with short_session(self._rpc, self._exchange, PeerId(span.peer), opening, OPEN_TIMEOUT_S):
+                return True
         except Refused as error:
             return error.code in NO_WORD_ABOUT_IT
         except PeerError:
             return False
-        finally:
-            if (channel := self._rpc.existing(peer)) is not None:
-                with suppress(PeerError), trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
-                    await channel.send(CloseSession(session=key, start=span.start))
-        return True
 
     def _refusals(self, span: SpanRecord) -> int:
         tried = self._tried.get(of(span))
@@ -128,16 +121,3 @@ class Trials:
         self._tried[of(span)] = _Tried(before.at if is_early and before is not None else now, n_refusals)
         if len(self._tried) > MAX_REMEMBERED:
             del self._tried[next(iter(self._tried))]
-
-
-def _opening(key: bytes, span: SpanRecord, call_id: int) -> OpenSession:
-    return OpenSession(
-        id=call_id,
-        session=key,
-        model=span.model,
-        start=span.start,
-        end=span.end,
-        epoch=1,
-        max_tokens=TRIAL_TOKENS,
-        dtype=span.dtype,
-    )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from swarmd.plan.view import coverage
 from swarmd.protocol.records import SpanRecord
-from swarmd.values import Decision, ModelId, PeerId, Span, count, ranges
+from swarmd.values import Decision, ModelId, PeerId, Span, count, ranges, some_of
 
 TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
@@ -92,9 +92,8 @@ class Rescue:
                 f"blocks {blocks} are held by nobody, and no server that may choose its model can leave what it "
                 f"serves without a gap there: swarmd up --serve {self.name} on a machine that has room"
             )
-        peers = ", ".join(peer[-8:] for peer, _ in self.servers[:3])
-        more = f" and {len(self.servers) - 3} more" if len(self.servers) > 3 else ""
-        return f"blocks {blocks} are held by nobody; {peers}{more} can take them, the first within a few minutes"
+        peers = some_of([peer[-8:] for peer, _ in self.servers])
+        return f"blocks {blocks} are held by nobody; {peers} can take them, the first within a few minutes"
 
 
 def choose_model(

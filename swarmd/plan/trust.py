@@ -102,14 +102,18 @@ def trust_in(
     Who came by the same voucher counts where nobody else says anything. Of whom nothing is known nothing is believed:
     ``voucher_of`` must give what a finding says.
     """
+    speaking = [record for record in peers if record.found]
+    if not speaking:
+        return {}
     said: dict[tuple[str, bytes], Said] = defaultdict(Said)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     accused_by: dict[bytes, set[str]] = defaultdict(set)
-    model_of = {(span.peer, name_of(span)): span.model for span in spans}
+    names = [(span.peer, name_of(span)) for span in spans]
+    model_of = {name: span.model for name, span in zip(names, spans, strict=True)}
     models_of: dict[str, set[str]] = defaultdict(set)
     for span in spans:
         models_of[span.peer].add(span.model)
-    for record in peers:
+    for record in speaking:
         speaker = voucher_of(PeerId(record.peer))
         for found in record.found:
             host = voucher_of(PeerId(found.peer))
@@ -126,11 +130,11 @@ def trust_in(
         return {}
     leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
     n_holders, trust = _holders(spans), {}
-    for span in spans:
+    for span, name in zip(spans, names, strict=True):
         kind = (span.model, span.dtype, span.quantize)
         is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
-        about = said.get((span.peer, name_of(span)), Said())
+        about = said.get(name, Said())
         trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
     return trust
 

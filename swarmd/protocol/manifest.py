@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -130,10 +131,7 @@ def _hint_of_kinds(folder: Path, error: str) -> str:
     if not (package := next((name for name in configuration.PACKAGES if f"({name})" in error), "")):
         return ""
     try:
-        kinds = set()
-        for shard in shard_files(folder):
-            with shard.open("rb") as file:
-                kinds |= {place.dtype for place in shards.read_header(file, shard, shard.stat().st_size)}
+        kinds = {place.dtype for _, place in _places(folder)}
     except ConfigError:
         return ""
     if not kinds <= set(shards.PLAIN_KINDS):
@@ -170,15 +168,20 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _places(folder: Path) -> Iterator[tuple[Path, shards.Place]]:
+    """Where each tensor of a checkpoint lies, by the headers of its shards. Raises ConfigError."""
+    for shard in shard_files(folder):
+        with shard.open("rb") as file:
+            places = shards.read_header(file, shard, shard.stat().st_size)
+        yield from ((shard, place) for place in places)
+
+
 def _check_index(folder: Path) -> None:
     """Refuse an index that says other than the shards: it is what readers go by. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    found: dict[str, str] = {}
-    for shard in shard_files(folder):
-        with shard.open("rb") as file:
-            found |= {place.name: shard.name for place in shards.read_header(file, shard, shard.stat().st_size)}
+    found = {place.name: shard.name for shard, place in _places(folder)}
     said: dict[str, str] = read_json(index)["weight_map"]
     for name in sorted(said.keys() | found.keys()):
         if said.get(name) != found.get(name):
