@@ -31,17 +31,17 @@ from swarmd.net.direct import DirectNetwork
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.plan import partition
-from swarmd.plan.partition import Member, Sizes
-from swarmd.protocol.backing import Share, sign_share
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import AnyMessage, Hello
-from swarmd.protocol.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
-from swarmd.train.accounts import Given
-from swarmd.train.codecs import Codec
-from swarmd.train.round import Round
-from swarmd.train.state import Vector, average_digest
+from swarmd.plan.runs import partition
+from swarmd.plan.runs.partition import Member, Sizes
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs.backing import Share, sign_share
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello
+from swarmd.protocol.wire.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
+from swarmd.train.rounds.accounts import Given
+from swarmd.train.rounds.round import Round
+from swarmd.train.vectors.codecs import Codec
+from swarmd.train.vectors.state import Vector, average_digest
 from swarmd.values import PeerId, RunId
 
 N_PEERS = 4

@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from swarmd.books import Books
-from swarmd.protocol import bill as bills
-from swarmd.protocol.bill import Bill, Signed
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.accounts import usage_receipt as bills
+from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.membership.identity import Identity
 
 BATCH = 20_000  # bills that are written at a time
 N_CHECKED = 5_000  # bills whose signatures are true, and checked

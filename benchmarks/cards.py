@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swarmd.compute.device import finish
-from swarmd.compute.ragged import Piece
-from swarmd.compute.rates import decode_rates, last
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.hardware.device import finish
+from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.rates import decode_rates, last
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 
 SHAPES: dict[str, tuple[int, dict[str, int]]] = {

@@ -22,17 +22,17 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from swarmd.compute.gradients import Trained, build
+from swarmd.compute.runs.gradients import Trained, build
 from swarmd.home import bundled_folder
-from swarmd.protocol.commit import Commit
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, Recipe, start_run
-from swarmd.train.codecs import codec_of
-from swarmd.train.coded_sums import reduce
-from swarmd.train.feedback import Feedback
-from swarmd.train.inner import Inner
-from swarmd.train.state import Layout, RunState, Vector
-from swarmd.train.work import Work
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, Recipe, start_run
+from swarmd.train.vectors.codecs import codec_of
+from swarmd.train.vectors.coded_sums import reduce
+from swarmd.train.vectors.error_feedback import Feedback
+from swarmd.train.vectors.inner_steps import Inner
+from swarmd.train.vectors.state import Layout, RunState, Vector
+from swarmd.train.vectors.work import Work
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 N_PEERS = 4

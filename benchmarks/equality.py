@@ -1,11 +1,11 @@
-"""How far apart honest machines are for the same input, and how far cheats: what ``plan.equality``'s bounds stand on.
+"""How far apart honest machines are for the same input, and how far cheats: the basis of ``plan.trust.equality``.
 
 python -m benchmarks.equality [--tokens 200]
 
 SmolLM2-135M-Instruct on a text, three spans of ten blocks. *Honest* is what the worker's own engine gives when tokens
 come one by one, alone or beside three other sessions, against one prefill of the same inputs. A cheat is held against
-the honest prefill. Errors are each token's, relative to what the span added (plan.equality.errors), and the same of
-16 numbers of a seeded projection.
+the honest prefill. Errors are each token's, relative to what the span added (plan.trust.equality.errors), and the same
+of 16 numbers of a seeded projection.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import safetensors.torch
 import torch
 from transformers import AutoTokenizer
 
-from swarmd.compute.ends import Ends
-from swarmd.compute.engine import Engine
-from swarmd.compute.span import LoadedSpan
-from swarmd.plan.equality import BOUNDS, errors, projected
-from swarmd.protocol import worker
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import Op, OpenSession, framed
+from swarmd.compute.model.ends import Ends
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.engine import Engine
+from swarmd.plan.trust.equality import BOUNDS, errors, projected
+from swarmd.protocol.wire import worker
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.messages import Op, OpenSession, framed
 from swarmd.values import Span
 from swarmd.wire.history import Budget, Sent
 from swarmd.wire.ops import encode_op

@@ -130,7 +130,7 @@ def client(settings: dict[str, str]) -> None:
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
     torch.set_num_threads(1)
-    from swarmd.plan.routing import Hop
+    from swarmd.plan.chains.routing import Hop
     from swarmd.values import PeerId, Span
 
     with swarmd.connect(home=settings["home"]) as swarm:

@@ -19,7 +19,7 @@ import trio
 
 import swarmd
 from benchmarks.wan_chain import rate, told_by_client
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
 from tests.real.smollm2 import smollm2
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
-from swarmd.compute.quantize import relative_error
+from swarmd.compute.linear.layers import DynamicInt8Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
+from swarmd.compute.linear.quantize import relative_error
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49_152), (2048, 5632), (4096, 4096))  # in x out
 ROWS = (1, 2, 4, 8, 16)

@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from swarmd.compute.kvcache import SpanCache
-from swarmd.compute.ragged import Piece
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 

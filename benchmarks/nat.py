@@ -34,7 +34,7 @@ SERVERS = ("public", "forwarded", "asked", "cone", "symmetric", "carrier")
 CLIENTS = ("public", "cone", "symmetric", "carrier")
 CLIENT = """
 import sys, time, torch, swarmd, msgspec
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import Span
 torch.set_num_threads(1)
 invite, n, *servers = sys.argv[1:]

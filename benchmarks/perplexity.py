@@ -22,13 +22,13 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from swarmd.compute import skeleton
-from swarmd.compute.ends import Ends
-from swarmd.compute.few_bits import Int8Head, LevelsLinear
-from swarmd.compute.linear import DynamicInt8Linear, HalfLinear, PackedLinear
-from swarmd.compute.rates import decode_rates, last, prefill_rates
-from swarmd.compute.span import LoadedSpan
-from swarmd.compute.tiled import TiledLinear
+from swarmd.compute.linear.few_bits import Int8Head, LevelsLinear
+from swarmd.compute.linear.layers import DynamicInt8Linear, HalfLinear, PackedLinear
+from swarmd.compute.linear.tiled import TiledLinear
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import Ends
+from swarmd.compute.passes.rates import decode_rates, last, prefill_rates
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 

@@ -16,13 +16,13 @@ import numpy as np
 import trio
 
 from swarmd.net.sim import Line, Link
-from swarmd.plan.partition import Member
-from swarmd.plan.synchronisation import Prediction, Setting, Swarm, choose, predict, settings
-from swarmd.protocol.recipe import Batch, Diloco, Optimizer, Parts, Recipe
-from swarmd.train.computing import n_at_once
-from swarmd.train.source import Computed, InnerStep
-from swarmd.train.state import Layout, Vector
+from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.synchronisation import Prediction, Setting, Swarm, choose, predict, settings
+from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer, Parts, Recipe
+from swarmd.train.gradients.computing import n_at_once
+from swarmd.train.gradients.source import Computed, InnerStep
 from swarmd.train.synchronisation import ways
+from swarmd.train.vectors.state import Layout, Vector
 from swarmd.values import PeerId
 from tests.train.world import ToySource, TrainingWorld
 from tests.virtual_time import in_virtual_time

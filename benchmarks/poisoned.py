@@ -29,11 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trio.testing import MockClock
 
 from swarmd.home import bundled_folder
-from swarmd.plan.samples import row_of
-from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.train.parts import Part
-from swarmd.train.source import Again, Computed, InnerStep
-from swarmd.train.state import Layout, Vector
+from swarmd.plan.runs.samples import row_of
+from swarmd.protocol.runs.recipe import Batch, Optimizer
+from swarmd.train.gradients.source import Again, Computed, InnerStep
+from swarmd.train.rounds.parts import Part
+from swarmd.train.vectors.state import Layout, Vector
 from swarmd.values import PeerId
 from tests.real.training import tiny_model
 from tests.train.world import Member, TrainingWorld
@@ -104,7 +104,7 @@ class Model:
 
 
 class RealSource:
-    """See swarmd.train.source.Source: a peer's rows of real text. ``attack``: what it gives for single gradients."""
+    """A peer's rows of real text (train.gradients.source.Source). ``attack``: what it gives for single gradients."""
 
     def __init__(self, model: Model, seed: int, peer: str, sample_s: float) -> None:
         self.model, self.sample_s, self._peer, self._seed = model, sample_s, peer, seed

@@ -23,10 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from swarmd.client.model import remote_model
-from swarmd.compute.loss import quantization_error
-from swarmd.compute.quantize import relative_error
-from swarmd.compute.span import LoadedSpan
+from swarmd.client.model.remote_model import remote_model
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.passes.quantisation_error import quantization_error
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.families import LocalSession
 

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", type=Path, default=EXAMPLES / "bundled.toml")
     options = parser.parse_args()
-    from swarmd.protocol.recipe import read_toml
+    from swarmd.protocol.runs.recipe import read_toml
 
     source = runpy.run_path(str(EXAMPLES / "train_bundled_model.py"))
     text = source["corpus"]()

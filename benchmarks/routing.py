@@ -12,11 +12,11 @@ import time
 import tracemalloc
 from functools import partial
 
-from swarmd.node.balancer import holders_of
-from swarmd.plan import routing
-from swarmd.plan.placement import choose_move
-from swarmd.plan.routing import best_route, trips_of
-from swarmd.protocol.records import SpanRecord
+from swarmd.node.serving.balancer import holders_of
+from swarmd.plan.chains import routing
+from swarmd.plan.chains.placement import choose_move
+from swarmd.plan.chains.routing import best_route, trips_of
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
 N_NEAR = 8

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from swarmd.compute.fused import fuse
-from swarmd.compute.ragged import Piece
-from swarmd.compute.span import LoadedSpan
-from swarmd.compute.team import Team
+from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.passes.fused import fuse
+from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 
 import swarmd
 from swarmd.client.entry import membership
-from swarmd.client.links import Terms
+from swarmd.client.links.link import Terms
 from swarmd.client.swarm import AsyncSwarm, joined
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import ModelId, PeerId, Span
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -21,11 +21,11 @@ import trio
 
 from benchmarks.plan import MadeUp
 from swarmd.net.sim import Line, Link
-from swarmd.plan.partition import Member
-from swarmd.plan.synchronisation import Prediction, Setting, Swarm, predict
-from swarmd.protocol.recipe import Batch, Optimizer, Recipe
-from swarmd.train.state import Vector
+from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.synchronisation import Prediction, Setting, Swarm, predict
+from swarmd.protocol.runs.recipe import Batch, Optimizer, Recipe
 from swarmd.train.synchronisation import ways
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import ToySource, TrainingWorld
 from tests.virtual_time import in_virtual_time

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import swarmd
-from swarmd.plan.audits import Record
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.audits import Record
 from swarmd.values import Span
 from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2

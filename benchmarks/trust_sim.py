@@ -4,9 +4,9 @@ python -m benchmarks.trust_sim [--hours 8] [--seed 1]
 
 Ten spans, 20 holders each; 50 clients have windows of tokens computed by chains of ten hops. The liars all came by one
 leaked invite and take new identities each hour; each lies in a share of its passes, but never in what looks like a
-probe. Rates, verdicts and trust are plan.audits', plan.equality's and plan.trust's; a check costs 1/13 of what it
-checks (a prefill), a replica of BOINC's quorum all of it. A result is wrong when any hop of its chain lied.
-*Without vouchers* is the same without blame that climbs.
+probe. Rates, verdicts and trust are plan.trust.audits', plan.trust.equality's and plan.trust.reputation's; a check
+costs 1/13 of what it checks (a prefill), a replica of BOINC's quorum all of it. A result is wrong when any hop of its
+chain lied. *Without vouchers* is the same without blame that climbs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from swarmd.plan.audits import Record, is_due
-from swarmd.plan.equality import Verdict, two_of_three
-from swarmd.plan.trust import Trust, finding, name_of, trust_in
-from swarmd.protocol.records import Found, PeerRecord, SpanRecord
+from swarmd.plan.trust.audits import Record, is_due
+from swarmd.plan.trust.equality import Verdict, two_of_three
+from swarmd.plan.trust.reputation import Trust, finding, name_of, trust_in
+from swarmd.protocol.membership.records import Found, PeerRecord, SpanRecord
 from swarmd.values import PeerId
 
 N_SPANS, N_HOLDERS, LIARS, N_CLIENTS = 10, 20, 20, 50

@@ -79,8 +79,8 @@ def curves(n_steps: int = 60) -> None:
     """Tune a LoRA of the bundled model on examples/caesar.jsonl through two servers, codec by codec."""
     from transformers import AutoTokenizer
 
-    from swarmd.client.dataset import Encoding, read_dataset
-    from swarmd.client.tuning import Recipe, Tuner, with_peft
+    from swarmd.client.tuning.dataset import Encoding, read_dataset
+    from swarmd.client.tuning.fine_tuning import Recipe, Tuner, with_peft
     from swarmd.home import bundled_folder
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder())

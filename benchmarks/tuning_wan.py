@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.tuning import seconds, step, together
 from benchmarks.wan import Wan, owner_of_port
 from benchmarks.wan_chain import start_swarm
-from swarmd.protocol.tensors import token_bytes
+from swarmd.protocol.wire.tensors import token_bytes
 from tests.real.harness import local_swarm
 
 HIDDEN, ROWS, TOKENS, AT_ONCE = 256, 64, 128, 4

@@ -22,7 +22,7 @@ import psutil
 import trio
 
 from swarmd.net.libp2p.host import Libp2pNetwork
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 
 CHUNK_BYTES = 16 * 1024
 QUEUE_S = 0.05

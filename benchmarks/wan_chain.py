@@ -29,7 +29,7 @@ import swarmd
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.serving import make_checkpoint
 from benchmarks.wan import Wan, owner_of_port
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 

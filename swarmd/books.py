@@ -22,8 +22,8 @@ from typing import Any
 import trio
 
 from swarmd.errors import IntegrityError
-from swarmd.protocol import bill as bills
-from swarmd.protocol.bill import Bill, Signed
+from swarmd.protocol.accounts import usage_receipt as bills
+from swarmd.protocol.accounts.usage_receipt import Bill, Signed
 
 logger = logging.getLogger(__name__)
 

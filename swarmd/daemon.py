@@ -31,30 +31,30 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.traffic import Traffic
-from swarmd.node.balancer import Turnover
-from swarmd.node.choosing import Around
-from swarmd.node.control import serve_control
-from swarmd.node.directory import Directory, value_sequence
-from swarmd.node.gateway_process import GatewayProcess, command
-from swarmd.node.health import Health
-from swarmd.node.heap import give_back
-from swarmd.node.hosts import Hosts
-from swarmd.node.metrics import serve_metrics
-from swarmd.node.order import Order
-from swarmd.node.presence import Presence, limits_of, verdict_now
-from swarmd.node.prober import Prober
-from swarmd.node.reachability import Reachability
-from swarmd.node.registrar import Registrar
-from swarmd.node.service_manager import ServiceManager
-from swarmd.node.store import Store
-from swarmd.node.trials import Trials
-from swarmd.node.worker_link import WORKER, Prestarted, Starter
-from swarmd.protocol.catalog import Admitted, Catalog
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.protocol.understanding import OURS, Understanding
+from swarmd.node.machine.control import serve_control
+from swarmd.node.machine.gateway_process import GatewayProcess, command
+from swarmd.node.machine.health import Health
+from swarmd.node.machine.heap import give_back
+from swarmd.node.machine.metrics import serve_metrics
+from swarmd.node.machine.presence import Presence, limits_of, verdict_now
+from swarmd.node.machine.service_manager import ServiceManager
+from swarmd.node.machine.store import Store
+from swarmd.node.members.directory import Directory, value_sequence
+from swarmd.node.members.order import Order
+from swarmd.node.members.reachability import Reachability
+from swarmd.node.members.registrar import Registrar
+from swarmd.node.serving.balancer import Turnover
+from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.hosts import Hosts
+from swarmd.node.serving.prober import Prober
+from swarmd.node.serving.trials import Trials
+from swarmd.node.worker.worker_link import WORKER, Prestarted, Starter
+from swarmd.protocol.membership.catalog import Admitted, Catalog
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.understanding import OURS, Understanding
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import Owner
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId

@@ -29,9 +29,8 @@ from swarmd.folders import (
     open_own,
     write_file,
 )
-from swarmd.protocol import invite as invites
-from swarmd.protocol import manifest
-from swarmd.protocol.catalog import (
+from swarmd.protocol.membership import invite as invites
+from swarmd.protocol.membership.catalog import (
     MAX_AHEAD_S,
     MEMBERSHIP_LIFETIME_S,
     RIGHTS,
@@ -46,10 +45,11 @@ from swarmd.protocol.catalog import (
     with_invite,
     with_what_was_lost,
 )
-from swarmd.protocol.charter import Founders, Signed, founders_untrusted, missing
-from swarmd.protocol.charter import sign as sign_charter
-from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.invite import Invite, SwarmKeys
+from swarmd.protocol.membership.charter import Founders, Signed, founders_untrusted, missing
+from swarmd.protocol.membership.charter import sign as sign_charter
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.invite import Invite, SwarmKeys
+from swarmd.protocol.models import manifest
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import ModelId, PeerId
 
@@ -197,7 +197,7 @@ class Home:
         waits: bool = False,
         may: tuple[Right, ...] = RIGHTS,
     ) -> Invite:
-        """Make an invite (protocol.catalog, Terms), and list it where it is not one for any number, to do anything."""
+        """Make an invite; list it where its ``Terms`` (protocol.membership.catalog) are not "any number, for anything"."""
         terms = Terms(int(time.time()) + lifetime_s, uses, waits, may)
         known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         made = invites.create(known, self.founder(), addresses, terms.ends_at)

@@ -18,15 +18,15 @@ from swarmd.config import LONGEST_PAUSE_S, load
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
-from swarmd.node.choosing import Around
-from swarmd.node.gateway_process import GatewayProcess
-from swarmd.node.health import Health
-from swarmd.node.hosts import Hosts
-from swarmd.node.prober import Prober
-from swarmd.node.reachability import Reachability
-from swarmd.plan.placement import rescues
-from swarmd.plan.routing import Route, best_rejected, best_route, trips_of
-from swarmd.plan.view import SwarmView
+from swarmd.node.machine.gateway_process import GatewayProcess
+from swarmd.node.machine.health import Health
+from swarmd.node.members.reachability import Reachability
+from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.hosts import Hosts
+from swarmd.node.serving.prober import Prober
+from swarmd.plan.chains.placement import rescues
+from swarmd.plan.chains.routing import Route, best_rejected, best_route, trips_of
+from swarmd.plan.chains.view import SwarmView
 from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId, Span

@@ -15,18 +15,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from swarmd.client.model import remote_model
-from swarmd.compute import skeleton
-from swarmd.compute.adapters import Lora
-from swarmd.compute.check import check_folder
-from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.kvcache import SpanCache
-from swarmd.compute.rates import first_rates
-from swarmd.compute.span import LoadedSpan
-from swarmd.compute.worker import describe
-from swarmd.protocol import manifest
-from swarmd.protocol.messages import Edit
-from swarmd.protocol.worker import Measured
+from swarmd.client.model.remote_model import remote_model
+from swarmd.compute.cache.adapters import Lora
+from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
+from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.checkpoints.check import check_folder
+from swarmd.compute.model import skeleton
+from swarmd.compute.passes.rates import first_rates
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.worker import describe
+from swarmd.protocol.models import manifest
+from swarmd.protocol.wire.messages import Edit
+from swarmd.protocol.wire.worker import Measured
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
 

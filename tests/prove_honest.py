@@ -22,11 +22,11 @@ import torch
 import trio
 
 import swarmd
-from swarmd.client.links import Terms
+from swarmd.client.links.link import Terms
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
-from swarmd.plan.routing import Hop
-from swarmd.plan.standing import Fault
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.standing import Fault
 from swarmd.values import Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 

@@ -24,11 +24,11 @@ import torch
 from transformers import StoppingCriteria
 
 import swarmd
-from swarmd.client import audit
+from swarmd.client.sessions import audit
 from swarmd.errors import SwarmError
-from swarmd.plan.audits import Record
-from swarmd.plan.routing import Hop
-from swarmd.plan.standing import Fault
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.audits import Record
+from swarmd.plan.trust.standing import Fault
 from swarmd.values import Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import LIES, VARIABLE

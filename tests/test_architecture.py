@@ -138,7 +138,7 @@ def test_only_one_folder_knows_libp2p() -> None:
 
 def test_daemon_never_imports_torch() -> None:
     code = (
-        "import sys, swarmd.daemon, swarmd.net.libp2p.kademlia, swarmd_cli.member; "
+        "import sys, swarmd.daemon, swarmd.net.libp2p.kademlia, swarmd_cli.verbs.member; "
         "bad = {'torch', 'transformers'} & set(sys.modules); assert not bad, bad"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,9 +11,9 @@ import pytest
 
 from swarmd.books import DAY_S, Books, Kind
 from swarmd.errors import IntegrityError
-from swarmd.protocol import bill as bills
-from swarmd.protocol.bill import Bill, Signed
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.accounts import usage_receipt as bills
+from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.membership.identity import Identity
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 OWN, ANNES, BERTS = b"own voucher", b"anne's voucher", b"bert's voucher"

@@ -10,7 +10,7 @@ import pytest
 from swarmd.config import load
 from swarmd.home import Home
 from swarmd.net.exchange import Exchange
-from swarmd.protocol.identity import verify_certificate_untrusted
+from swarmd.protocol.membership.identity import verify_certificate_untrusted
 from swarmd.values import PeerId
 
 THEN = 1_795_199_510  # seconds since 1970: then, the certificates of these homes hold

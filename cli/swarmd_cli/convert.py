@@ -33,7 +33,7 @@ def converted(path: Path, dtype: str) -> Path:
     if folder.is_dir():
         print(f"{path.name}: converted before, in {folder}", file=sys.stderr)
         return folder
-    from swarmd.compute import gguf
+    from swarmd.compute.checkpoints import gguf
 
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

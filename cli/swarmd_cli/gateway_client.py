@@ -75,7 +75,7 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
     from swarmd.config import SUPERVISED
     from swarmd.errors import SwarmUnavailable
     from swarmd.gateway.address import token_of
-    from swarmd.node.gateway_process import command
+    from swarmd.node.machine.gateway_process import command
 
     folder = home().folder
     log = folder / "chat.log"

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli import (
+from swarmd_cli.context import INTERRUPTED, set_home
+from swarmd_cli.verbs import (
     bugreport,
     chat,
     credit,
@@ -28,7 +29,6 @@ from swarmd_cli import (
     train,
     tune,
 )
-from swarmd_cli.context import INTERRUPTED, set_home
 
 app = typer.Typer(
     name="swarmd",
@@ -110,7 +110,7 @@ def run() -> None:
         raise SystemExit(getattr(leaves[0], "exit_code", 1)) from None
 
 
-main = run  # what node.forkserver calls in a module
+main = run  # what node.worker.forkserver calls in a module
 
 if __name__ == "__main__":
     run()

@@ -55,7 +55,7 @@ def check_tokenizer(folder: Path) -> None:
             f"{folder} holds no tokenizer ({', '.join(TOKENIZERS[:2])}): nobody could ask the model anything; "
             "copy its files from where the weights come from"
         )
-    from swarmd.client.tokenizer import load_tokenizer  # after what costs no import of transformers
+    from swarmd.client.text.tokenizer import load_tokenizer  # after what costs no import of transformers
 
     load_tokenizer(folder)
 

@@ -16,21 +16,21 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.decoding import Ahead
-from swarmd.client.draft import DraftModel
-from swarmd.client.lane import Lane, MicroBatch
-from swarmd.client.links import Given, Statistics, Terms
-from swarmd.client.model import remote_model
-from swarmd.client.own import OwnParameters
-from swarmd.client.pipeline import Pipeline, PipelineStatistics
-from swarmd.client.session import ChainSession
+from swarmd.client.links.client_parameters import OwnParameters
+from swarmd.client.links.link import Given, Statistics, Terms
+from swarmd.client.model.decoding import Ahead
+from swarmd.client.model.draft import DraftModel
+from swarmd.client.model.remote_model import remote_model
+from swarmd.client.model.swarm_head import Checks, head_called
+from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, Membership, joined
-from swarmd.client.swarm_head import Checks, head_called
-from swarmd.client.ticket import Ticket
+from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
+from swarmd.client.tuning.ticket import Ticket
 from swarmd.config import DTYPES, FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
-from swarmd.plan.routing import Hop
-from swarmd.plan.view import SwarmView
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.chains.view import SwarmView
 from swarmd.values import ModelId
 
 T = TypeVar("T")
@@ -305,7 +305,7 @@ class Swarm:
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""
-        from swarmd.client.tokenizer import load_tokenizer
+        from swarmd.client.text.tokenizer import load_tokenizer
 
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
         return load_tokenizer(self._thread.call(self._swarm.folder, model, n_blocks))

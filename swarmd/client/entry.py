@@ -12,8 +12,8 @@ from swarmd.client.swarm import Membership
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
 from swarmd.net.local import ask
-from swarmd.protocol import invite as invites
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership import invite as invites
+from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
 

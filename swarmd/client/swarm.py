@@ -19,13 +19,13 @@ from typing import Protocol, TypeVar
 import trio
 
 from swarmd.books import Books
-from swarmd.client.audit import Auditor
-from swarmd.client.checks import Checks
-from swarmd.client.lane import Lane
-from swarmd.client.links import Listeners, Terms
-from swarmd.client.pipeline import Pipeline
-from swarmd.client.session import ChainSession
-from swarmd.client.verify import Second
+from swarmd.client.links.checks import Checks
+from swarmd.client.links.link import Listeners, Terms
+from swarmd.client.sessions.audit import Auditor
+from swarmd.client.sessions.session import ChainSession
+from swarmd.client.sessions.verify import Second
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.pipeline import Pipeline
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -43,15 +43,15 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.tasks import Tasks
-from swarmd.plan.routing import trips_of
-from swarmd.plan.trust import Trust, trust_in
-from swarmd.plan.view import SwarmView, coverage
-from swarmd.protocol import records
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.protocol.records import AnyRecord, SpanRecord
+from swarmd.plan.chains.routing import trips_of
+from swarmd.plan.chains.view import SwarmView, coverage
+from swarmd.plan.trust.reputation import Trust, trust_in
+from swarmd.protocol.membership import records
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.records import AnyRecord, SpanRecord
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.values import ModelId, PeerId, is_model_hash
 from swarmd.weights.library import Library
 from swarmd.weights.supply import Supply

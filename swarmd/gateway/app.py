@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swarmd.gateway import anthropic, openai, refusals, responses, schema
+from swarmd.gateway.apis import anthropic, openai, refusals, responses, schema
+from swarmd.gateway.apis.openapi import openapi
+from swarmd.gateway.apis.refusals import ApiError
+from swarmd.gateway.apis.streams import Emit, Stream, Whole, json_response, refused, while_there
+from swarmd.gateway.apis.talk import Asked, Talk, prepare, prompt_of
+from swarmd.gateway.generation.metrics import Metrics
+from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard, body_of
-from swarmd.gateway.metrics import Metrics
 from swarmd.gateway.models import Listed, Models
-from swarmd.gateway.openapi import openapi
 from swarmd.gateway.page import Page
-from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.streams import Emit, Stream, Whole, json_response, refused, while_there
-from swarmd.gateway.talk import Asked, Talk, prepare, prompt_of
-from swarmd.gateway.turns import Turns
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]

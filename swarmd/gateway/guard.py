@@ -12,8 +12,8 @@ import ipaddress
 import trio
 from starlette.requests import ClientDisconnect, Request
 
+from swarmd.gateway.apis.refusals import ApiError, bad
 from swarmd.gateway.keys import Keys
-from swarmd.gateway.refusals import ApiError, bad
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
 MOST_DISCARDED_BYTES = 8 * MOST_BODY_BYTES  # are read of a larger one: who still sends does not hear why it is refused

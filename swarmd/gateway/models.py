@@ -10,17 +10,17 @@ import torch
 import trio
 from tokenizers import Tokenizer
 
-from swarmd.client.links import Terms
-from swarmd.client.prompts import Prompts, has_template
+from swarmd.client.links.link import Terms
+from swarmd.client.model.swarm_head import Checks, head_called
 from swarmd.client.swarm import AsyncSwarm
-from swarmd.client.swarm_head import Checks, head_called
-from swarmd.client.tokenizer_trial import try_out
-from swarmd.compute.ends import Ends
+from swarmd.client.text.prompts import Prompts, has_template
+from swarmd.client.text.tokenizer_trial import try_out
+from swarmd.compute.model.ends import Ends
 from swarmd.errors import ConfigError, NoRoute, SwarmError
-from swarmd.gateway import refusals
-from swarmd.gateway.engine import Engine
-from swarmd.gateway.head import Head
-from swarmd.gateway.turns import Turns
+from swarmd.gateway.apis import refusals
+from swarmd.gateway.generation.engine import Engine
+from swarmd.gateway.generation.head import Head
+from swarmd.gateway.generation.turns import Turns
 from swarmd.values import ModelId, Span
 
 LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home's link

@@ -16,7 +16,7 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
 from swarmd.net.local import ask
-from swarmd.plan.view import SwarmView
+from swarmd.plan.chains.view import SwarmView
 from swarmd.values import ModelId, PeerId
 
 LOOK_INTERVAL_S = 2.0  # a person sees a change within so long

@@ -14,11 +14,12 @@ from starlette.responses import Response
 
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
-from swarmd.gateway import news, openai
+from swarmd.gateway import news
+from swarmd.gateway.apis import openai
+from swarmd.gateway.apis.refusals import ApiError
+from swarmd.gateway.apis.streams import Emit, Stream, json_response
 from swarmd.gateway.models import Models
 from swarmd.gateway.news import Machine
-from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.streams import Emit, Stream, json_response
 
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {path.name: path for path in (files("swarmd.gateway") / "page").iterdir() if path.name[-3:] != ".py"}

@@ -20,13 +20,13 @@ from swarmd.config import SUPERVISED, GatewayConfig, split
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
 from swarmd.gateway.app import Gateway
+from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.listening import bound, is_loopback, url_of
 from swarmd.gateway.models import Models
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
-from swarmd.gateway.turns import Turns
 from swarmd.home import CLIENT_LIFETIME_S
 from swarmd.net.api import TaskStatus
 from swarmd.net.http import serve_http

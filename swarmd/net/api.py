@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from swarmd.plan.reachability import Answer
+from swarmd.plan.links.reachability import Answer
 from swarmd.values import PeerId
 
 Way = Literal["direct", "relayed", "reversed", "punched"]

@@ -17,20 +17,20 @@ import trio
 from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.plan.doors import Doors, Pass
-from swarmd.plan.standing import Fault
-from swarmd.plan.view import MAX_RECORDS, RecordBook, SwarmView, short_name
-from swarmd.protocol import records
-from swarmd.protocol.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
-from swarmd.protocol.charter import founders_untrusted
+from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
+from swarmd.plan.trust.doors import Doors, Pass
+from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Membership, follow_untrusted, peer_id_of, read_links_untrusted
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import ExchangeDigest, ExchangeReply, Hello, Records
-from swarmd.protocol.records import ExchangeBody, PeerRecord
-from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
+from swarmd.protocol.membership import records
+from swarmd.protocol.membership.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
+from swarmd.protocol.membership.charter import founders_untrusted
+from swarmd.protocol.membership.identity import Membership, follow_untrusted, peer_id_of, read_links_untrusted
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
+from swarmd.protocol.membership.understanding import CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from swarmd.plan.dialing import IpAddress, IpNetwork
+from swarmd.plan.links.dialing import IpAddress, IpNetwork
 
 WILDCARDS = {4: ("/ip4/0.0.0.0/", "/ip4/127.0.0.1/"), 6: ("/ip6/::/", "/ip6/::1/")}
 IF_INET6 = Path("/proc/net/if_inet6")  # Linux' list of IPv6 addresses, with flags

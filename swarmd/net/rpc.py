@@ -35,11 +35,11 @@ from swarmd.net.inbound import SMALL_BYTES, Inbound
 from swarmd.net.outbound import Outbound, SponsorOf
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
-from swarmd.plan.standing import Fault
-from swarmd.protocol import frames, messages
+from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
-from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, Hello, Ping, Refusal
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Refusal
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

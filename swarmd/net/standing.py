@@ -1,7 +1,7 @@
 """The one place where a process remembers what it has seen of others: faults, bans, and whom it leaves out for now.
 
-Rpc, donors, sessions, lanes and rounds tell it and ask it; the rules are ``plan.standing``'s. What is held against a
-peer survives a restart; that one was left out for a moment does not.
+Rpc, donors, sessions, lanes and rounds tell it and ask it; the rules are ``plan.trust.standing``'s. What is held
+against a peer survives a restart; that one was left out for a moment does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.standing import Fault, Seen, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.plan.trust.standing import Fault, Seen, is_allowed, is_banned, is_shunned, leave_out, note
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId

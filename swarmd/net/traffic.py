@@ -13,7 +13,7 @@ from swarmd.errors import ConfigError
 from swarmd.folders import write_file
 from swarmd.net.interfaces import networks
 from swarmd.net.pace import Pace
-from swarmd.plan.traffic import (
+from swarmd.plan.links.traffic import (
     CONNECTION_BYTES,
     END_SHARE,
     Limits,

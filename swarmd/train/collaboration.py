@@ -23,16 +23,16 @@ from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
 from swarmd.net.pace import Pace
-from swarmd.protocol.recipe import Recipe, Run, is_called
-from swarmd.protocol.records import RunRecord, ends_at
+from swarmd.protocol.membership.records import RunRecord, ends_at
+from swarmd.protocol.runs.recipe import Recipe, Run, is_called
 from swarmd.run_status import RunRow
-from swarmd.train import recovery
-from swarmd.train.recovery import Get
+from swarmd.train.gradients.source import Again, Computed, InnerStep
 from swarmd.train.report import report
-from swarmd.train.source import Again, Computed, InnerStep
-from swarmd.train.state import Layout, Vector
+from swarmd.train.store import recovery
+from swarmd.train.store.recovery import Get
+from swarmd.train.store.services import World
 from swarmd.train.trainer import Trainer
-from swarmd.train.world import World
+from swarmd.train.vectors.state import Layout, Vector
 from swarmd.values import RunId
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Collaboration:
 
 
 class _LoopSource:
-    """See ``train.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
+    """See ``train.gradients.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe, is_over: Callable[[], bool]) -> None:
         self._layout = Layout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)

@@ -8,14 +8,15 @@ from dataclasses import asdict
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan import gradient_audits, partition, progress
-from swarmd.plan.partition import Member
-from swarmd.plan.synchronisation import Prediction, choose
-from swarmd.protocol.records import PeerRecord
+from swarmd.plan.runs import partition, progress
+from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.synchronisation import Prediction, choose
+from swarmd.plan.trust.reputation import gradient_audits
+from swarmd.protocol.membership.records import PeerRecord
 from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
-from swarmd.train.codecs import codec_of
 from swarmd.train.synchronisation import predictions
 from swarmd.train.trainer import Trainer
+from swarmd.train.vectors.codecs import codec_of
 from swarmd.values import PeerId
 
 

@@ -24,13 +24,13 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.node.directory import Directory
-from swarmd.plan.ballot import is_majority
-from swarmd.plan.view import MAX_RUNS
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import AnyMessage
-from swarmd.protocol.recipe import Run, RunOrder, is_called, sign_order
+from swarmd.node.members.directory import Directory
+from swarmd.plan.chains.view import MAX_RUNS
+from swarmd.plan.runs.ballot import is_majority
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs.recipe import Run, RunOrder, is_called, sign_order
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.run_status import (
     CheckpointAnswer,
     JoinRunAnswer,
@@ -41,14 +41,14 @@ from swarmd.run_status import (
     PlanAnswer,
     RunsAnswer,
 )
-from swarmd.train import recovery
-from swarmd.train.disk import RunFolder, known_runs
-from swarmd.train.recovery import Get, ask_run
+from swarmd.train.gradients.worker import WorkerSource
 from swarmd.train.report import plan, report
-from swarmd.train.state import Average, Layout, Snapshot
+from swarmd.train.store import recovery
+from swarmd.train.store.disk import RunFolder, known_runs
+from swarmd.train.store.recovery import Get, ask_run
+from swarmd.train.store.services import World
 from swarmd.train.trainer import Trainer
-from swarmd.train.worker import WorkerSource
-from swarmd.train.world import World
+from swarmd.train.vectors.state import Average, Layout, Snapshot
 from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights.supply import Supply
 

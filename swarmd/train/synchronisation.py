@@ -1,4 +1,4 @@
-"""What a run could be like: plan.synchronisation asked with a recipe, its codecs, and what its members say."""
+"""What a run could be like: plan.runs.synchronisation asked with a recipe, its codecs, and what its members say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from swarmd.plan.partition import Member
-from swarmd.plan.synchronisation import FRAGMENTS, INNER_STEPS, Prediction, Setting, Swarm, Way, predict, settings
-from swarmd.protocol.recipe import CodecName, Parts, Recipe
-from swarmd.train.codecs import BLOCK, codec_of_parts
-from swarmd.train.computing import n_at_once
+from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.synchronisation import FRAGMENTS, INNER_STEPS, Prediction, Setting, Swarm, Way, predict, settings
+from swarmd.protocol.runs.recipe import CodecName, Parts, Recipe
+from swarmd.train.gradients.computing import n_at_once
+from swarmd.train.vectors.codecs import BLOCK, codec_of_parts
 
 ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured
 TOPOLOGIES = ("parts", "server", "grid", "ring")  # beside the recipe's; who is near whom only a round's leader hears

@@ -1,6 +1,6 @@
 """One peer's part in one run: computes, joins rounds, follows the ledger, and gives to others.
 
-What to do is decided by ``plan.progress`` from what all members say; this file looks, and has it done: rounds by
+What to do is decided by ``plan.runs.progress`` from what all members say; this file looks, and has it done: rounds by
 ``joining``, commits by ``chronicle``, the state by ``catching_up``.
 """
 
@@ -18,30 +18,30 @@ from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProt
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.plan import progress
-from swarmd.plan.progress import Action, Progress
-from swarmd.protocol import rounds
-from swarmd.protocol.commit import Commit
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage
-from swarmd.protocol.recipe import Run
+from swarmd.plan.runs import progress
+from swarmd.plan.runs.progress import Action, Progress
+from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.recipe import Run
 from swarmd.protocol.untrusted import decode
-from swarmd.train import recovery
-from swarmd.train.averages import Averages
-from swarmd.train.catching_up import CatchingUp
-from swarmd.train.chronicle import Chronicle
-from swarmd.train.computing import Computing
-from swarmd.train.disk import RunFolder, read_vectors
-from swarmd.train.gradient_audits import GradientAudits
-from swarmd.train.joining import LOOK_INTERVAL_S, Joining
-from swarmd.train.members import Members
-from swarmd.train.memories import Memories
-from swarmd.train.recovery import Get, Givers
-from swarmd.train.round import Numbers
-from swarmd.train.source import Source
-from swarmd.train.state import Average, Layout, RunState, Snapshot
+from swarmd.protocol.wire import rounds
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage
+from swarmd.train.gradients.computing import Computing
+from swarmd.train.gradients.gradient_audits import GradientAudits
+from swarmd.train.gradients.source import Source
+from swarmd.train.rounds.joining import LOOK_INTERVAL_S, Joining
+from swarmd.train.rounds.round import Numbers
+from swarmd.train.store import recovery
+from swarmd.train.store.catching_up import CatchingUp
+from swarmd.train.store.chronicle import Chronicle
+from swarmd.train.store.disk import RunFolder, read_vectors
+from swarmd.train.store.members import Members
+from swarmd.train.store.memories import Memories
+from swarmd.train.store.recovery import Get, Givers
+from swarmd.train.store.services import News, World
 from swarmd.train.synchronisation import Pace
-from swarmd.train.world import News, World
+from swarmd.train.vectors.averages import Averages
+from swarmd.train.vectors.state import Average, Layout, RunState, Snapshot
 from swarmd.values import Decision, PeerId, count
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Trainer:
         return Progress(self.me, epoch, head, self.work.n, rate, audit_left=left)
 
     def _decide(self, state: RunState) -> Decision[Action]:
-        """What ``plan.progress`` says, if nothing that only this peer knows speaks against it."""
+        """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
         others = self.members.progress(trio.current_time())
         decision = progress.decide(self.progress(state.epoch, state.head), others, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.is_called:

@@ -12,10 +12,10 @@ import trio
 from swarmd.errors import Code, Refused
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel
-from swarmd.plan.download import PIECE_BYTES, Ref
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import Manifest
-from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
+from swarmd.plan.links.download import PIECE_BYTES, Ref
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.manifest import Manifest
+from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
 from swarmd.values import ModelId, PeerId, ranges
 from swarmd.weights.folder import ModelFolder
 

@@ -1,6 +1,6 @@
 """Gets groups of a model from several donors at once, verified, resumable, at a bounded pace.
 
-``plan.download`` says what to ask whom for; here is who waits, who writes and who is believed. A donor that sends
+``plan.links.download`` says what to ask whom for; here is who waits, who writes and who is believed. A donor that sends
 other bytes than the manifest's is not asked again and loses standing; one that stalls, refuses or leaves costs a
 repetition of what it was asked for; what was verified stays on disk whatever happens.
 """
@@ -26,12 +26,12 @@ from swarmd.errors import (
 )
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
-from swarmd.plan.download import Download, Piece, cut
-from swarmd.plan.standing import Fault
-from swarmd.protocol import manifest as manifests
+from swarmd.plan.links.download import Download, Piece, cut
+from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
-from swarmd.protocol.manifest import Manifest
-from swarmd.protocol.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.manifest import Manifest
+from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
 from swarmd.values import ModelId, PeerId, Span, ranges
 from swarmd.weights.folder import ModelFolder, Part
 from swarmd.weights.hub import HUB, Hub

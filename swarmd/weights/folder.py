@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
-from swarmd.plan.download import Ref
-from swarmd.protocol import adapter, shards
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
+from swarmd.plan.links.download import Ref
+from swarmd.protocol.models import adapter, shards
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.values import Span, ranges
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from swarmd.errors import ConfigError, Unreachable
-from swarmd.plan.download import Ref
-from swarmd.protocol import shards
-from swarmd.protocol.manifest import CHUNK_BYTES, Manifest
-from swarmd.protocol.shards import Place
+from swarmd.plan.links.download import Ref
+from swarmd.protocol.models import shards
+from swarmd.protocol.models.manifest import CHUNK_BYTES, Manifest
+from swarmd.protocol.models.shards import Place
 from swarmd.values import PeerId
 
 HUB = PeerId("hub")

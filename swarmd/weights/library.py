@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol import adapter
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.manifest import Manifest
+from swarmd.protocol.models import adapter
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.manifest import Manifest
 from swarmd.values import ModelId
 from swarmd.weights import folder as files
 from swarmd.weights.folder import ModelFolder

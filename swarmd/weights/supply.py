@@ -11,8 +11,8 @@ import trio
 from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
-from swarmd.plan.view import SwarmView
-from swarmd.protocol.manifest import Manifest
+from swarmd.plan.chains.view import SwarmView
+from swarmd.protocol.models.manifest import Manifest
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
 from swarmd.weights.fetch import Fetch, Progress, fetch_manifest

@@ -12,7 +12,7 @@ import hashlib
 import torch
 
 from swarmd.errors import Code, Refused
-from swarmd.protocol.tuning import Row
+from swarmd.protocol.wire.tuning import Row
 
 MOST_BYTES = 64 * 2**20  # of rows that are remembered at each end, in each direction: the first that come
 ID_BYTES = 8  # of a row's name

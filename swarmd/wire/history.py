@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.messages import Edit, cropped, n_changes
+from swarmd.protocol.wire.messages import Edit, cropped, n_changes
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from swarmd.protocol import messages
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.tensors import max_tokens_per_frame
-from swarmd.protocol.tuning import Backward, Forward, Row
+from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.tensors import max_tokens_per_frame
+from swarmd.protocol.wire.tuning import Backward, Forward, Row
 from swarmd.wire.changes import Changes
 from swarmd.wire.tensors import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swarmd.protocol import messages
-from swarmd.protocol.messages import Op
-from swarmd.protocol.tensors import max_tokens_per_frame
+from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.messages import Op
+from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.wire.history import History, Sent
 from swarmd.wire.tensors import pack
 

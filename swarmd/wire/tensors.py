@@ -1,4 +1,4 @@
-"""Tensors to payload bytes and back; the layout is ``protocol.tensors``'s."""
+"""Tensors to payload bytes and back; the layout is ``protocol.wire.tensors``'s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.tensors import INT4_BLOCK, INT8_BLOCK, layout_untrusted
+from swarmd.protocol.wire.tensors import INT4_BLOCK, INT8_BLOCK, layout_untrusted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

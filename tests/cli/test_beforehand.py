@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli import beforehand, chat
+from swarmd_cli import beforehand
 from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import set_home
-from swarmd_cli.train import _require_data
+from swarmd_cli.verbs import chat
+from swarmd_cli.verbs.train import _require_data
 
 from swarmd.errors import ConfigError, DaemonNotRunning, SwarmUnavailable
 from swarmd.home import Home, bundled_folder
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 from tests.cli.played import PlayedGateway
 
 HEAVY = {"torch", "transformers", "libp2p", "trio"}

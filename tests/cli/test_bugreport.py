@@ -11,7 +11,7 @@ from pathlib import Path
 from swarmd_cli.redact import redactor, secrets_of
 
 from swarmd.home import Home
-from swarmd.protocol import invite as invites
+from swarmd.protocol.membership import invite as invites
 
 PROGRAM = [sys.executable, "-m", "swarmd_cli.main"]
 

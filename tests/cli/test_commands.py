@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
-from swarmd.protocol import invite as invites
-from swarmd.protocol.catalog import Admitted
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.invite import Invite, SwarmKeys, create
+from swarmd.protocol.membership import invite as invites
+from swarmd.protocol.membership.catalog import Admitted
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.invite import Invite, SwarmKeys, create
 from tests.real import forks
 from tests.real.harness import LocalSwarm, local_swarm
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from swarmd_cli import gateway_client
-from swarmd_cli.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole, ends_of
+from swarmd_cli.verbs.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole, ends_of
 
 from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 from tests.cli.played import PlayedGateway
@@ -54,7 +54,7 @@ def test_what_was_begun_is_not_said_again() -> None:
 
 
 def test_it_waits_for_missing_blocks_only_if_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmd_cli.generate.WAIT_S", 0.0)
+    monkeypatch.setattr("swarmd_cli.verbs.generate.WAIT_S", 0.0)
     answers: list[Any] = [NoRoute("not yet"), NoRoute("not yet"), "here"]
 
     def ask() -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from swarmd_cli.context import set_home
-from swarmd_cli.look import by_model
 from swarmd_cli.main import app
+from swarmd_cli.verbs.look import by_model
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
-from swarmd.protocol.identity import Identity, certify
+from swarmd.protocol.membership.identity import Identity, certify
 from tests.cli.typed import swarmd
 
 MODEL = "b" * 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from swarmd_cli.main import app
-from swarmd_cli.policy import seconds_of, with_setting
+from swarmd_cli.verbs.policy import seconds_of, with_setting
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError

@@ -8,7 +8,7 @@ import pty
 from typing import Any
 
 from rich.console import Console, Group
-from swarmd_cli.top import keyboard, obey, screen, with_footer
+from swarmd_cli.verbs.top import keyboard, obey, screen, with_footer
 
 from swarmd.errors import DaemonNotRunning
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from swarmd_cli import train
-from swarmd_cli.train import _initialised, _tokenised
+from swarmd_cli.verbs import train
+from swarmd_cli.verbs.train import _initialised, _tokenised
 from tokenizers import Tokenizer
 
 from swarmd.errors import ConfigError
-from swarmd.protocol import manifest
-from swarmd.protocol.recipe import Recipe
-from swarmd.train.data import highest_token, pack, require_known
+from swarmd.protocol.models import manifest
+from swarmd.protocol.runs.recipe import Recipe
+from swarmd.train.store.data import highest_token, pack, require_known
 from tests.real.training import tiny_model
 
 RECIPE = Recipe("run", "0" * 64, "1" * 64)

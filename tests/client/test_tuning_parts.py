@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from swarmd.client.dataset import IGNORED, Row
-from swarmd.client.tuning import loss_and_gradients, padded, with_peft
-from swarmd.client.tuning_recipe import METHODS, Recipe
+from swarmd.client.tuning.dataset import IGNORED, Row
+from swarmd.client.tuning.fine_tuning import loss_and_gradients, padded, with_peft
+from swarmd.client.tuning.tuning_recipe import METHODS, Recipe
 from tests import checkpoints
 
 TARGETS = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "bloom": ("query_key_value",)}

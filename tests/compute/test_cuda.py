@@ -11,18 +11,18 @@ from torch.nn import functional
 
 pytest.importorskip("triton")  # Linux has it
 
-from swarmd.compute import capture
-from swarmd.compute.cuda import attention, graphs, pointwise, products, ready
+from swarmd.compute.cuda import attention, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.cuda.products import CudaInt4Linear
-from swarmd.compute.cuda.rewrite import rewrite
-from swarmd.compute.four_bits import in_4_bits
-from swarmd.compute.linear import Int4Linear, Int8Linear
-from swarmd.compute.loss import quantization_error
-from swarmd.compute.quantize import relative_error
-from swarmd.compute.ragged import Piece
-from swarmd.compute.simplify import simplify
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.linear.four_bits import in_4_bits
+from swarmd.compute.linear.layers import Int4Linear, Int8Linear
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.passes import graphs, traced
+from swarmd.compute.passes.quantisation_error import quantization_error
+from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.rewrite import rewrite
+from swarmd.compute.passes.simplify import simplify
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests import checkpoints
 
@@ -146,7 +146,7 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
         simplify(module)
         lines.append(Counter(str(node.target) for node in module.graph.nodes))
 
-    monkeypatch.setattr(capture, "simplify", as_on_a_card)
+    monkeypatch.setattr(traced, "simplify", as_on_a_card)
     span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32)
     span.self_test()
     span._fused_shape = None  # on CPUs one call is another one

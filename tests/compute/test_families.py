@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 from tests.families import CUT, FAMILIES, REFUSED, TOLERANCE, Proof, make, operations_error, prove

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.fused import compiling, scales_of
-from swarmd.compute.linear import Int4Linear, Int8Linear
+from swarmd.compute.linear.layers import Int4Linear, Int8Linear
+from swarmd.compute.passes.fused import compiling, scales_of
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
-    from swarmd.compute.compiled import levels, matrices
+    from swarmd.compute.compiled import matrices, quantised
 
 ROUNDING = 3e-4  # of 16 bits, relative, beside a number that is 100 times as large
 N_ROWS = 2 * layout.ROWS
@@ -99,9 +99,9 @@ def test_what_is_no_number_does_not_get_lost(kind: type[Int8Linear | Int4Linear]
 @pytest.mark.parametrize("k", [1, 576, 14_336, layout.MOST_LEVELS, 1 << 18])
 def test_sums_fit(k: int, n: int, sign: int) -> None:
     """Every level the largest one, in weights and in what enters, or the one whose lower byte is the largest."""
-    assert levels.CHUNK // layout.WIDTH * 127 * levels.MOST < 2**31
+    assert quantised.CHUNK // layout.WIDTH * 127 * quantised.MOST < 2**31
     layer = layer_of(Int8Linear, k)
     layer.levels.fill_(127)
     x = torch.full((n, k), float(sign))
-    x[n // 2 :, 1:] *= 255 / levels.MOST
+    x[n // 2 :, 1:] *= 255 / quantised.MOST
     assert torch.allclose(multiplied(layer, x).double(), exact(layer, x), rtol=1e-5)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.fused import fuse
-from swarmd.compute.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.kvcache import RoundedLayer
-from swarmd.compute.loss import quantization_error
-from swarmd.compute.quantize import relative_error
-from swarmd.compute.ragged import Piece
-from swarmd.compute.span import LoadedSpan
+from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
+from swarmd.compute.cache.kvcache import RoundedLayer
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.passes.fused import fuse
+from swarmd.compute.passes.quantisation_error import quantization_error
+from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError, Refused
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History

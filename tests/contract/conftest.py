@@ -12,7 +12,7 @@ from swarmd.net.api import Network
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.sim import SimWorld
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 
 Pair = Callable[[], AbstractAsyncContextManager[tuple[Network, Network]]]
 

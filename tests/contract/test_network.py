@@ -7,7 +7,7 @@ import trio
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Stream
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 from tests.contract.conftest import Pair
 
 

@@ -6,8 +6,8 @@ import trio
 
 from swarmd.net.api import Purpose
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, Hello, Ping, Pong
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong
 from swarmd.values import PeerId
 from tests.contract.conftest import Pair
 

@@ -14,19 +14,19 @@ import trio
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from swarmd.client.chat_template import ChatTemplate
-from swarmd.client.links import Statistics, Terms
-from swarmd.client.prompts import Prompt, answer
-from swarmd.client.session import ChainSession
+from swarmd.client.links.link import Statistics, Terms
+from swarmd.client.sessions.session import ChainSession
+from swarmd.client.text.chat_template import ChatTemplate
+from swarmd.client.text.prompts import Prompt, answer
 from swarmd.errors import ConfigError
 from swarmd.gateway.app import Gateway
-from swarmd.gateway.engine import Engine
+from swarmd.gateway.generation.engine import Engine
+from swarmd.gateway.generation.head import Head
+from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
-from swarmd.gateway.head import Head
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.models import Listed
 from swarmd.gateway.page import Page
-from swarmd.gateway.turns import Turns
 from swarmd.home import bundled_folder
 from swarmd.values import ModelId
 

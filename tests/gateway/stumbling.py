@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from swarmd.client.child import limit
+from swarmd.client.text.child import limit
 
 ROOM_BYTES = 64 * 2**20
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.client import prompts, tokenizer_trial
+from swarmd.client.text import prompts, tokenizer_trial
 from swarmd.errors import ConfigError, SwarmUnavailable
+from swarmd.gateway.apis.refusals import ApiError
+from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.models import Models
-from swarmd.gateway.refusals import ApiError
-from swarmd.gateway.turns import Turns
 from swarmd.home import bundled_folder
-from swarmd.plan.view import SwarmView
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.records import SpanRecord
+from swarmd.plan.chains.view import SwarmView
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import ModelId, PeerId
 
 MODEL = ModelId("a" * 64)

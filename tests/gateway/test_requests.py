@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swarmd.gateway.ending import ends_named
+from swarmd.gateway.generation.ending import ends_named
 from tests.gateway.played import CHATML, LONGEST, played_gateway
 from tests.gateway.vocabularies import spm, unigram, word_piece
 

@@ -17,10 +17,10 @@ import trio
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.protocol.fields import Message
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.messages import AnyMessage, Hello, OpenSession, Records, Refusal
-from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord, sign
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.records import AnyRecord, ExchangeBody, PeerRecord, SpanRecord, sign
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello, OpenSession, Records, Refusal
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import EPOCH_S, SimSwarm, toy_checkpoint
 

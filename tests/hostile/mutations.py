@@ -26,12 +26,12 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.client.session import ChainSession
+from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import PeerError
 from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.protocol import frames, messages
 from swarmd.protocol.fields import Message
+from swarmd.protocol.wire import frames, messages
 from swarmd.values import PeerId
 from tests.hostile.kit import Attacker, served
 from tests.hostile.test_peers import op

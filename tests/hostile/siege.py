@@ -42,12 +42,12 @@ from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.plan.trust import finding
-from swarmd.protocol import frames, messages
-from swarmd.protocol import invite as invites
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import Edit, Op, OpenSession, Ping, Records
-from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord
+from swarmd.plan.trust.reputation import finding
+from swarmd.protocol.membership import invite as invites
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.records import ExchangeBody, PeerRecord, SpanRecord
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.messages import Edit, Op, OpenSession, Ping, Records
 from swarmd.values import ModelId, PeerId
 from swarmd.wire.tensors import pack
 from tests.hostile.kit import record_of

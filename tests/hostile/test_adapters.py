@@ -11,11 +11,11 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.node.adapters import Adapters
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.configuration import ADAPTER
-from swarmd.protocol.manifest import CHUNK_BYTES, Entry, Manifest
-from swarmd.protocol.worker import AdapterLoaded, WorkerMessage
+from swarmd.node.serving.adapters import Adapters
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.configuration import ADAPTER
+from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
+from swarmd.protocol.wire.worker import AdapterLoaded, WorkerMessage
 from swarmd.values import ModelId
 
 BASE = ModelId("b" * 64)

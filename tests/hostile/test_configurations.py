@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmd.client.tokenizer import load_tokenizer
-from swarmd.compute import skeleton
-from swarmd.compute.check import check_folder
-from swarmd.compute.gradients import build
+from swarmd.client.text.tokenizer import load_tokenizer
+from swarmd.compute.checkpoints.check import check_folder
+from swarmd.compute.model import skeleton
+from swarmd.compute.runs.gradients import build
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol import configuration, manifest
-from swarmd.protocol.recipe import Recipe
+from swarmd.protocol.models import configuration, manifest
+from swarmd.protocol.runs.recipe import Recipe
 from swarmd.values import Span
 from tests import checkpoints
 

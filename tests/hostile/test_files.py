@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swarmd.client import tokenizer_trial
-from swarmd.client.tokenizer_trial import try_out
+from swarmd.client.text import tokenizer_trial
+from swarmd.client.text.tokenizer_trial import try_out
 from swarmd.errors import ConfigError
 from swarmd.home import bundled_folder
-from swarmd.protocol.shards import read_header
+from swarmd.protocol.models.shards import read_header
 
 
 def changed(folder: Path, **changes: Any) -> Path:

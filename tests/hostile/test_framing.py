@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from swarmd.client.receipts import Account
+from swarmd.client.sessions.receipts import Account
 from swarmd.errors import IntegrityError, RemoteProtocolError
-from swarmd.protocol import evidence, receipt
-from swarmd.protocol.arrays import Floats, pack_array
-from swarmd.protocol.evidence import Evidence
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import Edit, Op
-from swarmd.protocol.receipt import Receipt, Trail
+from swarmd.protocol.accounts import evidence, receipt
+from swarmd.protocol.accounts.evidence import Evidence
+from swarmd.protocol.accounts.receipt import Receipt, Trail
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.wire.arrays import Floats, pack_array
+from swarmd.protocol.wire.messages import Edit, Op
 
 SERVER = Identity(bytes([7]) * 32)
 WIDTH = 4

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from swarmd import config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import Home
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import read_toml
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs.recipe import read_toml
 from tests.real import forks
 
 FILES = ("swarm.json", "node.key", "founder.key", "catalog.bin", "models.json", "peers.json", "standing.json")

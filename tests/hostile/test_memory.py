@@ -17,8 +17,8 @@ from swarmd.errors import PeerError
 from swarmd.net.api import PURPOSES
 from swarmd.net.inbound import MAX_BYTES_OF_PEER
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.protocol import frames, messages
-from swarmd.protocol.messages import Ping
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.messages import Ping
 from swarmd.values import PeerId
 from tests.hostile.test_strangers import alone, pss_mib
 from tests.real.harness import Volunteer, local_swarm

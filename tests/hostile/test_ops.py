@@ -8,19 +8,19 @@ import socket
 import pytest
 import torch
 
-from swarmd.compute.engine import AT_ONCE_S
-from swarmd.compute.session import KEPT_TIMES, LEAST_KEPT_EDITS
-from swarmd.compute.span import LoadedSpan
-from swarmd.compute.worker import Worker
-from swarmd.protocol import frames, messages
-from swarmd.protocol import worker as worker_link
-from swarmd.protocol.frames import MAX_PAYLOAD_BYTES, FrameDecoder
-from swarmd.protocol.messages import Edit, Op, OpenSession, Refusal
-from swarmd.protocol.worker import Tick
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.engine import AT_ONCE_S
+from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS
+from swarmd.compute.serving.worker import Worker
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire import worker as worker_link
+from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES, FrameDecoder
+from swarmd.protocol.wire.messages import Edit, Op, OpenSession, Refusal
+from swarmd.protocol.wire.worker import Tick
 from swarmd.wire.history import Sent
 from swarmd.wire.ops import encode_op
 from tests import checkpoints
-from tests.compute.test_engine import BLOCKS, Bench
+from tests.compute.serving.test_engine import BLOCKS, Bench
 
 HOSTILE, HONEST = b"x" * 16, b"y" * 16
 ROWS = 1_024

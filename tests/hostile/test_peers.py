@@ -12,17 +12,17 @@ import torch
 import trio
 import trio.testing
 
-from swarmd.client.session import ChainSession
+from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.node.heartbeat import UNUSED_LEASE_S
-from swarmd.plan.view import MAX_RECORDS_OF_A_PEER
-from swarmd.protocol import frames, messages
-from swarmd.protocol.catalog import Catalog, sign_catalog
+from swarmd.node.serving.heartbeat import UNUSED_LEASE_S
+from swarmd.plan.chains.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.messages import CachePart, Edit, HandOver, Op
-from swarmd.protocol.records import ExchangeBody, PeerRecord, SpanRecord, sign
+from swarmd.protocol.membership.catalog import Catalog, sign_catalog
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.records import ExchangeBody, PeerRecord, SpanRecord, sign
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.messages import CachePart, Edit, HandOver, Op
 from swarmd.values import PeerId
 from swarmd.wire.tensors import pack
 from tests.hostile.kit import Attacker, served

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 
-import swarmd.compute.worker  # noqa: F401 - so that its imports are known here
-from swarmd.node import worker_link
-from swarmd.protocol import messages
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.worker import LoadSpan, Tick, WorkerFailed, decode
+import swarmd.compute.serving.worker  # noqa: F401 - so that its imports are known here
+from swarmd.node.worker import worker_link
+from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.worker import LoadSpan, Tick, WorkerFailed, decode
 
 BUILT_IN = {*sys.builtin_module_names, "__main__"}
 

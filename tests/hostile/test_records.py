@@ -13,14 +13,21 @@ from swarmd.config import Serve
 from swarmd.errors import IntegrityError, Refused
 from swarmd.net import exchange as exchanges
 from swarmd.net.exchange import Exchange
-from swarmd.node.trials import Trials
-from swarmd.plan import view
-from swarmd.plan.placement import Own
-from swarmd.plan.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
-from swarmd.protocol import records
-from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.records import AnyRecord, ExchangeBody, PeerRecord, RunRecord, SpanRecord, read_untrusted
+from swarmd.node.serving.trials import Trials
+from swarmd.plan.chains import view
+from swarmd.plan.chains.placement import Own
+from swarmd.plan.chains.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
+from swarmd.protocol.membership import records
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.records import (
+    AnyRecord,
+    ExchangeBody,
+    PeerRecord,
+    RunRecord,
+    SpanRecord,
+    read_untrusted,
+)
 from swarmd.values import Span
 from tests.hostile.kit import Attacker, Invite, record_of
 from tests.sim.swarm import EPOCH_S, SimSwarm

@@ -21,18 +21,18 @@ from trio.testing import MockClock
 
 from swarmd.errors import Refused
 from swarmd.net.rpc import Channel
-from swarmd.protocol import backing
-from swarmd.protocol import commit as commits
-from swarmd.protocol.backing import N_DIRECTIONS, Backed, Share, sign_assent, sign_share
-from swarmd.protocol.commit import Commit
 from swarmd.protocol.fields import Message
-from swarmd.protocol.recipe import Parts, RunOrder, sign_order
-from swarmd.protocol.rounds import Beat, Prepare, Propose, Reduced
-from swarmd.train.anchor import Anchor
-from swarmd.train.leader import Leader
-from swarmd.train.parts import Part
-from swarmd.train.round import Round
-from swarmd.train.state import Vector
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.backing import N_DIRECTIONS, Backed, Share, sign_assent, sign_share
+from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.recipe import Parts, RunOrder, sign_order
+from swarmd.protocol.wire.rounds import Beat, Prepare, Propose, Reduced
+from swarmd.train.rounds.leader import Leader
+from swarmd.train.rounds.parts import Part
+from swarmd.train.rounds.round import Round
+from swarmd.train.store.anchor import Anchor
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, replay, training
 

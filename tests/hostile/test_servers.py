@@ -10,10 +10,10 @@ import torch
 from trio.testing import MockClock
 
 from swarmd.errors import SwarmError
-from swarmd.plan.standing import Fault
-from swarmd.protocol import worker
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.messages import Op, framed
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.wire import worker
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.messages import Op, framed
 from swarmd.wire.tensors import pack, unpack_untrusted
 from tests.sim.chain import generation
 

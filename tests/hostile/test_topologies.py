@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.rounds import Beat, Reduced, Subtotal
-from swarmd.train.sending import Sending
-from swarmd.train.state import Vector
+from swarmd.protocol.wire.rounds import Beat, Reduced, Subtotal
+from swarmd.train.rounds.sending import Sending
+from swarmd.train.vectors.state import Vector
 from tests.hostile.test_rounds import LONGEST_S, N_UPDATES, Lying, check, check_standing, lie_on_the_way, says
 from tests.train.world import training
 

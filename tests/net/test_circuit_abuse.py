@@ -23,7 +23,7 @@ from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
 from swarmd.net.libp2p.wire import read, write
-from swarmd.plan.dial_budget import OF_PLACE
+from swarmd.plan.links.dial_budget import OF_PLACE
 from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network
 

@@ -16,7 +16,7 @@ from swarmd.net import direct
 from swarmd.net.api import Stream
 from swarmd.net.direct import DirectNetwork, DirectStream, Ticket
 from swarmd.net.libp2p.host import Libp2pNetwork, Libp2pStream
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 
 PSK = b"k" * 32
 

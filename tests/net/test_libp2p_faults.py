@@ -33,7 +33,7 @@ from swarmd.net.libp2p.yamux_core import (
     YamuxCore,
     YamuxError,
 )
-from swarmd.protocol.identity import Identity
+from swarmd.protocol.membership.identity import Identity
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 PSK = b"k" * 32

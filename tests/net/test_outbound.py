@@ -13,9 +13,9 @@ from trio.testing import MockClock
 from swarmd.net.outbound import MAX_BYTES, MAX_BYTES_OF_SPONSOR, Outbound
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.sim import WINDOW_BYTES, SimWorld
-from swarmd.protocol import frames, messages
-from swarmd.protocol.frames import Frame, FrameDecoder
-from swarmd.protocol.messages import AnyMessage, ChunksAre, Hello, Ping, Pong, WantChunks
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.messages import AnyMessage, ChunksAre, Hello, Ping, Pong, WantChunks
 from swarmd.values import PeerId
 
 MIB = 2**20

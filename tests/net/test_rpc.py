@@ -13,9 +13,9 @@ from trio.testing import MockClock
 from swarmd.errors import Code, PeerTimeout, Refused, Unreachable
 from swarmd.net.rpc import MAX_PENDING_CALLS, Channel, Rpc
 from swarmd.net.sim import SimWorld
-from swarmd.protocol import tuning
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import AnyMessage, Hello, Ping, Pong, WantManifest
+from swarmd.protocol.wire import tuning
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong, WantManifest
 from swarmd.values import PeerId
 
 A, B = PeerId("a"), PeerId("b")

@@ -8,7 +8,7 @@ import pytest
 
 import swarmd.net.standing as standing_module
 from swarmd.net.standing import Standing
-from swarmd.plan.standing import Fault
+from swarmd.plan.trust.standing import Fault
 from swarmd.values import PeerId
 
 A, B = PeerId("a"), PeerId("b")

@@ -18,7 +18,7 @@ from swarmd.errors import ConfigError
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.pace import SLICE_BYTES, Pace
 from swarmd.net.traffic import AHEAD_BYTES, Traffic, UsedUpError
-from swarmd.plan.traffic import END_SHARE, Limits, on_the_wire
+from swarmd.plan.links.traffic import END_SHARE, Limits, on_the_wire
 from tests.net.test_libp2p_faults import Secured
 
 MIB = 2**20

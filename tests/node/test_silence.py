@@ -9,9 +9,9 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.net.standing import Standing
-from swarmd.protocol import frames, messages, rounds, tuning, worker
 from swarmd.protocol.fields import Message
-from swarmd.protocol.messages import Hello, Inherited, ManifestIs, Progress, Suspect, Unknown, WantManifest
+from swarmd.protocol.wire import frames, messages, rounds, tuning, worker
+from swarmd.protocol.wire.messages import Hello, Inherited, ManifestIs, Progress, Suspect, Unknown, WantManifest
 from tests.hostile.test_peers import KEY, scene
 
 AT_ONCE_S = 1.0

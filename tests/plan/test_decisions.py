@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
-from swarmd.plan.admission import CacheLedger
-from swarmd.plan.codec import choose_codec
-from swarmd.plan.memory import blocks_that_fit, tensor_bytes
-from swarmd.plan.placement import (
+from swarmd.plan.chains.admission import CacheLedger
+from swarmd.plan.chains.codec import choose_codec
+from swarmd.plan.chains.memory import blocks_that_fit, tensor_bytes
+from swarmd.plan.chains.placement import (
     Holder,
     choose_move,
     choose_span,
@@ -25,11 +25,11 @@ from swarmd.plan.placement import (
     hazard_per_s,
     moves_left,
 )
-from swarmd.plan.routing import best_rejected, best_route, least_loaded, pass_s
-from swarmd.plan.view import RecordBook, SwarmView, short_name
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.identity import Identity, Membership
-from swarmd.protocol.records import SpanRecord, Verified
+from swarmd.plan.chains.routing import best_rejected, best_route, least_loaded, pass_s
+from swarmd.plan.chains.view import RecordBook, SwarmView, short_name
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.identity import Identity, Membership
+from swarmd.protocol.membership.records import SpanRecord, Verified
 from swarmd.values import ModelId, PeerId, Span, ranges
 
 ME = PeerId("me")

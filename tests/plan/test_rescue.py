@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmd.plan.placement import choose_model, rescues
-from swarmd.protocol.records import SpanRecord
+from swarmd.plan.chains.placement import choose_model, rescues
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import ModelId
 
 OLD, NEW, OTHER = (ModelId(c * 64) for c in "ano")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from swarmd.errors import NoRoute
-from swarmd.plan import routing
-from swarmd.plan.routing import MANY, N_FOR_A_BLOCK, best_route, least_loaded, trips_of
-from swarmd.protocol.records import SpanRecord
+from swarmd.plan.chains import routing
+from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, best_route, least_loaded, trips_of
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
 ME, N_BLOCKS = PeerId("me"), 24

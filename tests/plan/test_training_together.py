@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmd.errors import IntegrityError
-from swarmd.plan import partition
-from swarmd.plan.arrivals import Arrivals
-from swarmd.plan.ballot import Acceptor, bound_to
-from swarmd.plan.contributions import Weighed, outliers
-from swarmd.plan.ledger import Ledger
-from swarmd.plan.partition import Member, Sizes
-from swarmd.plan.progress import LONGEST_HOLD_S, Action, Progress, decide, forecast, hold_s, leader_order
-from swarmd.plan.recovery import Offer, choose_way, restorable
-from swarmd.plan.samples import permuted, row_of, shard_of
-from swarmd.protocol import commit as commits
-from swarmd.protocol.commit import Commit, Counted
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import Batch, Recipe, Schedule, Stop, start_run
+from swarmd.plan.runs import partition
+from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.ballot import Acceptor, bound_to
+from swarmd.plan.runs.contributions import Weighed, outliers
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.partition import Member, Sizes
+from swarmd.plan.runs.progress import LONGEST_HOLD_S, Action, Progress, decide, forecast, hold_s, leader_order
+from swarmd.plan.runs.recovery import Offer, choose_way, restorable
+from swarmd.plan.runs.samples import permuted, row_of, shard_of
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.recipe import Batch, Recipe, Schedule, Stop, start_run
 from swarmd.values import PeerId
 
 OWNER = Identity(b"o" * 32)

@@ -19,15 +19,18 @@ import pytest
 from swarmd.errors import IntegrityError, Refused, RemoteProtocolError
 from swarmd.home import bundled_folder
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
-from swarmd.protocol import commit as commits
-from swarmd.protocol import frames, manifest, messages, recipe, records, worker
-from swarmd.protocol.catalog import Catalog, read_catalog_untrusted, sign_catalog
 from swarmd.protocol.fields import Message, TensorMeta
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.identity import certify, verify_certificate_untrusted
-from swarmd.protocol.messages import Edit, Op, Unknown
-from swarmd.protocol.records import RunRecord, SpanRecord
-from swarmd.protocol.tensors import layout_untrusted
+from swarmd.protocol.membership import records
+from swarmd.protocol.membership.catalog import Catalog, read_catalog_untrusted, sign_catalog
+from swarmd.protocol.membership.identity import certify, verify_certificate_untrusted
+from swarmd.protocol.membership.records import RunRecord, SpanRecord
+from swarmd.protocol.models import manifest
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs import recipe
+from swarmd.protocol.wire import frames, messages, worker
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.messages import Edit, Op, Unknown
+from swarmd.protocol.wire.tensors import layout_untrusted
 from swarmd.values import ModelId
 from tests.protocol.test_untrusted import FOUNDER, KEYS, MEMBER, peer_record
 

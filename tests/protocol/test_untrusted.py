@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from swarmd.errors import ConfigError, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
-from swarmd.protocol import frames, invite, messages, records
-from swarmd.protocol.catalog import read_catalog_untrusted
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.identity import Identity, certify, public_key_of_untrusted, verify_certificate_untrusted
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.messages import Op, OpenSession
-from swarmd.protocol.tensors import layout_untrusted
+from swarmd.protocol.membership import invite, records
+from swarmd.protocol.membership.catalog import read_catalog_untrusted
+from swarmd.protocol.membership.identity import Identity, certify, public_key_of_untrusted, verify_certificate_untrusted
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.wire import frames, messages
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.messages import Op, OpenSession
+from swarmd.protocol.wire.tensors import layout_untrusted
 
 FOUNDER, MEMBER = Identity(b"\1" * 32), Identity(b"\2" * 32)
 KEYS = SwarmKeys("test", FOUNDER.public_key, b"\3" * 32)

@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import LogitsProcessor
 
-from swarmd.client.links import Statistics
+from swarmd.client.links.link import Statistics
 from tests.real.harness import LocalSwarm, Volunteer
 
 MOVE_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 1.0)}

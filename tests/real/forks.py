@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from swarmd.node.forkserver import Forked
+from swarmd.node.worker.forkserver import Forked
 
 DAEMON = (
     "swarmd_cli.main",
@@ -28,8 +28,8 @@ DAEMON = (
 )
 TRAINER = (*DAEMON, "scipy.optimize")  # of runs leaders need it: for others it would be 20 MiB that they do not take
 WORKER = (
-    "swarmd.compute.worker",
-    "swarmd.compute.gradients",
+    "swarmd.compute.serving.worker",
+    "swarmd.compute.runs.gradients",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
@@ -38,8 +38,8 @@ WORKER = (
 COMMANDS = (
     "swarmd_cli.main",
     "swarmd.client.blocking",
-    "swarmd.client.tuning",
-    "swarmd.compute.gradients",
+    "swarmd.client.tuning.fine_tuning",
+    "swarmd.compute.runs.gradients",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
     "typer._adapters",
@@ -52,7 +52,7 @@ def server(*modules: str) -> str:
     """The socket of a server with these modules imported; it ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="swarmd-forks-")
     path = Path(folder.name) / "socket"
-    command = [sys.executable, "-m", "swarmd.node.forkserver", str(path), *modules]
+    command = [sys.executable, "-m", "swarmd.node.worker.forkserver", str(path), *modules]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdin is not None

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 
 from swarmd.home import Home
-from swarmd.node.forkserver import VARIABLE, Forked
-from swarmd.plan.routing import Hop
-from swarmd.protocol import invite as invites
+from swarmd.node.worker.forkserver import VARIABLE, Forked
+from swarmd.plan.chains.routing import Hop
+from swarmd.protocol.membership import invite as invites
 from swarmd.values import ModelId, PeerId, Span
 from tests.real import forks
 
@@ -145,7 +145,7 @@ class LocalSwarm:
 
     def join(self, home: Home) -> None:
         founder = self.volunteers[0]
-        from swarmd.protocol.identity import Identity
+        from swarmd.protocol.membership.identity import Identity
 
         ticket = founder.home.invite(self.addresses(), INVITED_FOR_S)
         home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
@@ -244,7 +244,7 @@ def add_model(home: Home, name: str, folder: Path) -> None:
     """What ``swarmd models add`` does, without a process; an adapter's base is the model "m"."""
     import msgspec
 
-    from swarmd.protocol import adapter, manifest
+    from swarmd.protocol.models import adapter, manifest
     from swarmd.weights.library import Library
 
     kind, base = ("adapters", home.catalog().models["m"][0]) if adapter.is_adapter(folder) else ("models", None)

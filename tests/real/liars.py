@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from swarmd.compute.span import LoadedSpan
-from swarmd.compute.worker import Worker
-from swarmd.protocol import worker
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.worker import Worker
 from swarmd.protocol.fields import Message
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.messages import HandOver
-from swarmd.protocol.worker import LoadSpan
+from swarmd.protocol.wire import worker
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import HandOver
+from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
 
@@ -127,7 +127,7 @@ class LyingWorker(Worker):
 
 
 def main() -> None:
-    """A worker's entry, as swarmd.compute.worker's."""
+    """A worker's entry, as swarmd.compute.serving.worker's."""
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         try:
             LyingWorker(connection, os.environ[VARIABLE]).run()
@@ -141,7 +141,7 @@ def up(home: Path, **flags: str | bool | None) -> None:
 
     from swarmd import config, daemon, logs
     from swarmd.home import Home
-    from swarmd.train import worker as training
+    from swarmd.train.gradients import worker as training
 
     training.MODULE = "tests.real.lying_trainers"  # it is honest unless a lie of its own is asked for
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarmd.compute import gradients
+from swarmd.compute.runs import gradients
 from tests.real.liars import VARIABLE
 
 LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -35,6 +35,6 @@ class LyingTrained(gradients.Trained):
 
 
 def main() -> None:
-    """A worker's entry, as swarmd.compute.gradients'."""
+    """A worker's entry, as swarmd.compute.runs.gradients'."""
     gradients.Trained = LyingTrained  # type: ignore[misc]
     gradients.main()

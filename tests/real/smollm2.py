@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 
 import transformers
 
-from swarmd.compute import gguf
+from swarmd.compute.checkpoints import gguf
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 KEPT = Path(__file__).parents[2] / ".venv"

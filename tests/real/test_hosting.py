@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import swarmd
-from swarmd.protocol import manifest
+from swarmd.protocol.models import manifest
 from swarmd.weights.library import Library
 from tests import checkpoints
 from tests.real.harness import LocalSwarm, Volunteer, add_model, local_swarm

@@ -28,8 +28,8 @@ import swarmd
 from swarmd.config import load
 from swarmd.errors import SwarmError
 from swarmd.home import Home
-from swarmd.plan.routing import Hop
-from swarmd.protocol.identity import Identity
+from swarmd.plan.chains.routing import Hop
+from swarmd.protocol.membership.identity import Identity
 from swarmd.values import Span
 from tests import checkpoints
 from tests.real import forks

@@ -1,7 +1,7 @@
 """Members behind real routers, in namespaces of the test's own (benchmarks/nat.py has all kinds against all).
 
 Part of ``make prove``: they need root, ``ip``, ``nft`` and miniupnpd, which few machines have. What needs no router is
-in tests/net/test_circuits.py and tests/node/test_reachability.py.
+in tests/net/test_circuits.py and tests/node/members/test_reachability.py.
 """
 
 from __future__ import annotations

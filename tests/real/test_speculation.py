@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import swarmd
-from swarmd.client.draft import Draft, DraftModel
-from swarmd.client.speculation import Costs
+from swarmd.client.model.draft import Draft, DraftModel
+from swarmd.client.model.speculation import Costs
 from swarmd.home import bundled_folder
 from tests import checkpoints
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm

@@ -55,7 +55,7 @@ def test_newcomer_finds_through_the_dht_what_its_invite_does_not_name(tmp_path: 
         server = swarm.add("--serve", "demo", "--blocks", "0:3", SWARMD_EXCHANGE="0")
         swarm.wait(lambda: "online" in server.ask("status")["worker"]["state"], "a worker")
         home = Home(tmp_path / "newcomer")
-        from swarmd.protocol.identity import Identity
+        from swarmd.protocol.membership.identity import Identity
 
         ticket = founder.home.invite(tuple(founder.ask("status")["addresses"]), 3_600)
         home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
@@ -77,7 +77,7 @@ def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
         invite = founder.home.invite(swarm.addresses(), 3_600)
         founder.signal(signal.SIGKILL)
         founder.stop()
-        from swarmd.protocol.identity import Identity
+        from swarmd.protocol.membership.identity import Identity
 
         home = Home(tmp_path / "late")
         home.enter(invite, Identity.generate(), None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import swarmd
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import Span
 from tests.prove_trust import add_liar
 from tests.real.faults import inputs_for

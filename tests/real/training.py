@@ -20,16 +20,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.inner import take_step
+from swarmd.compute.runs.inner_steps import take_step
 from swarmd.home import bundled_folder
-from swarmd.plan.ledger import Ledger
-from swarmd.plan.samples import row_of, shard_of
-from swarmd.protocol import commit as commits
-from swarmd.protocol import manifest
-from swarmd.protocol.recipe import Recipe
-from swarmd.train.data import read_shard, rows_of_shards
-from swarmd.train.disk import RunFolder, known_runs
-from swarmd.train.source import InnerStep
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.samples import row_of, shard_of
+from swarmd.protocol.models import manifest
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.recipe import Recipe
+from swarmd.train.gradients.source import InnerStep
+from swarmd.train.store.data import read_shard, rows_of_shards
+from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.real import forks

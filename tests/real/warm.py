@@ -9,8 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from swarmd.compute.fused import NotFused
-from swarmd.compute.precompile import compile_all
+from swarmd.compute.passes.fused import NotFused
+from swarmd.compute.passes.precompile import compile_all
 
 with suppress(NotFused):
     compile_all(Path(tempfile.gettempdir()))

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 import trio
 
-from swarmd.client.session import ChainSession
+from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
-from swarmd.plan.routing import Hop
+from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 

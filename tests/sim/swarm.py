@@ -15,20 +15,21 @@ from typing import Any
 import torch
 import trio
 
-from swarmd.client.links import Terms
+from swarmd.client.links.link import Terms
 from swarmd.client.swarm import AsyncSwarm, Membership
-from swarmd.compute.engine import Engine
+from swarmd.compute.serving.engine import Engine
 from swarmd.config import Config, Serve
 from swarmd.daemon import Daemon, Member, Surroundings
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
-from swarmd.node.worker_link import WorkerLost, WorkerProcess
-from swarmd.protocol import frames, manifest, messages, shards, worker
-from swarmd.protocol.catalog import Catalog, sign_catalog
-from swarmd.protocol.identity import Identity, certify
-from swarmd.protocol.invite import SwarmKeys
-from swarmd.protocol.understanding import OURS, Understanding
-from swarmd.protocol.worker import Loaded, LoadSpan, Measured, Tick
+from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
+from swarmd.protocol.membership.catalog import Catalog, sign_catalog
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.understanding import OURS, Understanding
+from swarmd.protocol.models import manifest, shards
+from swarmd.protocol.wire import frames, messages, worker
+from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.wire.history import Budget
 

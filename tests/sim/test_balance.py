@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass, field, replace
 
-from swarmd.plan.placement import Holder, bottleneck, choose_move, choose_span, moves_left
+from swarmd.plan.chains.placement import Holder, bottleneck, choose_move, choose_span, moves_left
 from swarmd.values import PeerId, Span
 
 N_SERVERS = 200

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from swarmd.net.sim import INDEX
-from swarmd.protocol.records import RECORD_LIFETIME_S
+from swarmd.protocol.membership.records import RECORD_LIFETIME_S
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 from tests.virtual_time import in_virtual_time

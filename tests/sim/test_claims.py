@@ -11,14 +11,14 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.node.balancer import Balancer, Turnover
-from swarmd.node.trials import APART_S, JOINING_S, REFUSALS, Trials, of
-from swarmd.plan.placement import Target
-from swarmd.plan.view import RecordBook, SwarmView
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.identity import Membership
-from swarmd.protocol.messages import OpenSession
-from swarmd.protocol.records import AnyRecord, PeerRecord, SpanRecord, Verified
+from swarmd.node.serving.balancer import Balancer, Turnover
+from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, of
+from swarmd.plan.chains.placement import Target
+from swarmd.plan.chains.view import RecordBook, SwarmView
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.identity import Membership
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, Verified
+from swarmd.protocol.wire.messages import OpenSession
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 MODEL = ModelId("m" * 64)

@@ -10,7 +10,7 @@ import random
 
 import trio
 
-from swarmd.protocol.recipe import Batch
+from swarmd.protocol.runs.recipe import Batch
 from tests.train.world import Member, TrainingWorld, check_ledger
 
 N_TRAINERS = 4

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarmd.plan.ledger import Ledger
-from swarmd.protocol.commit import Commit, Counted
-from swarmd.protocol.recipe import Recipe
-from swarmd.train.codecs import codec_of
-from swarmd.train.source import InnerStep
-from swarmd.train.state import Vector, fragment_of
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.recipe import Recipe
+from swarmd.train.gradients.source import InnerStep
+from swarmd.train.vectors.codecs import codec_of
+from swarmd.train.vectors.state import Vector, fragment_of
 
 Take = Callable[[dict[str, Vector], str, range, InnerStep], object]
 """Takes a step of a peer's own, by the mean gradient of its draws, on its inner vectors."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import trio
 
 from swarmd.net.sim import Link
-from swarmd.protocol.recipe import Batch, Optimizer
+from swarmd.protocol.runs.recipe import Batch, Optimizer
 from tests.train.world import Member, TrainingWorld, check_ledger
 from tests.virtual_time import in_virtual_time
 

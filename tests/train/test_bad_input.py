@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from swarmd.errors import ConfigError, IntegrityError, RemoteProtocolError
-from swarmd.protocol import manifest, rounds
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import (
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.models import manifest
+from swarmd.protocol.runs.recipe import (
     Recipe,
     RunOrder,
     read_order_untrusted,
@@ -24,9 +24,10 @@ from swarmd.protocol.recipe import (
     sign_order,
     start_run,
 )
-from swarmd.protocol.rounds import Group, GroupMember, GroupPart, JoinRound, Prepare, Pulse
-from swarmd.train.data import pack, read_shard, rows_of_shards
-from swarmd.train.groups import check_group, without
+from swarmd.protocol.wire import rounds
+from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart, JoinRound, Prepare, Pulse
+from swarmd.train.rounds.groups import check_group, without
+from swarmd.train.store.data import pack, read_shard, rows_of_shards
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import TrainingWorld, check_ledger

@@ -11,10 +11,10 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.net.sim import Link
-from swarmd.protocol.recipe import Batch, Checkpoints, Diloco, Optimizer, Parts
-from swarmd.train.disk import RunFolder
+from swarmd.protocol.runs.recipe import Batch, Checkpoints, Diloco, Optimizer, Parts
+from swarmd.train.store.disk import RunFolder
 from tests.train.replaying import counted_of
-from tests.train.test_codecs import CODECS
+from tests.train.vectors.test_codecs import CODECS
 from tests.train.world import Member, TrainingWorld, replay_steps, training
 
 CODED = CODECS[1:]

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.net.sim import Link
-from swarmd.protocol.recipe import Batch
+from swarmd.protocol.runs.recipe import Batch
 from tests.train.world import Member, TrainingWorld
 
 N_TRAINERS = 5

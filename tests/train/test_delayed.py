@@ -10,9 +10,9 @@ from trio.testing import MockClock
 
 from swarmd.errors import IntegrityError
 from swarmd.net.sim import Link
-from swarmd.protocol.commit import Commit, Counted
-from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.train.work import Gathered, Work
+from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.recipe import Batch, Optimizer
+from swarmd.train.vectors.work import Gathered, Work
 from tests.train.world import replay, training
 
 SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering

@@ -14,11 +14,11 @@ from trio.testing import MockClock
 
 from swarmd.errors import ConfigError
 from swarmd.net.sim import Link
-from swarmd.protocol.recipe import Batch, Diloco, Optimizer
-from swarmd.train.disk import RunFolder
-from swarmd.train.inner import Inner, Memory
-from swarmd.train.state import Vector
-from swarmd.train.work import Work
+from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.state import Vector
+from swarmd.train.vectors.work import Work
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 

@@ -12,17 +12,17 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.plan import standing
-from swarmd.plan.progress import leader_order
+from swarmd.plan.runs.progress import leader_order
+from swarmd.plan.trust.reputation import standing
 from swarmd.protocol.fields import Message
-from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.protocol.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
-from swarmd.train.chronicle import Chronicle
-from swarmd.train.joining import LONGEST_GATHER_S
-from swarmd.train.leader import Leader
-from swarmd.train.outcome import Outcome
-from swarmd.train.proposer import RoundFailed
-from swarmd.train.state import Vector
+from swarmd.protocol.runs.recipe import Batch, Optimizer
+from swarmd.protocol.wire.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
+from swarmd.train.rounds.joining import LONGEST_GATHER_S
+from swarmd.train.rounds.leader import Leader
+from swarmd.train.rounds.outcome import Outcome
+from swarmd.train.store.chronicle import Chronicle
+from swarmd.train.store.proposer import RoundFailed
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import training
 

@@ -9,7 +9,7 @@ import trio
 from msgspec import structs
 from trio.testing import MockClock
 
-from swarmd.protocol.recipe import Batch
+from swarmd.protocol.runs.recipe import Batch
 from tests.train.world import Member, TrainingWorld, training
 
 FAST_S, SLOW_S = 0.05, 1.25  # of a sample: 4 % of the others' speed

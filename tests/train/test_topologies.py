@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from trio.testing import MockClock
 
-from swarmd.plan.topology import edges_of
-from swarmd.protocol.recipe import Parts
-from swarmd.train.codecs import codec_of_parts
-from swarmd.train.parts import From, Part, chunk_of
-from swarmd.train.round import Round
-from swarmd.train.state import Vector
+from swarmd.plan.runs.topology import edges_of
+from swarmd.protocol.runs.recipe import Parts
+from swarmd.train.rounds.parts import From, Part, chunk_of
+from swarmd.train.rounds.round import Round
+from swarmd.train.vectors.codecs import codec_of_parts
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, fingerprint, replay, training
 

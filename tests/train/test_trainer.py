@@ -8,9 +8,9 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.net.sim import Link
-from swarmd.protocol.recipe import Batch, Optimizer
-from swarmd.train.source import Computed, InnerStep
-from swarmd.train.state import Snapshot
+from swarmd.protocol.runs.recipe import Batch, Optimizer
+from swarmd.train.gradients.source import Computed, InnerStep
+from swarmd.train.vectors.state import Snapshot
 from tests.train.world import replay, training
 
 

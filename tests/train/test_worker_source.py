@@ -12,15 +12,16 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmd.protocol import manifest, messages, worker
 from swarmd.protocol.fields import Message
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.recipe import Batch, Recipe, start_run
-from swarmd.protocol.worker import Compute, ComputedRows, Ending, LoadRun, MapRun, RunLoaded, RunMapped
-from swarmd.train.data import pack
-from swarmd.train.source import SourceBroken, SourceLost
-from swarmd.train.worker import WorkerSource
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.models import manifest
+from swarmd.protocol.runs.recipe import Batch, Recipe, start_run
+from swarmd.protocol.wire import messages, worker
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.worker import Compute, ComputedRows, Ending, LoadRun, MapRun, RunLoaded, RunMapped
+from swarmd.train.gradients.source import SourceBroken, SourceLost
+from swarmd.train.gradients.worker import WorkerSource
+from swarmd.train.store.data import pack
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import training
 

@@ -20,26 +20,26 @@ import numpy as np
 import torch
 import trio
 
-from swarmd.compute.inner import take_step
+from swarmd.compute.runs.inner_steps import take_step
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.sim import SimNetwork, SimWorld
-from swarmd.plan.ledger import Ledger
-from swarmd.plan.samples import row_of
-from swarmd.plan.view import SwarmView
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.frames import Frame
-from swarmd.protocol.identity import Identity
-from swarmd.protocol.manifest import Manifest
-from swarmd.protocol.messages import AnyMessage, Hello
-from swarmd.protocol.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
-from swarmd.protocol.records import RunRecord
-from swarmd.train.disk import RunFolder
-from swarmd.train.recovery import Get
-from swarmd.train.source import Again, Computed, InnerStep, SourceLost
-from swarmd.train.state import Layout, Vector, describe, digest_of
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.samples import row_of
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.records import RunRecord
+from swarmd.protocol.models.manifest import Manifest
+from swarmd.protocol.runs.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello
+from swarmd.train.gradients.source import Again, Computed, InnerStep, SourceLost
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.recovery import Get
+from swarmd.train.store.services import World
 from swarmd.train.trainer import Trainer
-from swarmd.train.world import World
+from swarmd.train.vectors.state import Layout, Vector, describe, digest_of
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of, replay_diloco
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol import shards
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models import shards
 from swarmd.weights.folder import ModelFolder
 
 N_BLOCKS = 4

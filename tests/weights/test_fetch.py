@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from swarmd.errors import Code, PeerTimeout, Refused, SwarmUnavailable, Unreachable
 from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantManifest
 from swarmd.values import PeerId
 from swarmd.weights import folder as files
 from swarmd.weights.donor import read_piece

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol import adapter
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.configuration import ADAPTER
-from swarmd.protocol.manifest import Entry, Manifest
+from swarmd.protocol.models import adapter
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.models.configuration import ADAPTER
+from swarmd.protocol.models.manifest import Entry, Manifest
 from swarmd.values import ModelId
 from swarmd.weights.folder import ModelFolder
 from tests.weights.conftest import make_model

@@ -13,12 +13,12 @@ from trio.testing import MockClock
 from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
-from swarmd.plan.standing import Fault
-from swarmd.plan.view import SwarmView
-from swarmd.protocol import manifest as manifests
-from swarmd.protocol.catalog import Catalog
-from swarmd.protocol.messages import ChunksAre, ManifestIs, WantManifest
-from swarmd.protocol.records import PeerRecord
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.records import PeerRecord
+from swarmd.protocol.models import manifest as manifests
+from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantManifest
 from swarmd.values import PeerId
 from swarmd.weights.donor import read_piece
 from swarmd.weights.folder import ModelFolder

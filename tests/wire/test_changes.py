@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swarmd.errors import Refused
-from swarmd.protocol import worker
-from swarmd.protocol.frames import FrameDecoder
-from swarmd.protocol.tuning import Forward, Row
+from swarmd.protocol.wire import worker
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.tuning import Forward, Row
 from swarmd.wire import changes
 from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import forward_frames, read_values

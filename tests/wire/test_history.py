@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.protocol.messages import Edit
+from swarmd.protocol.wire.messages import Edit
 from swarmd.wire.history import Budget, History, Sent
 
 B, D = 3, 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import TensorMeta
-from swarmd.protocol.tensors import CODECS, INT4_BLOCK, INT8_BLOCK, token_bytes
+from swarmd.protocol.wire.tensors import CODECS, INT4_BLOCK, INT8_BLOCK, token_bytes
 from swarmd.wire.tensors import pack, unpack_untrusted
 
 RELATIVE = {"float16": 2**-11, "bfloat16": 2**-8}

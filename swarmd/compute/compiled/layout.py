@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarmd.compute.four_bits import GROUP as GROUP
-from swarmd.compute.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
-from swarmd.compute.linear import LEVELS as LEVELS
-from swarmd.compute.linear import PACKED_ROWS
+from swarmd.compute.linear.four_bits import GROUP as GROUP
+from swarmd.compute.linear.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
+from swarmd.compute.linear.layers import LEVELS as LEVELS
+from swarmd.compute.linear.layers import PACKED_ROWS
 
 # Of a unit for matrices (``tiles``).
 SIDE = 16  # rows of a weight that are multiplied at a time, and tokens

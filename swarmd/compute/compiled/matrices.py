@@ -20,16 +20,16 @@ from swarmd.compute.compiled.layout import (
     SIDE,
     STEP,
 )
-from swarmd.compute.compiled.levels import (
+from swarmd.compute.compiled.machine import alone, carray, fast, look_ahead, meet, number_bytes, pointer
+from swarmd.compute.compiled.products import times_pair
+from swarmd.compute.compiled.quantised import (
     CHUNK,
     round_to_levels,
     times_group,
     times_group_of_two,
     times_pair_of_levels,
 )
-from swarmd.compute.compiled.machine import alone, carray, fast, look_ahead, meet, number_bytes, pointer
-from swarmd.compute.compiled.products import times_pair
-from swarmd.compute.tiles import has_tiles
+from swarmd.compute.hardware.matrix_unit import has_tiles
 
 FEWEST_TO_SPLIT, FEWEST, FEWEST_LEVELS = 8, 6, 4  # tokens for which a unit for matrices takes less time
 
@@ -132,8 +132,8 @@ def _times_numbers(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: A
 
 
 if has_tiles():
-    from swarmd.compute.compiled.grouped import times_groups
-    from swarmd.compute.compiled.tiles import enter, room_for, times_rows
+    from swarmd.compute.compiled.amx_four_bits import times_groups
+    from swarmd.compute.compiled.amx_products import enter, room_for, times_rows
 
     @fast
     def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:

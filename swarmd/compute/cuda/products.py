@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import nn
 
 from swarmd.compute.cuda.attention import PRECISION
-from swarmd.compute.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
-from swarmd.compute.linear import FewBitsLinear
+from swarmd.compute.linear.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
+from swarmd.compute.linear.layers import FewBitsLinear
 
 FEW_ROWS = 32  # that meet 8 bits themselves
 OUTS, INS, ROWS = 16, 256, 16  # of a weight that one program looks at, and of what meets it

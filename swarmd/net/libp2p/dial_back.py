@@ -15,7 +15,7 @@ import trio
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
-from swarmd.plan.reachability import Answer
+from swarmd.plan.links.reachability import Answer
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
 

@@ -39,8 +39,8 @@ from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxe
 from swarmd.net.libp2p.ways import Libp2pWays, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
-from swarmd.plan.dialing import host_of, is_circuit, is_private
-from swarmd.protocol.identity import Identity
+from swarmd.plan.links.dialing import host_of, is_circuit, is_private
+from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

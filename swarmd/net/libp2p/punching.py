@@ -18,7 +18,7 @@ from swarmd.errors import PeerError
 from swarmd.net.api import Way
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
-from swarmd.plan.dialing import host_of
+from swarmd.plan.links.dialing import host_of
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
 

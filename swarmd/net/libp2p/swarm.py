@@ -42,8 +42,8 @@ from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
 from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
-from swarmd.plan.dial_budget import DialBudget
-from swarmd.plan.dialing import Attempt, attempts, is_circuit, origin_of
+from swarmd.plan.links.dial_budget import DialBudget
+from swarmd.plan.links.dialing import Attempt, attempts, is_circuit, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class GuardedSwarm(Swarm):
         await super().notify_opened_stream(stream)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
-        """Reuse a live connection, or try all known addresses, the likeliest first (plan.dialing)."""
+        """Reuse a live connection, or try all known addresses, the likeliest first (plan.links.dialing)."""
         live = [c for c in self.get_connections(peer_id) if not c.is_closed]
         if live:
             return live

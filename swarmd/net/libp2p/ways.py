@@ -29,8 +29,8 @@ from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
 from swarmd.net.libp2p.yamux import YamuxConnection
-from swarmd.plan.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
-from swarmd.plan.reachability import Answer, version_of
+from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
+from swarmd.plan.links.reachability import Answer, version_of
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

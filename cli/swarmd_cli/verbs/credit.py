@@ -1,0 +1,97 @@
+"""``swarmd credit``: what this machine gave to the swarm and took from it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from swarmd_cli.context import home, print_json, size, table
+from swarmd_cli.curve import EIGHTHS
+from swarmd_cli.verbs.look import Json
+
+DAYS = 30  # that are drawn, one column each
+
+
+def credit(
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="Count so many days back.")] = DAYS,
+    check: Annotated[bool, typer.Option("--check", help="Verify both signatures of every bill first.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what this machine computed for others and had computed by them, from bills that both sides signed.
+
+    The unit is a token through one block. What passes between guests of one invite counts for nothing. Weights,
+    micro-batches, samples and hours are counted by this machine alone.
+
+    Example: swarmd credit --days 7
+    """
+    from swarmd.books import DAY_S, Books
+    from swarmd.protocol.membership.identity import read_links_untrusted
+
+    state = home()
+    own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
+    books, me, now = Books(state.books_file), state.identity().peer_id, int(time.time())
+    since = now - days * DAY_S
+    n_checked = books.check() if check else None
+    counted = books.counted(since)
+    served = sum(n for voucher, n in books.served(since).items() if voucher != own_voucher)
+    sums, by_day = books.sums(me, own_voucher, since), books.days(me, own_voucher, since)
+    gave, took = sum(s.gave for s in sums), sum(s.took for s in sums)
+    if as_json:
+        rows = [
+            {"voucher": s.voucher.hex(), "peers": list(s.peers), "gave": s.gave, "took": s.took}
+            | {"sessions": s.n_sessions, "last_at": s.last_at}
+            for s in sums
+        ]
+        per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
+        alone = {kind.name.lower(): n for kind, n in counted.items()}
+        both = {"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked}
+        print_json({**both, "counted": {**alone, "served": served}})
+        return
+    if n_checked is not None:
+        print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
+    listed = [
+        [_who(s.voucher, s.peers), f"{s.gave:,}", f"{s.took:,}", str(s.n_sessions), _ago(now - s.last_at)] for s in sums
+    ]
+    table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], listed)
+    table("Counted by this machine alone", ["", ""], _own(counted, served))
+    if sums:
+        print(f"gave {gave:,}, took {took:,}")
+        today = now // DAY_S
+        columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
+        for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
+            print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
+
+
+def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
+    from swarmd.books import Kind
+
+    return [
+        ["tokens x blocks for others, signed for or not", f"{served:,}"],
+        ["weights given to others", size(counted[Kind.WEIGHTS_GIVEN])],
+        ["weights taken from others", size(counted[Kind.WEIGHTS_TAKEN])],
+        ["micro-batches of fine-tuning", f"{counted[Kind.MICRO_BATCHES]:,}"],
+        ["samples for training runs", f"{counted[Kind.SAMPLES]:,}"],
+        ["online as a server", f"{counted[Kind.SECONDS] / 3600:.1f} h"],
+    ]
+
+
+def spark(values: Sequence[int]) -> str:
+    """One column for each value, as high as it is large."""
+    most = max(values, default=0)
+    return "".join(EIGHTHS[-(-8 * value // most)] if most else EIGHTHS[0] for value in values)
+
+
+def _who(voucher: bytes, peers: Sequence[str]) -> str:
+    names = ", ".join(peer[-8:] for peer in peers)
+    return f"invite {voucher.hex()[:8]}" + (f" ({names})" if names else "")
+
+
+def _ago(seconds: int) -> str:
+    for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s} {unit} ago"
+    return "just now"

@@ -1,0 +1,254 @@
+"""``swarmd demo``: three volunteers as separate processes, one killed in mid-sentence, and what came of it.
+
+With a model of one's own it is a chat with three volunteers instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from swarmd.errors import SwarmUnavailable
+from swarmd.home import Home
+from swarmd.importing import importing
+from swarmd.protocol.membership.identity import Identity
+from swarmd_cli.gateway_client import gateway_of_this_home
+
+SPANS = ((0, 4), (1, 5), (2, 6))
+CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
+NAMES = ("Ada", "Barbara", "Claude")
+VICTIM = 1  # who is killed: the middle of the chain
+PROMPT = "The function returns"
+QUIET_S = 300.0  # without any change in what they say they do: importing torch beside other work takes a minute or two
+LOOK_INTERVAL_S = 0.2  # a line on a terminal need not be newer
+CONVERTED = "converted"  # models that were files of another format, for the next chat
+
+
+class Volunteers:
+    """The demo's daemons; leaving the context ends them."""
+
+    def __init__(self, folder: Path, model: str = "demo", spans: Sequence[tuple[int, int]] = SPANS) -> None:
+        self.homes = [Home(folder / name.lower()) for name in NAMES]
+        self.model, self.spans = model, spans
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Volunteers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def start(self, index: int) -> None:
+        home, (start, end) = self.homes[index], self.spans[index]
+        command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", self.model, "--blocks", f"{start}:{end}"]
+        environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with (home.folder / "daemon.log").open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    process_group=0,  # Ctrl-C stops an answer of the chat, and nobody who serves
+                )
+            )
+
+    def ask(self, index: int, path: str) -> dict[str, Any]:
+        unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
+        with httpx.Client(transport=unencrypted, timeout=10) as http:
+            return dict(http.get(f"http://swarmd/v1/{path}").json())
+
+    def wait_for(self, condition: Any, what: str, on_stage: Callable[[str], None]) -> None:
+        """Wait as long as anything changes in what the daemons say; ``on_stage`` is told. Raises SwarmUnavailable."""
+        told, deadline = "", time.monotonic() + QUIET_S
+        while not condition():
+            stage = self._stage()
+            if stage != told:
+                told, deadline = stage, time.monotonic() + QUIET_S
+                on_stage(stage)
+            for index, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    log = (self.homes[index].folder / "daemon.log").read_text()[-800:]
+                    raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {what}:\n{log}")
+            if time.monotonic() > deadline:
+                raise SwarmUnavailable(f"no {what}, and nothing has changed for {QUIET_S:.0f} s: {told}")
+            time.sleep(LOOK_INTERVAL_S)
+
+    def _stage(self) -> str:
+        """What each daemon does now, in words."""
+        stages = []
+        for index, name in enumerate(NAMES[: len(self.processes)]):
+            try:
+                hosting = self.ask(index, "status")["hosting"] if self.homes[index].socket.exists() else []
+            except httpx.TransportError:  # a moment before it takes connections
+                hosting = []
+            doing = hosting[0]["why"] if hosting and hosting[0]["state"] != "online" else ""
+            stages.append(f"{name}: {doing or ('online' if hosting else 'starting its daemon')}")
+        return "\n  ".join(stages)
+
+
+def play(max_tokens: int, seed: int) -> int:
+    """Run the demo; returns 0 when the tokens equal an uninterrupted local run."""
+    console = Console(highlight=False)
+    console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
+    with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
+        with console.status("starting three daemons and their workers ...") as status:
+            volunteers.homes[0].found("demo")
+            _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
+        for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
+            console.print(f"  {name:8} process {process.pid:<7} serves {_bar(start, end)}  blocks [{start},{end})")
+        result = _generate(console, volunteers, max_tokens, seed)
+    return _report(console, result)
+
+
+def talk(source: Path) -> int:
+    """A chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
+    from swarmd_cli.context import set_home
+    from swarmd_cli.verbs import chat, models
+
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
+        founder = Home(Path(folder) / NAMES[0].lower())
+        founder.found("chat")
+        _keep_conversions(founder)
+        set_home(founder.folder)
+        console.print(models.take_in(str(source), "chat"))
+        n = founder.catalog().models["chat"][1]
+        spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
+        with Volunteers(Path(folder), "chat", spans) as volunteers:
+            with console.status("starting three daemons, which fetch their parts from each other ...") as status:
+                _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
+            for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
+                console.print(
+                    f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
+                )
+            with gateway_of_this_home() as gateway:
+                chat.Talk(gateway, "chat", "", {}).run()
+    return 0
+
+
+def _keep_conversions(founder: Home) -> None:
+    """Have what is converted outlive this chat: the next one begins where the first answer did."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
+    kept.mkdir(parents=True, exist_ok=True)
+    (founder.folder / CONVERTED).symlink_to(kept.resolve())
+
+
+def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
+    founder = volunteers.homes[0]
+    volunteers.start(0)
+    volunteers.wait_for(founder.socket.exists, "founder's control socket", on_stage)
+    invite = founder.invite(tuple(volunteers.ask(0, "status")["addresses"]), 3_600)
+    for index in (1, 2):
+        volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
+        volunteers.start(index)
+
+    def complete() -> bool:
+        rows: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
+        online = [s for r in rows for s in r["spans"] if s["state"] == "online"]
+        return len(online) == len(NAMES)
+
+    volunteers.wait_for(complete, "complete set of blocks", on_stage)
+
+
+def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:
+    with importing():
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.generation.streamers import BaseStreamer
+
+        import swarmd.client.blocking
+        from swarmd.compute.model.skeleton import quiet
+
+    from swarmd.home import bundled_folder
+    from swarmd.plan.chains.routing import Hop
+    from swarmd.values import Span
+
+    quiet()
+    torch.set_num_threads(1)
+    peers = [home.identity().peer_id for home in volunteers.homes]
+    chain = tuple(Hop(peers[i], Span(a, b)) for i, a, b in CHAIN)
+    names = {peer[-8:]: name for peer, name in zip(peers, NAMES, strict=True)}
+    local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
+    with swarmd.connect(home=volunteers.homes[0].folder) as swarm:
+        model, tokenizer = swarm.model("demo", chain=chain), swarm.tokenizer("demo")
+        inputs = tokenizer(PROMPT, return_tensors="pt")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("generating", total=max_tokens)
+            times: list[float] = []
+
+            class Watcher(BaseStreamer):  # type: ignore[misc]
+                def put(self, value: Any) -> None:
+                    times.append(time.perf_counter())
+                    progress.update(task, completed=max(0, len(times) - 1))
+                    if len(times) == max_tokens // 2:
+                        os.kill(volunteers.processes[VICTIM].pid, signal.SIGKILL)
+                        progress.console.print(f"  [red]kill -9[/red] {NAMES[VICTIM]}, at token {len(times) - 1}")
+
+                def end(self) -> None: ...
+
+            torch.manual_seed(seed)
+            ids = model.generate(**inputs, streamer=Watcher(), **sampling)
+        session = model.last_session
+    torch.manual_seed(seed)
+    expected = local.generate(**inputs, **sampling)
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    return {
+        "text": tokenizer.decode(ids[0], skip_special_tokens=True),
+        "is_equal": torch.equal(ids, expected),
+        "n_tokens": max_tokens,
+        "seconds": times[-1] - times[0],
+        "longest_gap_s": gaps[-1],
+        "median_gap_s": gaps[len(gaps) // 2],
+        "repairs": session.statistics.repairs,
+        "names": names,
+        "chain_after": session.chain,
+    }
+
+
+def _report(console: Console, result: dict[str, Any]) -> int:
+    repairs = result["repairs"]
+    console.print(f"\n[italic]{result['text']}[/italic]\n")
+    before = repairs[0].chain_before if repairs else result["chain_after"]
+    console.print(f"chain before  {_chain(before, result['names'])}")
+    console.print(f"chain after   {_chain(result['chain_after'], result['names'])}")
+    rate = result["n_tokens"] / result["seconds"]
+    console.print(f"speed         {rate:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
+    console.print(f"longest stall {1000 * result['longest_gap_s']:.0f} ms, while the chain was repaired")
+    for repair in repairs:
+        console.print(f"what happened {repair.reason}; {repair.replayed_tokens} tokens replayed by the hop before it")
+    verdict = "[green]equal[/green]" if result["is_equal"] else "[red]DIFFER from[/red]"
+    console.print(f"the tokens    {verdict} those of an uninterrupted local run")
+    return 0 if result["is_equal"] and repairs else 1
+
+
+def _chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
+    """Draw a chain: you ─▶ Ada [0,2) ─▶ ... ─▶ you."""
+    drawn = []
+    for hop in hops:
+        span, _, peer = hop.partition(" on ")
+        drawn.append(f"{names.get(peer, peer)} {span}")
+    return " ─▶ ".join(["you", *drawn, "you"])
+
+
+def _bar(start: int, end: int) -> str:
+    n = max(stop for _, stop in SPANS)
+    return "".join("█" if start <= block < end else "░" for block in range(n))

@@ -1,0 +1,314 @@
+"""Verbs of membership: found a swarm, invite, join, leave, run the daemon, stop it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmd.values import count
+from swarmd_cli.beforehand import waits_for_founder
+from swarmd_cli.context import INTERRUPTED, ask, home, is_running, tell_daemon, wait_until
+
+MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
+
+
+def init(
+    name: Annotated[str, typer.Option("--name", help="What to call the swarm.")],
+) -> None:
+    """Found a private swarm on this machine and print an invite.
+
+    Example: swarmd init --name ours
+    """
+    from swarmd.values import require_name
+
+    require_name("a swarm", name)
+    state = home()
+    state.found(name)
+    print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)
+    print("Start this machine's daemon with: swarmd up", file=sys.stderr)
+    print("One other machine joins with this invite (within 7 days; swarmd invite makes more):", file=sys.stderr)
+    print(_new_invite(7.0, 1))
+
+
+def invite(
+    days: Annotated[float, typer.Option("--days", help="How long the invite lets people in.")] = 7.0,
+    uses: Annotated[int, typer.Option("--uses", min=0, help="For so many machines; 0 is any number.")] = 1,
+    approve: Annotated[
+        bool, typer.Option("--approve", help="Who comes waits until you say swarmd members approve.")
+    ] = False,
+    may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
+    revoke: Annotated[
+        str,
+        typer.Option(
+            "--revoke", metavar="INVITE", help="Revoke an invite, or its id in members ls, and all it let in."
+        ),
+    ] = "",
+) -> None:
+    """Print an invite to this swarm for one machine, or revoke one. Only a founder can.
+
+    Who joins by it stays a member for a year; with --uses 0, as long as the invite lasts, up to 128 at a time.
+
+    Example: swarmd invite --uses 3 --days 1
+    """
+    if revoke:
+        _revoke(revoke)
+    else:
+        print(_new_invite(days, uses, approve, rights(may)))
+        if not is_running():
+            print("the daemon is down: others learn what this invite is for when it is up again", file=sys.stderr)
+
+
+def rights(words: str) -> tuple[Any, ...]:
+    """What --may says; everything where it says nothing. Raises ConfigError."""
+    from swarmd.config import split
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.membership.catalog import RIGHTS
+
+    said = split(words)
+    if unknown := [word for word in said if word not in RIGHTS]:
+        raise ConfigError(f"--may takes {', '.join(RIGHTS)}, comma-separated, not {unknown[0]!r}")
+    return tuple(word for word in RIGHTS if word in said) if said else RIGHTS
+
+
+def join(
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="[INVITE]",
+            show_default=False,
+            help="The line that swarmd invite printed; - or nothing: asks for it.",
+        ),
+    ] = "-",
+) -> None:
+    """Join a swarm by an invite: one that is pasted, or piped in, stands in no process list and no shell history.
+
+    Example: swarmd join
+    """
+    import trio
+
+    from swarmd.errors import ConfigError
+    from swarmd.home import by_peer
+    from swarmd.node.members.checkin import check_in
+    from swarmd.protocol.membership import invite as invites
+    from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
+    from swarmd.protocol.membership.identity import Identity
+
+    state = home()
+    ticket = invites.decode_untrusted(_asked_invite() if text == "-" else text, time.time())
+    if state.has_joined:
+        raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
+    identity = Identity.generate()
+    certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
+    found = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
+    state.enter(ticket, identity, found.catalog)
+    if found.waits:
+        print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
+        print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
+        print("Start its daemon now or then with: swarmd up")
+        return
+    print(f"Joined the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
+    print("Start this machine's daemon with: swarmd up")
+
+
+def _asked_invite() -> str:
+    """An invite from the terminal, or from whatever is piped in. Raises ConfigError where there is none."""
+    from swarmd.errors import ConfigError
+
+    if sys.stdin.isatty():
+        print("The invite, one line: ", end="", file=sys.stderr, flush=True)
+    text = sys.stdin.readline(MOST_INVITE_CHARACTERS).strip()
+    if not text:
+        raise ConfigError(
+            "expected an invite on standard input, got nothing: paste the line that swarmd invite printed"
+        )
+    return text
+
+
+def leave(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, even where the founder's key goes with it.")] = False,
+) -> None:
+    """Leave the swarm: forget its keys and this machine's identity.
+
+    Example: swarmd leave
+    """
+    from swarmd.errors import ConfigError
+
+    state = home()
+    name = state.swarm().keys.name
+    if is_running():
+        raise ConfigError("the daemon is running: swarmd down first")
+    if state.is_founder and not yes:
+        _confirm_loss_of_founder_key(name, state.folder / "founder.key")
+    state.leave()
+    print(f"Left the swarm {name!r}. Settings and added models are still in {state.folder}.")
+
+
+def _confirm_loss_of_founder_key(swarm: str, key: Path) -> None:
+    """Ask before what nobody can undo. Raises ConfigError when the answer is no, or nobody is there to give it."""
+    from swarmd.errors import ConfigError
+
+    loss = f"this machine founded {swarm!r}: without {key} nobody can invite, revoke or add models there any more"
+    keep = f"to keep a copy: cp {key} SOMEWHERE-SAFE"
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{loss}; {keep}; then swarmd leave --yes")
+    print(f"{loss[0].upper()}{loss[1:]}.\n{keep[0].upper()}{keep[1:]}", file=sys.stderr)
+    if not typer.confirm("Delete it for good?", err=True):
+        raise ConfigError("nothing was deleted")
+
+
+def up(
+    listen: Annotated[str | None, typer.Option(help="Address to listen on, as a multiaddr.")] = None,
+    serve: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Serve this model; several times: each by its own worker.")
+    ] = None,
+    blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Serve blocks A to B (exclusive).")] = None,
+    no_serve: Annotated[bool, typer.Option("--no-serve", help="Only help others find each other.")] = False,
+    announce: Annotated[str | None, typer.Option(help="Address to give to others instead.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what happens.")] = False,
+) -> None:
+    """Run the daemon in the foreground. Without flags it serves the least-covered blocks that fit.
+
+    Example: swarmd up --listen /ip4/0.0.0.0/tcp/4117 --serve demo --blocks 0:3
+    """
+    signal.signal(signal.SIGINT, _leave_at_once)  # until the daemon listens to signals itself
+    import trio
+
+    from swarmd import config, daemon, logs
+
+    state = home()
+    settings = config.load(
+        state.folder,
+        listen=listen,
+        model=",".join(serve) if serve else None,
+        blocks=blocks,
+        announce=announce,
+        serve=False if no_serve else None,
+    )
+    state.swarm()
+    logs.configure(settings.log_format, verbose)
+
+    def ready(running: daemon.Daemon) -> None:
+        print(f"swarmd is up as {running.network.peer_id}", flush=True)
+        for address in running.network.addresses():
+            print(f"  {address}", flush=True)
+        if waiting := waits_for_founder():
+            print(f"{waiting}; it serves nothing before", file=sys.stderr, flush=True)
+        if sys.stdout.isatty():
+            print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
+
+    trio.run(daemon.main, state, settings, ready)
+
+
+def _leave_at_once(number: int, frame: object) -> None:
+    """End a daemon that has not begun: Python loses an interrupt that is raised in the midst of some imports."""
+    print("swarmd: interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
+Served = Annotated[str, typer.Argument(metavar="[MODEL]", help="Only this one of the models that are served here.")]
+
+
+def drain(model: Served = "") -> None:
+    """Stop serving: live sessions are taken over by other servers. The daemon stays a member; see resume.
+
+    Example: swarmd drain
+    """
+    asked = ask("drain", "POST", model=model)
+    n = asked["sessions"]
+    print(f"draining: {count(n, 'session')} to be taken over", flush=True)
+
+    def is_drained() -> bool:
+        now = ask("status")
+        hash_ = {row["name"]: row["model"] for row in now["models"]}.get(model, model)
+        serving = [h["serving"] for h in now["hosting"] if h["serving"]]
+        return not any(not model or hash_ == s["model"] or model == s["name"] for s in serving)
+
+    is_done = wait_until(is_drained)
+    print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
+
+
+def resume(model: Served = "") -> None:
+    """Serve again after a drain or a pause.
+
+    Example: swarmd resume
+    """
+    answer = ask("resume", "POST", model=model)
+    print("serving again: swarmd status" if answer["serving"] else f"not yet: {answer['policy']['why']}")
+
+
+def down() -> None:
+    """Stop the daemon, after other servers have taken over its live sessions.
+
+    Example: swarmd down
+    """
+    ask("down", "POST")
+    is_done = wait_until(lambda: not home().socket.exists())
+    print("stopped" if is_done else "the daemon was told to stop and is still at it")
+
+
+def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...] | None = None) -> str:
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.membership import invite as invites
+    from swarmd.protocol.membership.catalog import MAX_USES, RIGHTS
+
+    if not 0 < days <= 3650:
+        raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
+    if uses > MAX_USES:
+        raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
+    made = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
+    tell_daemon()
+    return invites.encode(made)
+
+
+def _invite_addresses() -> tuple[str, ...]:
+    """Addresses to put into an invite: the daemon's and those of other live members, else a guess."""
+    from swarmd import config
+    from swarmd.errors import DaemonNotRunning
+
+    state = home()
+    try:
+        book = ask("addresses")["addresses"]
+        return tuple(address for addresses in book.values() for address in addresses[:2])[:8]
+    except DaemonNotRunning:
+        from swarmd.net.interfaces import expand
+
+        settings = config.load(state.folder)
+        chosen = config.split(settings.announce) or expand(config.split(settings.listen))
+        return tuple(f"{a.split('/p2p/')[0]}/p2p/{state.identity().peer_id}" for a in chosen)
+
+
+def _revoke(text: str) -> None:
+    import msgspec
+
+    key = _invite_key(text)
+    home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
+    tell_daemon()
+    print("Revoked the invite and every membership that came from it.")
+
+
+def _invite_key(text: str) -> bytes:
+    """The key of an invite, given whole or by how its id begins (as members ls shows it). Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.membership import invite as invites
+
+    state = home()
+    state.founder()
+    if not re.fullmatch(r"[0-9a-f]{4,64}", text):
+        return invites.decode_untrusted(text, 0.0).identity.public_key
+    catalog = state.catalog()
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    came = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
+    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *came} - {""})
+    matches = [bytes.fromhex(key) for key in known if key.startswith(text)]
+    if len(matches) != 1:
+        ids = ", ".join(key[:8] for key in known) or "none"
+        raise ConfigError(f"{len(matches)} invites have an id that begins with {text!r}; there are: {ids}")
+    return matches[0]

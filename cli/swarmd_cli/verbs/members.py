@@ -1,0 +1,244 @@
+"""Verbs on members: who is there and by whose invite, and turning one of them away for good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from swarmd_cli.context import ask, home, is_running, print_json, table, tell_daemon
+from swarmd_cli.verbs.look import Json, span_text
+
+_FAR = 2**40  # seconds: no end
+
+app = typer.Typer(
+    help="Members of the swarm: who brought them in, what they may do, how they compute; let in, turn away.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("ls")
+def ls(as_json: Json = False) -> None:
+    """List the members, by the invite that brought them in; open invites, and who waits to be let in.
+
+    Members are those that are here, and those that a founder admitted for good. What others found of their blocks is
+    by probes. Without the daemon only what the catalog says is known.
+
+    Example: swarmd members ls
+    """
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    catalog = home().catalog()
+    here = [{**peer, "is_here": True} for peer in answer["peers"]]
+    members = sorted(here + _away(catalog, here), key=lambda row: (row["voucher"], row["peer"]))
+    invites: list[dict[str, Any]] = [
+        {"voucher": key.hex(), "uses": t.uses, "waits": t.waits, "may": list(t.may), "ends_at": t.ends_at}
+        | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
+        for key, t in catalog.invites.items()
+        if t.ends_at > time.time() and key not in catalog.revoked
+    ]
+    if as_json:
+        keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
+        rows = [{key: row[key] for key in keys} for row in members]
+        print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
+        return
+    table(
+        "Members",
+        ["member", "brought in by", "may", "until", "serves", "its blocks were found"],
+        [_member_row(row) for row in members],
+    )
+    if invites:
+        listed = [
+            [row["voucher"][:8], _uses(row), ", ".join(row["may"]), _until(row["ends_at"])]
+            for row in sorted(invites, key=lambda row: row["ends_at"])
+        ]
+        table("Open invites", ["invite", "used", "for", "until"], listed)
+    if answer["waiting"]:
+        waits = [
+            [row["peer"][-8:], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
+            for row in sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+        ]
+        table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+
+
+def _away(catalog: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Members that were admitted and are not here now."""
+    from swarmd.protocol.membership.identity import peer_id_of
+
+    present = {row["peer"] for row in here}
+    rows = ((peer_id_of(key), entry) for key, entry in catalog.admitted.items() if key not in catalog.revoked)
+    nothing = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
+    return [
+        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **nothing}
+        for peer, entry in rows
+        if peer not in present
+    ]
+
+
+def _member_row(row: dict[str, Any]) -> list[str]:
+    serves = ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in row["spans"]) or "nothing"
+    return [
+        row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
+        _brought_in(row["voucher"]),
+        ", ".join(row["may"]),
+        _until(row["ends_at"]),
+        serves if row["is_here"] else "not here",
+        _found(row),
+    ]
+
+
+def _uses(row: dict[str, Any]) -> str:
+    of = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
+    return of + (", each waits" if row["waits"] else "")
+
+
+def _brought_in(voucher: str) -> str:
+    return f"invite {voucher[:8]}" if voucher else "a founder"
+
+
+def _until(ends_at: int) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FAR else "for ever"
+
+
+@app.command("approve")
+def approve(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Who waits, by the end of its id; or any id in full.")],
+    may: Annotated[str, typer.Option("--may", metavar="WORDS", help="What for: use,serve,train,give.")] = "",
+    days: Annotated[int, typer.Option("--days", min=1, max=365, help="For so many days.")] = 365,
+) -> None:
+    """Let in for good who waits, or change what a member may do, and until when. Only a founder can.
+
+    Example: swarmd members approve 8auXSk2p --may use,serve
+    """
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.membership.catalog import Admitted
+    from swarmd.protocol.membership.identity import public_key_of_untrusted
+    from swarmd_cli.verbs.member import rights
+
+    state = home()
+    state.founder()
+    found, voucher = _find(peer)
+    key = public_key_of_untrusted(found)
+    known = state.catalog().admitted.get(key)
+    invite = known.invite if known is not None else bytes.fromhex(voucher)
+    like = known or state.catalog().invites.get(invite)
+    if not may and like is None and not voucher:
+        raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
+    granted = rights(may) if may or like is None else like.may
+    state.admit({key: Admitted(int(time.time()) + days * 86_400, invite, granted)})
+    tell_daemon()
+    print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
+
+
+@app.command("order")
+def order(
+    rule: Annotated[str, typer.Argument(metavar="[RULE]", help="equal, giving or key; nothing shows it.")] = "",
+) -> None:
+    """Say who goes first where cache or a queue is short. Only a founder can change it.
+
+    equal: everybody alike. giving: each server favours who computed for its owner, and nobody starves. key: as
+    swarmd members favour says.
+
+    Example: swarmd members order giving
+    """
+    from swarmd.errors import ConfigError
+    from swarmd.plan.trust.order import ORDERS
+
+    state = home()
+    if not rule:
+        catalog = state.catalog()
+        print(catalog.order)
+        for key, times in catalog.favours.items():
+            print(f"  {key.hex()}  {times}")
+        return
+    if rule not in ORDERS:
+        raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
+    _change(lambda c: msgspec.structs.replace(c, order=rule))
+    print(f"Where something is short, the order is: {rule}.")
+
+
+@app.command("favour")
+def favour(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A member, by the end of its id.")],
+    times: Annotated[int, typer.Argument(min=1, max=16, help="So many times what others get; 1 is as others.")],
+    guests: Annotated[bool, typer.Option("--guests", help="And all whom its invite brought in, together.")] = False,
+) -> None:
+    """Give a member more of what is short, in swarms whose order is by key. Only a founder can.
+
+    Example: swarmd members favour 8auXSk2p 4
+    """
+    key = _key(*_find(peer), guests)
+    rest = {k: n for k, n in home().catalog().favours.items() if k != key}
+    _change(lambda c: msgspec.structs.replace(c, favours={**rest, key: times} if times > 1 else rest))
+    if home().catalog().order != "key":
+        print("It counts once the order is by key: swarmd members order key")
+
+
+def _change(change: Callable[[Any], Any]) -> None:
+    state = home()
+    state.founder()
+    state.change_catalog(change)
+    tell_daemon()
+
+
+def _key(peer: str, voucher: str, guests: bool) -> bytes:
+    """The key of a member, or of the invite that brought it in. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.membership.identity import public_key_of_untrusted
+
+    if guests and not voucher:
+        raise ConfigError("no invite is known that brought it in: do without --guests")
+    return bytes.fromhex(voucher) if guests else public_key_of_untrusted(peer)
+
+
+def _find(ending: str) -> tuple[str, str]:
+    """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.protocol.membership.identity import public_key_of_untrusted
+
+    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
+    away = _away(home().catalog(), answer["peers"])
+    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *away, *answer["waiting"])}
+    matches = [peer for peer in known if ending and peer.endswith(ending)]
+    if len(matches) == 1:
+        return matches[0], known[matches[0]]
+    try:
+        public_key_of_untrusted(ending)
+    except IntegrityError:
+        text = f"{len(matches)} members, or who wait, have an id that ends in {ending!r}: see swarmd members ls"
+        raise ConfigError(text) from None
+    return ending, ""
+
+
+def _found(peer: dict[str, Any]) -> str:
+    if not peer["found_right"] and not peer["found_wrong"]:
+        return "not probed"
+    said = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
+    return ", ".join(said)
+
+
+@app.command("revoke")
+def revoke(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A member, or who waits, by the end of its id.")],
+    guests: Annotated[
+        bool, typer.Option("--guests", help="Everybody else, too, whom the same invite brought in.")
+    ] = False,
+) -> None:
+    """Turn a member away for good: its sessions and connections end wherever the news comes. Only the founder can.
+
+    Example: swarmd members revoke 8auXSk2p --guests
+    """
+    from swarmd.errors import ConfigError
+
+    home().founder()
+    found, voucher = _find(peer)
+    if found == home().identity().peer_id:
+        raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
+    key = _key(found, voucher, guests)
+    _change(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
+    print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))

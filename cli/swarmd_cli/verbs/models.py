@@ -1,0 +1,431 @@
+"""Verbs on models: what the swarm has, what of it is here, adding, fetching, deleting, checking."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmd.values import count, require_name, some_of
+from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
+from swarmd_cli.convert import forget
+from swarmd_cli.source import HUB_ID, check_tokenizer, folder_of
+from swarmd_cli.verbs.look import Json, by_model, download_line, span_text
+
+if TYPE_CHECKING:
+    from swarmd.protocol.membership.catalog import Catalog
+    from swarmd.protocol.models.manifest import Manifest
+
+LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
+
+app = typer.Typer(
+    help="Models of the swarm: list, add, fetch, delete and check them.", no_args_is_help=True, rich_markup_mode=None
+)
+Model = Annotated[str, typer.Argument(help="A name of the swarm's catalog, or a model's hash.")]
+
+
+@app.command("ls")
+def ls(as_json: Json = False) -> None:
+    """List the models and adapters of the swarm's catalog.
+
+    Example: swarmd models ls
+    """
+    listed = ask("models")["models"] if is_running() else _offline_models()
+    catalog = home().catalog()
+    names = {model: name for name, (model, _) in catalog.models.items()}
+    adapters = [
+        {"name": name, "adapter": hash_, "model": base, "for": names.get(base)}
+        for name, (hash_, base) in sorted(catalog.adapters.items())
+    ]
+    if as_json:
+        print_json({"models": listed, "adapters": adapters})
+        return
+    listed = by_model(listed)
+    rows = [
+        [
+            m["name"],
+            m["model"][:12],
+            str(m["blocks"]),
+            "all" if m["here"] else ", ".join(span_text(s) for s in m["blocks_here"]) or "no",
+            ", ".join(span_text(s) for s in m["missing"]) or "none",
+        ]
+        for m in listed
+    ]
+    table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
+    for m in listed:
+        if m["help"]:
+            print(f"{m['name']}: {m['help']}")
+    if adapters:
+        rows = [[str(a["name"]), str(a["adapter"])[:12], str(a["for"] or a["model"])] for a in adapters]
+        table("Adapters", ["name", "hash", "for"], rows)
+
+
+@app.command("add")
+def add(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder, a GGUF file, or the id of a model on the hub.")],
+    name: Annotated[str, typer.Option("--name", help="What to call the model.")],
+    base: Annotated[str, typer.Option("--base", help="For a LoRA adapter: the model that it adapts.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="Of a GGUF file's weights: float32, bfloat16, float16; auto is the best of 16."),
+    ] = "auto",
+) -> None:
+    """Hash and check a checkpoint or an adapter; the founder, or a delegate, also publishes the name.
+
+    Example: swarmd models add ./llama --name llama
+    """
+    print(take_in(source, name, base, replace, dtype))
+    print(_next_step(name, base), file=sys.stderr)
+
+
+def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
+    """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
+    import msgspec
+
+    from swarmd.config import DTYPES
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.models import manifest
+    from swarmd.weights.library import Library
+
+    state = home()
+    state.swarm()
+    require_name("a model", name)
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
+    if base:
+        state.catalog().hash_of(base)
+    if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
+        require_publisher()
+    folder = folder_of(source, dtype)
+    read, kind = _read(folder, base)
+    model = manifest.model_id(read)
+    entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
+    catalog: dict[str, Any] = getattr(state.catalog(), kind)
+    known = catalog.get(name)
+    is_new = known is None or known[0] != model
+    if is_new:
+        _require_name_is_free(name, model, known[0] if known else "", replace)
+    Library(state.weights, {}).keep_manifest(read, folder)
+    state.add_folder(model, folder)
+    if is_new:
+        is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
+        on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
+
+        def publish(c: Catalog) -> Catalog:
+            sources = {**c.sources, **on_hub}
+            return msgspec.structs.replace(c, sources=sources, **{kind: {**getattr(c, kind), name: entry}})
+
+        state.change_catalog(publish)
+    tell_daemon()
+    aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
+    also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
+    blocks = f"{count(read.n_blocks, 'block')}, " if read.n_blocks else ""
+    return f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}"
+
+
+def _next_step(name: str, base: str) -> str:
+    """What to type to use what was added."""
+    if base:
+        return f"now: swarmd run {shlex.quote(base)} PROMPT --adapter {shlex.quote(name)}"
+    serve = f"swarmd up --serve {shlex.quote(name)}"
+    if not is_running():
+        return f"now: {serve}"
+    return (
+        "the running daemon was told: it gives the weights to others, and serves them itself once it is free to choose "
+        f"and the swarm lacks them most; to serve them at once: swarmd down, then {serve}"
+    )
+
+
+def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> None:
+    """May this machine let ``name`` mean ``model``, which it does not yet? Raises ConfigError."""
+    from swarmd.errors import ConfigError
+
+    if not home().may_publish:
+        what = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: {_how_to_publish()}")
+    if known and not replace:
+        raise ConfigError(
+            f"{name!r} is {known[:12]} in the catalog, and this folder is {model[:12]}: "
+            "choose another name, or say --replace"
+        )
+
+
+def _read(folder: Path, base: str) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint or an adapter, and which list of the catalog it belongs to. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.protocol.models import adapter, manifest
+
+    if adapter.is_adapter(folder):
+        if not base:
+            raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
+        read = adapter.read_folder(folder, home().catalog().hash_of(base))
+        _check_adapter(folder, read, base)
+        return read, "adapters"
+    if base:
+        raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
+    read = manifest.read_folder(folder)
+    from swarmd.compute.checkpoints.check import check_folder  # after what costs no import of torch
+
+    check_folder(folder, read)
+    check_tokenizer(folder)
+    return read, "models"
+
+
+def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
+    """Compare an adapter with the model that it adapts, if that is on this machine. Raises ConfigError."""
+    from swarmd.errors import ConfigError
+    from swarmd.weights.library import Library
+
+    state = home()
+    if base in state.catalog().adapters:
+        raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
+    of_base = Library(state.weights, state.folders()).folders.get(state.catalog().hash_of(base))
+    if of_base is None:
+        print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
+        return
+    from swarmd.compute.checkpoints.check import check_adapter  # after what costs no import of torch
+
+    check_adapter(folder, read, of_base.folder)
+
+
+@app.command("pull")
+def pull(
+    model: Model,
+    blocks: Annotated[str, typer.Option("--blocks", metavar="A:B", help="Only these blocks, and the head.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the members that have it; interrupted downloads go on where they were.
+
+    Example: swarmd models pull llama --blocks 0:16
+    """
+    found = ask("pull", "POST", model=model, blocks=blocks)["model"]
+    row = _follow(found, quiet=as_json)
+    if as_json:
+        print_json(row)
+    else:
+        print(f"{model}: here, in {row['folder']}")
+
+
+@app.command("rm")
+def rm(model: Model) -> None:
+    """Delete what was fetched of a model; a folder that was added is forgotten, and stays as it is.
+
+    Example: swarmd models rm llama
+    """
+    from swarmd.errors import ConfigError
+    from swarmd.home import bundled_model
+    from swarmd.weights.library import Library
+
+    state = home()
+    catalog = state.catalog()
+    found = catalog.hash_of(model)
+    if found == bundled_model()[0]:
+        raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
+    others = [name for name in catalog.names_of(found) if name != model]
+    if others and model != found:
+        raise ConfigError(
+            f"{', '.join(map(repr, others))} needs the same weights as {model!r}: swarmd models unpublish "
+            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {found} deletes the weights of all names"
+        )
+    if (folder := state.folders().get(found)) is not None:
+        state.forget_folder(found)
+        tell_daemon()
+        kept = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
+        print(f"{model}: this machine no longer offers it; {kept}")
+        return
+    if is_running():
+        n_bytes = ask("rm", "POST", model=found)["freed_bytes"]
+    else:
+        n_bytes = Library(state.weights, state.folders()).remove(found)
+    print(f"{model}: deleted, {size(n_bytes)} freed")
+
+
+@app.command("unpublish")
+def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's catalog.")]) -> None:
+    """Take a name out of the swarm's catalog, as its founder or a delegate; weights stay where they are.
+
+    Example: swarmd models unpublish llama
+    """
+    import msgspec
+
+    from swarmd.errors import ConfigError
+
+    state = home()
+    state.swarm()
+    require_publisher()
+    catalog = state.catalog()
+    kind = "models" if name in catalog.models else "adapters"
+    if name not in getattr(catalog, kind):
+        known = ", ".join(sorted(catalog.names)) or "none yet"
+        raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")
+    model = catalog.hash_of(name)
+
+    def take_back(c: Catalog) -> Catalog:
+        left = {other: entry for other, entry in getattr(c, kind).items() if other != name}
+        is_named = any(hash_ == model for hash_, _ in left.values())
+        sources = c.sources if is_named else {hash_: at for hash_, at in c.sources.items() if hash_ != model}
+        return msgspec.structs.replace(c, sources=sources, **{kind: left})
+
+    changed = state.change_catalog(take_back)
+    tell_daemon()
+    others = changed.names_of(model)
+    rest = (
+        f"its weights are still called {', '.join(others)}" if others else f"to delete them: swarmd models rm {model}"
+    )
+    print(f"{name}: no longer in the catalog; {rest}")
+
+
+def require_publisher() -> None:
+    """May this machine change the catalog's names? Raises ConfigError."""
+    from swarmd.errors import ConfigError
+
+    if not home().may_publish:
+        raise ConfigError(f"only a founder of the swarm, or a delegate, publishes names: {_how_to_publish()}")
+
+
+def _how_to_publish() -> str:
+    return f"a founder adds it, or says swarmd models delegate {home().identity().peer_id}"
+
+
+@app.command("verify")
+def verify(model: Model, as_json: Json = False) -> None:
+    """Hash all that is here of a model and compare it with the manifest.
+
+    Example: swarmd models verify llama
+    """
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.weights.library import Library
+
+    state = home()
+    found = home().catalog().hash_of(model)
+    folder = Library(state.weights, state.folders()).folders.get(found)
+    if folder is None:
+        raise ConfigError(f"nothing of {model} is on this machine")
+    damaged, n_bytes = folder.damaged(), folder.n_bytes(folder.held)
+    if as_json:
+        print_json({"model": found, "bytes": n_bytes, "damaged": damaged})
+    elif not damaged:
+        print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
+    if damaged:
+        raise IntegrityError(
+            f"{model}: {some_of(damaged)} differ from the manifest: swarmd models rm {model}, then pull it"
+        )
+
+
+@app.command("delegate")
+def delegate(
+    peer: Annotated[str, typer.Argument(help="The member's peer id: swarmd status shows it.")],
+    revoke: Annotated[bool, typer.Option("--revoke", help="Take it back.")] = False,
+) -> None:
+    """Let another member publish models, or no longer. Only the founder can.
+
+    Example: swarmd models delegate 12D3KooW...
+    """
+    import msgspec
+
+    from swarmd.errors import ConfigError, IntegrityError
+    from swarmd.protocol.membership.identity import public_key_of_untrusted
+
+    state = home()
+    state.founder()
+    try:
+        key = public_key_of_untrusted(peer)
+    except IntegrityError as error:
+        raise ConfigError(f"{peer!r} is no peer id: {error}") from None
+    others = tuple(k for k in state.catalog().delegates if k != key)
+    state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
+    tell_daemon()
+    print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
+
+
+def _follow(model: str, quiet: bool) -> dict[str, Any]:
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
+    from swarmd.errors import SwarmError
+
+    show = _silence if quiet else _bar if sys.stderr.isatty() else _lines
+    with show() as update:
+        while True:
+            row: dict[str, Any] = ask("here", model=model)
+            if not row["pulling"]:
+                break
+            for download in ask("downloads")["downloads"]:
+                if download["model"] == model:
+                    update(download)
+            time.sleep(LOOK_INTERVAL_S)
+    if row["failure"]:
+        error = SwarmError(row["failure"])
+        error.exit_code = row["exit_code"]
+        raise error
+    return row
+
+
+class _silence:
+    def __enter__(self) -> Any:
+        return lambda download: None
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _lines(_silence):
+    """A line whenever a tenth more is there."""
+
+    def __enter__(self) -> Any:
+        said = -1
+
+        def update(download: dict[str, Any]) -> None:
+            nonlocal said
+            tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
+            if tenths != said:
+                said = tenths
+                print(download_line(download), file=sys.stderr, flush=True)
+
+        return update
+
+
+class _bar(_silence):
+    def __enter__(self) -> Any:
+        from rich import progress
+        from rich.console import Console
+
+        columns = (
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TextColumn("{task.fields[note]}"),
+        )
+        self._progress = progress.Progress(*columns, console=Console(stderr=True))
+        self._progress.start()
+        task = self._progress.add_task("", total=None, note="")
+
+        def update(download: dict[str, Any]) -> None:
+            self._progress.update(
+                task,
+                total=download["total_bytes"],
+                completed=download["done_bytes"],
+                note=download_line(download).split(", ", 1)[1],
+            )
+
+        return update
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+def _offline_models() -> list[dict[str, Any]]:
+    from swarmd.weights.library import Library
+
+    state = home()
+    state.swarm()
+    folders = Library(state.weights, state.folders()).folders
+    rows = []
+    for name, (model, n_blocks) in sorted(state.catalog().models.items()):
+        folder = folders.get(model)  # type: ignore[call-overload]
+        blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
+        here = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
+        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
+        rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
+    return rows

@@ -1,0 +1,165 @@
+"""When this machine works for others: pause, and the rules of its owner."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmd.values import count
+from swarmd_cli.context import ask, home, print_json, table, tell_daemon, wait_until
+
+app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
+UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
+
+
+def pause(
+    for_: Annotated[str, typer.Option("--for", metavar="TIME", help="As 90m, 2h or 1d; without, until resume.")] = "",
+) -> None:
+    """Stop working for others at once, and free the memory; live sessions go on elsewhere.
+
+    Example: swarmd pause --for 2h
+    """
+    seconds = str(seconds_of(for_)) if for_ else ""
+    asked = ask("pause", "POST", seconds=seconds)
+    n = asked["sessions"]
+    print(f"{asked['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
+    is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
+    print(
+        "nothing is served here any more; swarmd resume works again"
+        if is_done
+        else "the daemon is still at it: swarmd status"
+    )
+
+
+@app.command()
+def show(as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')] = False) -> None:
+    """Show the rules.
+
+    Example: swarmd policy show
+    """
+    import dataclasses
+
+    from swarmd import config
+
+    rules = dataclasses.asdict(config.load(home().folder).policy)
+    if as_json:
+        print_json(rules)
+        return
+    table("Policy", ["", "", ""], [[name, _toml(value), HELP[name]] for name, value in rules.items()])
+
+
+@app.command("set", context_settings={"ignore_unknown_options": True})
+def set_(
+    name: Annotated[str, typer.Argument(help="Which rule: swarmd policy show lists them.")],
+    value: Annotated[str, typer.Argument(help='What it shall be; "" for none.')],
+) -> None:
+    """Change a rule in config.toml; a daemon that runs follows it at once.
+
+    Example: swarmd policy set hours "mon-fri 22:00-08:00, sat, sun"
+    """
+    path = home().folder / "config.toml"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    changed = with_setting(text, "policy", name, _toml(_typed(name, value)))
+    _check(changed)
+    from swarmd.folders import write_file
+
+    write_file(path, changed)
+    tell_daemon()
+    explain()
+
+
+@app.command()
+def explain() -> None:
+    """Say in one line whether this machine works for others now, why, and when that changes.
+
+    Example: swarmd policy explain
+    """
+    from swarmd.errors import DaemonNotRunning, NotJoined
+
+    try:
+        print(ask("status")["policy"]["why"])
+        return
+    except (DaemonNotRunning, NotJoined):
+        pass
+    from swarmd import config
+    from swarmd.net.traffic import Traffic
+    from swarmd.node.machine.presence import limits_of, verdict_now
+
+    rules = config.load(home().folder).policy
+    verdict = verdict_now(rules, home().pause_file, Traffic(limits_of(rules), home().traffic_file))
+    print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")
+
+
+HELP = {
+    "hours": 'only then, local time: mon-fri 22:00-08:00, sat, sun; "" is always',
+    "idle_minutes": "only when keyboard and mouse have not been used for so long; 0 is always",
+    "on_battery": "on battery too",
+    "not_while": "not while one of these programs runs, comma-separated",
+    "hottest_c": "not when CPU or NVIDIA card is hotter, in degrees Celsius; 0 is no limit",
+    "up_mbit": "what leaves the home network, in Mbit/s; 0 is no limit",
+    "down_mbit": "what enters it, in Mbit/s; 0 is no limit",
+    "compute_share": "of the time processor or card computes for others, as 0.5; 1 is all of it",
+    "leave_free_gib": "of the card's memory, or the machine's, for its owner, from the next load on; 0 leaves nothing",
+    "month_gib": "both together in a calendar month, in GiB; 0 is no limit",
+}
+
+
+def seconds_of(text: str) -> int:
+    """Read 90m, 2h, 1d or 1h30m. Raises ConfigError."""
+    from swarmd.config import LONGEST_PAUSE_S
+    from swarmd.errors import ConfigError
+
+    parts = re.findall(r"(\d+)([mhd])", text.strip().lower())
+    seconds = sum(int(n) * UNITS_S[unit] for n, unit in parts)
+    if "".join(n + unit for n, unit in parts) != text.strip().lower() or not 0 < seconds <= LONGEST_PAUSE_S:
+        raise ConfigError(f"--for takes a time such as 90m, 2h or 1d, at most 366d, not {text!r}")
+    return seconds
+
+
+def with_setting(text: str, name: str, key: str, value: str) -> str:
+    """A TOML text with ``key = value`` in the table ``[name]``; the rest stays as it was written."""
+    lines = text.splitlines()
+    header = next((i for i, line in enumerate(lines) if re.fullmatch(rf"\s*\[{name}\]\s*(#.*)?", line)), None)
+    if header is None:
+        return "\n".join([*lines, *([""] if lines else []), f"[{name}]", f"{key} = {value}", ""])
+    end = next((i for i in range(header + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
+    known = next((i for i in range(header + 1, end) if re.match(rf"\s*{key}\s*=", lines[i])), None)
+    if known is None:
+        lines.insert(header + 1, f"{key} = {value}")
+    else:
+        lines[known] = f"{key} = {value}"
+    return "\n".join([*lines, ""])
+
+
+def _typed(name: str, value: str) -> Any:
+    """What was typed as what the rule takes. Raises ConfigError."""
+    from swarmd.config import PolicyConfig
+    from swarmd.errors import ConfigError
+
+    if name not in HELP:
+        raise ConfigError(f"there is no rule {name!r}; there are: {', '.join(HELP)}")
+    kind = type(getattr(PolicyConfig(), name))
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    try:
+        return words[value.lower()] if kind is bool else kind(value or kind())
+    except (KeyError, ValueError):
+        takes = "yes or no" if kind is bool else "a number"
+        raise ConfigError(f"{name} takes {takes}, not {value!r}") from None
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # which TOML reads alike: strings, numbers, true and false
+
+
+def _check(text: str) -> None:
+    """Raise ConfigError when these settings cannot be right."""
+    from swarmd import config
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.toml").write_text(text, encoding="utf-8")
+        config.load(Path(folder), {})

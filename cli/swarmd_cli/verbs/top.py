@@ -1,0 +1,172 @@
+"""What this daemon does, live: a screen of it, drawn anew every second or two."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from swarmd.values import count
+from swarmd_cli.context import ask, drawn, duration, number, size
+from swarmd_cli.verbs.look import download_line, reach_text, span_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+MOST_PEERS = 20  # as many as a screen holds: those nearby
+
+
+def top(
+    interval: Annotated[float, typer.Option(min=0.5, max=60, metavar="SECONDS", help="Between two looks.")] = 2.0,
+) -> None:
+    """Show what this daemon does, live, until q; p pauses it, r resumes. One picture where the output is no terminal.
+
+    Example: swarmd top
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console, before, at = Console(), ask("status"), time.monotonic()
+    if not sys.stdout.isatty():
+        time.sleep(interval)
+        console.print(screen(before, ask("status"), ask("peers")["peers"], time.monotonic() - at))
+        return
+    said, picture = "", screen(before, before, ask("peers")["peers"], interval)
+    with keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(with_footer(picture, said), refresh=True)
+        try:
+            while (key := key_within(max(0.0, at + interval - time.monotonic()))) != "q":
+                if key:
+                    said = obey(key)
+                    live.update(with_footer(picture, said), refresh=True)
+                    continue
+                now, passed_s = ask("status"), time.monotonic() - at
+                picture = screen(before, now, ask("peers")["peers"], passed_s)
+                live.update(with_footer(picture, said), refresh=True)
+                before, at = now, at + passed_s
+        except KeyboardInterrupt:
+            return
+
+
+@contextmanager
+def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
+    """Read single keys: what is given waits so long for one; "" is none. Without a terminal it only waits."""
+    if not file.isatty():
+        yield _wait
+        return
+    import termios
+    import tty
+
+    fd = file.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield lambda within_s: _key_of(fd, within_s)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _wait(within_s: float) -> str:
+    time.sleep(within_s)
+    return ""
+
+
+def _key_of(fd: int, within_s: float) -> str:
+    """The first key that is pressed within so long; a terminal that is gone is left."""
+    is_ready, _, _ = select.select([fd], [], [], within_s)
+    if not is_ready:
+        return ""
+    return os.read(fd, 64).decode(errors="replace")[:1] or "q"
+
+
+def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
+    """Do what a key stands for, and say what came of it."""
+    from swarmd.errors import SwarmError
+
+    try:
+        if key == "p":
+            return str(ask("pause", "POST", seconds="")["policy"]["why"])
+        if key == "r":
+            answer = ask("resume", "POST", model="")
+            return "serves again" if answer["serving"] else f"not yet: {answer['policy']['why']}"
+    except SwarmError as error:
+        return str(error)
+    return ""
+
+
+def with_footer(picture: Group, said: str) -> Group:
+    """The picture, what the last key did, and the keys."""
+    from rich.console import Group
+
+    return Group(picture, *([said] if said else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
+
+
+def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
+    """One picture, from what the daemon said ``passed_s`` apart."""
+    from rich.console import Group
+
+    lines = [
+        f"[bold]{now['swarm']}[/]  {count(now['members'], 'member')}, up for {duration(now['uptime_s'])}, "
+        f"{now['memory_mib']:.0f} MiB, version {now['version']}"
+    ]
+    if (policy := now["policy"]) is not None:
+        n_bytes = max(0, policy["month_bytes"] - (before["policy"] or policy)["month_bytes"])
+        lines.append(f"{policy['why']}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
+    if (reach := now["reach"]) is not None:
+        lines.append(reach_text(reach))
+    lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in now["health"] if row["is_fine"] is False]
+    lines += [f"fetching {download_line(download)}" for download in now["downloads"]]
+    return Group(*lines, _served(before, now, passed_s), _members(peers))
+
+
+def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Table:
+    names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
+    rows = []
+    for n, hosting in enumerate(now["hosting"]):
+        serving, server, tuning = hosting["serving"], hosting["server"], hosting["tuning"]
+        if not serving:
+            rows.append([hosting["wanted"], "", f"{hosting['state']}: {hosting['why']}", "", "", "", ""])
+            continue
+        earlier = before["hosting"][n]
+        rows.append(
+            [
+                serving["name"],
+                span_text(serving["blocks"]),
+                hosting["state"],
+                str(server["sessions"]),
+                _per_s(earlier["server"], server, "tokens_served", passed_s),
+                _per_s(earlier["tuning"], tuning, "tokens_trained", passed_s),
+                f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
+            ]
+        )
+    return drawn(names, rows)
+
+
+def _per_s(before: dict[str, Any] | None, now: dict[str, Any], name: str, passed_s: float) -> str:
+    return f"{max(0, now[name] - before[name]) / passed_s:.1f}" if before else "unknown"
+
+
+def _members(peers: list[dict[str, Any]]) -> Table:
+    names = ["member", "way", "away", "serves", "tokens/s", "memory"]
+    others = sorted(
+        (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
+    )
+    rows = [
+        [
+            peer["peer"][-8:],
+            peer["way"] or "not connected",
+            number(peer["round_trip_ms"], " ms"),
+            ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
+            ", ".join(number(s["decode_tokens_per_s"]) for s in peer["spans"]),
+            size(peer["memory_bytes"]),
+        ]
+        for peer in others[:MOST_PEERS]
+    ]
+    return drawn(names, rows)

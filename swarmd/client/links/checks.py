@@ -1,0 +1,124 @@
+"""What a client found of servers by checking their answers: how often who was right, what checking cost, who was wrong.
+
+With a file it outlives the process. The rules are ``plan.trust.audits``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from swarmd.errors import ConfigError
+from swarmd.plan.trust.audits import Record, is_due
+from swarmd.protocol.untrusted import read_json
+from swarmd.values import Decision
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_RECORDS = 4_096  # of those who were right most recently
+MOST_EXCUSES = 3  # of one server, for dead workers; beyond them a share of its checks
+ONE_DEATH_S = 60.0  # of a worker: it is back by then
+EXCUSED_SHARE = 0.02  # ten times what honest servers needed that were killed 38 times in an hour
+N_KEPT = 64  # findings that people are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: of which hop, how it ended, and why."""
+
+    hop: str
+    outcome: str
+    reason: str
+
+
+class Checks:
+    """See the module. Owned by the client's trio thread."""
+
+    def __init__(self, rng: random.Random, file: Path | None = None) -> None:
+        self.n_served_tokens = 0  # tokens times blocks, of sessions that are checked
+        self.n_computed_tokens = 0  # the same, computed again
+        self.outcomes: Counter[str] = Counter()
+        self._n_evasions: Counter[str] = Counter()
+        self._excuses: dict[str, tuple[int, float]] = {}
+        self.findings: deque[Finding] = deque(maxlen=N_KEPT)
+        self._rng = rng
+        self._file = file
+        self._records: dict[str, Record] = self._read()
+
+    def record(self, key: str) -> Record:
+        return self._records.get(key, Record())
+
+    def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
+        """Is a window checked? At least a share ``least`` of them is."""
+        return is_due(self.record(key), self._rng.random(), least)
+
+    def shuffled(self, several: Sequence[T]) -> list[T]:
+        """In an order that nobody can foresee."""
+        return self._rng.sample(several, len(several))
+
+    def note(self, key: str, is_right: bool) -> None:
+        """Count one check that was decided."""
+        self._records[key] = self._records.pop(key, Record()).after(is_right)
+        while len(self._records) > MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+
+    def tell(self, finding: Finding) -> None:
+        """Keep how a check ended, decided or not."""
+        self.findings.append(finding)
+        self.outcomes[finding.outcome] += 1
+
+    def is_evading(self, key: str) -> bool:
+        """Somebody would not show what it did; was that more than once?"""
+        self._n_evasions[key] += 1
+        return self._n_evasions[key] > 1
+
+    def is_excused_too_often(self, key: str, now: float) -> bool:
+        """Somebody's worker had died when its window was to be checked; is that more than happens?
+
+        Several sessions see one death: within a minute it counts once. ``now``: seconds on a clock that only grows.
+        """
+        n, last = self._excuses.pop(key, (0, -math.inf))
+        n += now - last > ONE_DEATH_S
+        self._excuses[key] = n, now
+        while len(self._excuses) > MAX_RECORDS:
+            del self._excuses[next(iter(self._excuses))]
+        return n > MOST_EXCUSES and n > EXCUSED_SHARE * self.record(key).n_checks
+
+    def share(self) -> float:
+        """What checking computed, as a share of what was served."""
+        return self.n_computed_tokens / self.n_served_tokens if self.n_served_tokens else 0.0
+
+    @property
+    def n_checks(self) -> int:
+        return sum(record.n_checks for record in self._records.values())
+
+    def save(self) -> None:
+        """Keep the records for the next process; a disk that is full costs checks, and nothing else."""
+        if self._file is None:
+            return
+        rows = {key: (r.n_checks, r.n_right, r.n_wrong) for key, r in self._records.items()}
+        new = self._file.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(rows))
+            new.replace(self._file)
+        except OSError as error:
+            logger.warning("cannot keep what was checked in %s: %s", self._file, error.strerror)
+
+    def _read(self) -> dict[str, Record]:
+        if self._file is None or not self._file.is_file():
+            return {}
+        try:
+            rows = read_json(self._file, dict[str, tuple[int, int, int]], "it is made anew")
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return {}
+        return {key: Record(*row) for key, row in rows.items()}

@@ -1,0 +1,230 @@
+"""What a client trains of the remote blocks: PEFT's LoRA layers inside the stubs, and prefixes of keys and values.
+
+The stubs of a remote model hold the family's own modules without their weights, so that PEFT finds its targets, makes
+its own parameters beside them, and saves and loads them. Only these parameters travel, known by a version: servers
+cache them and give gradients back; the client keeps the only copy that counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from swarmd.errors import ConfigError
+from swarmd.net.rpc import Rpc
+from swarmd.plan.chains.routing import Hop
+from swarmd.protocol.wire.tuning import PutTuned
+from swarmd.values import ModelId, Span
+from swarmd.wire.micro_batches import pieces
+
+GIVE_TIMEOUT_S = 120.0  # a client's parameters, up to some 100 MB, on a home's uplink
+
+
+@dataclass(slots=True)
+class OwnParameters:
+    """Parameters for remote blocks at one moment, by the names that servers know, with the block of each."""
+
+    tensors: dict[str, torch.Tensor]
+    blocks: dict[str, int]
+    n_prefix: int = 0
+    _raw: dict[Span, bytes] = field(default_factory=dict)
+    _version: bytes = b""
+
+    @property
+    def version(self) -> bytes:
+        """The sha256 of all of it; b"" of nothing."""
+        if self.tensors and not self._version:
+            digest = hashlib.sha256()
+            for name in sorted(self.tensors):
+                digest.update(name.encode() + str(tuple(self.tensors[name].shape)).encode())
+                digest.update(self.tensors[name].detach().contiguous().view(torch.uint8).numpy().data)
+            self._version = digest.digest()
+        return self._version
+
+    def names(self, span: Span) -> list[str]:
+        return [name for name, block in self.blocks.items() if span.start <= block < span.end]
+
+    def raw(self, span: Span) -> bytes:
+        """The part for a hop, as safetensors."""
+        if span not in self._raw:
+            parts = {name: self.tensors[name].detach().contiguous() for name in self.names(span)}
+            self._raw[span] = safetensors.torch.save(parts)
+        return self._raw[span]
+
+
+async def give(rpc: Rpc, model: ModelId, hop: Hop, own: OwnParameters) -> None:
+    """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
+    channel = await rpc.channel(hop.peer, "training")
+
+    def piece(number: int, n: int, call_id: int) -> PutTuned:
+        return PutTuned(call_id, own.version, hop.span.start, hop.span.end, (number, n), model=model)
+
+    *first, (last, n, payload) = pieces(own.raw(hop.span))
+    for number, _, part in first:
+        await channel.send(piece(number, n, 0), part)
+    await channel.call(partial(piece, last, n), payload, GIVE_TIMEOUT_S)
+
+
+# what of a weight that is elsewhere may be asked, and what may be done to it: it stays one that is elsewhere
+PROPERTIES = {"__get__", "__set__", "requires_grad_", "detach", "detach_"}
+CASTS = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
+VIEWS = {"view", "expand", "t", "transpose", "permute", "contiguous", "clone"}
+KEEPS_APART = PROPERTIES | CASTS | VIEWS
+# PEFT's ways to begin matrices with base weights, their gradients or what they compute; "pissa" has variants
+FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "eva")
+SAID_INSTEAD = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
+
+
+class RemoteWeight(torch.Tensor):
+    """Stands for a weight on servers: it has a shape and a dtype, takes no memory, and gives no numbers.
+
+    PEFT begins some of its methods with the base weights (PiSSA, OLoRA, DoRA's norms ...). Zeros in their place would
+    be decomposed without a word, and something else trained than was meant.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        try:
+            result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except RuntimeError:  # one number that is seen from everywhere cannot be written to
+            result = None
+            gives_numbers = True
+        else:
+            parts = result if isinstance(result, tuple) else (result,)
+            gives_numbers = name not in KEEPS_APART and any(isinstance(part, torch.Tensor) for part in parts)
+        if gives_numbers:
+            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {SAID_INSTEAD}")
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return remote_weight(self.shape, self.dtype)
+
+
+def remote_weight(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    zeros = torch.zeros((), dtype=dtype).expand(shape)
+    return nn.Parameter(zeros.as_subclass(RemoteWeight), requires_grad=False)
+
+
+def expose(model: Any, layers: Sequence[Any]) -> None:
+    """Give each stub the modules of the layer that it stands for, without their weights, for PEFT to find."""
+    dtype = model.dtype
+    for layer in layers:
+        for name, child in layer.original.named_children():
+            _empty(child, dtype)
+            setattr(layer, name, child)
+
+
+def _empty(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters by what only stands for them, and buffers by one number that is seen from everywhere."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = remote_weight(parameter.shape, dtype)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+
+
+def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Tensor]]:
+    """The LoRA matrices that PEFT put into the stubs and that are active: name to (block, tensor).
+
+    B is multiplied by PEFT's scale, so gradients flow to PEFT's own parameters. Raises ConfigError for what cannot be
+    computed by servers.
+    """
+    found: dict[str, tuple[int, torch.Tensor]] = {}
+    known = set[int]()
+    names = {id(layer): i for i, layer in enumerate(layers)}
+    prefix = next(name for name, module in model.named_modules() if id(module) in names).rpartition(".")[0]
+    _require_no_base(model)
+    for block, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if not _is_tuner(module):
+                continue
+            place = f"{prefix}.{block}.{name}"
+            pairs = _pairs(place, module, known)
+            if pairs:  # several adapters at once are one of all their ranks
+                found[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
+                found[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
+    return found
+
+
+def _require_no_base(model: Any) -> None:
+    """Refuse matrices that should have begun with what is on servers: PEFT begins some of them otherwise, unsaid.
+
+    Those of a saved adapter are whole where only their beginning came from the base (EVA). Raises ConfigError.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        how = getattr(config, "init_lora_weights", None)
+        is_whole = how == "eva" and config.inference_mode
+        if isinstance(how, str) and how.startswith(FROM_BASE) and not is_whole:
+            raise ConfigError(
+                f'init_lora_weights="{how}" starts from base weights, which are on servers. {SAID_INSTEAD}'
+            )
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    """Is this one of the modules that PEFT puts in the place of others? Raises ConfigError for a kind not computed."""
+    if not (hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")):
+        return False
+    if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+        return True
+    raise ConfigError(f"servers compute plain LoRA in remote blocks, not PEFT's {type(module).__name__}")
+
+
+def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and scaled B of each active adapter; ``known`` collects all parameters that are some adapter's."""
+    known.update(id(p) for part in (module.lora_A, module.lora_B) for p in part.parameters())
+    if module.merged:
+        raise ConfigError(f"the adapter of {name} is merged, which a remote layer cannot be: call unmerge_adapter()")
+    pairs = []
+    for adapter in () if module.disable_adapters else module.active_adapters:
+        if adapter not in module.lora_A:
+            continue
+        special = [k for k in ("use_dora", "lora_bias") if getattr(module, k, {}).get(adapter)]
+        if adapter in getattr(module, "lora_variant", {}):
+            special.append(type(module.lora_variant[adapter]).__name__)
+        dropout = module.lora_dropout[adapter]
+        if module.training and getattr(dropout, "p", 0.0):
+            special.append("lora_dropout")
+        if special:
+            raise ConfigError(f"{name} uses {', '.join(special)}, which servers do not compute: leave it out")
+        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        pairs.append((a, b * module.scaling[adapter]))
+    return pairs
+
+
+def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    """The keys and values that PEFT's prefix tuning put into a cache: name to (block, tensor of one row).
+
+    Raises ConfigError when rows differ: a prefix is the same for all.
+    """
+    found: dict[str, tuple[int, torch.Tensor]] = {}
+    for block, layer in enumerate(cache.layers):
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name, None)
+            if not torch.is_tensor(tensor) or tensor.ndim != 4:
+                raise ConfigError(f"expected keys and values of block {block} in the cache that was given")
+            if tensor.shape[0] > 1 and not bool((tensor.detach() == tensor.detach()[:1]).all()):
+                raise ConfigError("a prefix has to be the same for all rows; to go on from a cache, use new_cache()")
+            found[f"{block}.{name}"] = block, tensor[:1]
+    return found
+
+
+def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> OwnParameters:
+    """Parameters as they are now, cut off from autograd."""
+    return OwnParameters(
+        {name: tensor.detach() for name, (_, tensor) in parameters.items()},
+        {name: block for name, (block, _) in parameters.items()},
+        n_prefix,
+    )

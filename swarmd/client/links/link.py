@@ -1,0 +1,248 @@
+"""What a chain session is made of: the swarm around it, its terms, its links, and the record of what happened."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from swarmd.client.links.client_parameters import OwnParameters
+from swarmd.client.links.timing import Passes
+from swarmd.errors import ConfigError
+from swarmd.net.rpc import Rpc
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.chains.session import Watch
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.trust.reputation import Trust
+from swarmd.plan.trust.standing import SECOND_CHANCE_S
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.protocol.membership.understanding import understanding_of
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage
+from swarmd.protocol.wire.tensors import CHANGES, CODECS
+from swarmd.values import ModelId, PeerId, Span
+from swarmd.wire.top import Top
+
+
+class Listener(Protocol):
+    """A session or a lane: takes what comes under its key."""
+
+    async def on_message(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None: ...
+
+    def on_gone(self, peer: PeerId) -> None: ...
+
+
+Listeners = dict[bytes, Listener]
+
+
+class Swarm(Protocol):
+    """What a session needs of the swarm around it."""
+
+    rpc: Rpc
+    wall_clock: Callable[[], float]
+    audits: bool
+    identity: Identity
+
+    def view(self) -> SwarmView: ...
+
+    def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]: ...
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
+
+    def trust(self) -> Mapping[tuple[str, int], Trust]:
+        """How each server, (peer, slot), is regarded; who is not named here is not held back."""
+
+    async def refresh(self) -> None: ...
+
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None: ...
+
+
+CHANGES_CODEC = "int4"  # how those travel
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know.
+
+    A session is of blocks ``start`` to ``n_blocks``, through servers of ``only`` (none: any) and not of ``without``.
+    At least the share ``verify`` of what they compute is checked; with 1 every token, by a second chain. With ``head``
+    those who give logits come first, where there are any.
+    """
+
+    model: ModelId
+    n_blocks: int
+    batch: int
+    max_tokens: int
+    dtype: str = "float32"
+    grade: str = "replayed"
+    route: tuple[Hop, ...] = ()
+    codec: str = "auto"
+    adapter: str = ""
+    quantize: str = "any"
+    own: OwnParameters | None = None
+    start: int = 0
+    only: frozenset[PeerId] = frozenset()
+    without: frozenset[PeerId] = frozenset()
+    verify: float = 0.0
+    head: bool = False
+
+    @property
+    def blocks(self) -> Span:
+        return Span(self.start, self.n_blocks)
+
+    def __post_init__(self) -> None:
+        if self.codec not in ("auto", *CODECS, CHANGES):
+            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, {CHANGES}, not {self.codec!r}")
+        if not 0 <= self.verify <= 1:
+            raise ConfigError(f"verify is a share from 0 to 1, not {self.verify:g}")
+        if self.verify == 1 and self.codec not in ("auto", "raw"):
+            raise ConfigError(f"verify=1 compares numbers as they are: codec raw, or auto, not {self.codec}")
+
+
+def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
+    """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
+    if terms.grade == "exact" and numerics not in ("", span.numerics):
+        return False
+    if span.peer in terms.without or (terms.only and span.peer not in terms.only):
+        return False
+    return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
+
+
+def needs_of(terms: Terms, codec: str) -> frozenset[str]:
+    """What servers must understand for a session of these terms that travels in ``codec``."""
+    needs = {"exact": terms.grade == "exact", "codec": codec not in ("auto", "raw"), "adapter": bool(terms.adapter)}
+    needs |= {"tuned": terms.own is not None, "changes": codec == CHANGES}
+    return frozenset(need for need, is_needed in needs.items() if is_needed)
+
+
+def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
+    """Does a server announce all that a session of these terms uses?"""
+    codec = CHANGES_CODEC if terms.codec == CHANGES else terms.codec
+    return understanding_of(view.peers.get(PeerId(span.peer))).knows(codec, needs_of(terms, terms.codec))
+
+
+@dataclass(slots=True)
+class Link:
+    """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop.
+
+    An heir has its caches from another server. ``joined``: how many tokens the session had when the hop was opened.
+    """
+
+    hop: Hop
+    watch: Watch = field(default_factory=Watch)
+    is_lost: bool = False
+    is_leaving: bool = False
+    is_heir: bool = False
+    joined: int = 0
+    received: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Logits that came with an answer, by whom, and how the hidden states beside them travelled."""
+
+    top: Top
+    link: Link
+    codec: str
+
+    @property
+    def giver(self) -> str:
+        """Which worker of which peer."""
+        return f"{self.link.hop.peer}/{self.link.hop.slot}"
+
+
+def joined(links: list[Link]) -> list[Link]:
+    """Make one hop of neighbouring new ones on the same peer."""
+    whole: list[Link] = []
+    for link in links:
+        last = whole[-1] if whole else None
+        is_same = last is not None and (last.hop.peer, last.hop.slot) == (link.hop.peer, link.hop.slot)
+        if last is None or not is_same or last.received is not None or link.received is not None:
+            whole.append(link)
+        else:
+            span = Span(last.hop.span.start, link.hop.span.end)
+            whole[-1] = Link(replace(link.hop, span=span))
+    return whole
+
+
+def lacks(links: list[Link], index: int, seq: int, answered: int, n_blocks: int) -> tuple[int | None, int, int] | None:
+    """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
+    sender = seq if index == 0 else links[index - 1].received
+    if sender is None:
+        return None  # a new hop passes on by itself what it is given
+    if index == len(links):
+        return (answered, 0, 0) if sender > answered else None
+    have = links[index].received
+    if have is not None:
+        return (have, 0, 0) if sender > have else None
+    beyond = next((i for i in range(index, len(links)) if links[i].received is not None), None)
+    if beyond is None:
+        return None, answered, n_blocks
+    return None, links[beyond].received or 0, links[beyond].hop.span.start
+
+
+@dataclass(slots=True)
+class Declined:
+    """Servers that told one session no: for a while, or (UNSUPPORTED) for as long as it lives. Nothing is held
+    against them; where nobody else is left, who said it for a while is soon asked again."""
+
+    _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+    _strikes: Counter[PeerId] = field(default_factory=Counter)
+
+    def add(self, peer: PeerId, now: float, for_s: float, longest_s: float = 0.0) -> None:
+        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``did_well``."""
+        grown_s = min(longest_s, for_s * 2 ** self._strikes[peer]) if longest_s > for_s else for_s
+        self._strikes[peer] = min(self._strikes[peer] + 1, 32)
+        self._times[peer] = now, now + grown_s
+
+    def did_well(self, peer: PeerId) -> None:
+        self._strikes.pop(peer, None)
+
+    def allow(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
+        since, until = self._times.get(peer, (0.0, 0.0))
+        return now >= (min(until, since + SECOND_CHANCE_S) if is_last_resort and until < math.inf else until)
+
+    def is_final(self, peer: PeerId) -> bool:
+        return self._times.get(peer, (0.0, 0.0))[1] == math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One repair of a chain, for people and tests."""
+
+    lost: tuple[str, ...]
+    chain_before: tuple[str, ...]
+    chain_after: tuple[str, ...]
+    replayed_ops: int
+    replayed_tokens: int
+    from_client: bool
+    stall_s: float
+    reason: str
+    handed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Tokens of a session, from this one on, that may be wrong: a hop was found to be, or it cannot be checked."""
+
+    first_token: int
+    hop: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What happened in one session."""
+
+    steps: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    forwarded: int = 0
+    n_logits: int = 0  # tokens whose largest logits the last hop gave
+    repairs: list[Repair] = field(default_factory=list)
+    blamed: list[tuple[PeerId, str]] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
+    passes: Passes = field(default_factory=Passes)

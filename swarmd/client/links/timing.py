@@ -1,0 +1,55 @@
+"""Where the time of a token goes: what the frames of a session tell, in medians, and as a sentence."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from swarmd.plan.chains import timing
+
+N_KEPT = 64  # passes that the medians are of
+MOST_TOKENS = 32  # of a pass that counts: longer ones are prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Seconds of a pass, medians: in the client before it, at each hop computing and waiting, and on the way."""
+
+    here_s: float
+    computing_s: tuple[float, ...]
+    waiting_s: tuple[float, ...]
+    under_way_s: float
+
+    def __str__(self) -> str:
+        computing = " + ".join(f"{1000 * s:.1f}" for s in self.computing_s)
+        n_ways = len(self.computing_s) + 1
+        return (
+            f"of a pass {computing} ms are computing, {1000 * sum(self.waiting_s):.1f} waiting for others there, "
+            f"{1000 * self.under_way_s:.1f} on {n_ways} ways, {1000 * self.here_s:.1f} here"
+        )
+
+
+@dataclass(slots=True)
+class Passes:
+    """The last passes of a session."""
+
+    _kept: deque[tuple[float, float, timing.Times]] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+
+    def note(self, here_s: float, total_s: float, times: timing.Times) -> None:
+        """Note what passed since the answer before, until this one, and what the hops say of it (``Op.times``)."""
+        self._kept.append((here_s, total_s, times))
+
+    def where(self) -> Where | None:
+        """None before a pass was measured; else of those through the same hops as the last one."""
+        if not self._kept:
+            return None
+        alike = [kept for kept in self._kept if timing.goes_alike(kept[2], self._kept[-1][2])]
+        hops = timing.medians_s([times for _, _, times in alike])
+        away = [total - sum(w + c for _, w, c in times) / 1e6 for _, total, times in alike]
+        return Where(
+            statistics.median(here for here, _, _ in alike),
+            tuple(computing for _, _, computing in hops),
+            tuple(waiting for _, waiting, _ in hops),
+            max(0.0, statistics.median(away)),
+        )

@@ -1,0 +1,441 @@
+"""An ordinary transformers model whose decoder layers happen to be remote.
+
+The class is the family's own. Embedding, final norm, head, ``generate()``, sampling, beams, stopping and streaming are
+the library's, the loop for one sequence is in ``decoding``; layer 0 hands the hidden states to a chain session, the
+other layers pass them on.
+A ``RemoteCache`` stands for the caches on the servers: what generation does to it becomes edits of the next op.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from swarmd.client.links.client_parameters import OwnParameters
+from swarmd.client.links.link import Given, client_parameters
+from swarmd.client.model.decoding import Ahead
+from swarmd.client.model.remote_model import decoding
+from swarmd.client.model.speculation import Speculation
+from swarmd.client.model.swarm_head import Checks, HeadBy, SwarmHead
+from swarmd.client.model.traced_pass import write_down
+from swarmd.client.tuning.remote_layers import Lanes, Places, through_lanes
+from swarmd.compute.linear.kernels import quicken
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import all_look_back, put_int8_head
+from swarmd.compute.model.mapped_vocabulary import map_vocabulary
+from swarmd.compute.runs.expert_balance import FLAG, is_balanced
+from swarmd.errors import CacheExhausted, ConfigError
+from swarmd.protocol.wire.messages import Edit
+
+logger = logging.getLogger(__name__)
+
+
+class Session(Protocol):
+    """A session as the model uses it: blocking calls from any thread."""
+
+    @property
+    def layer_arity(self) -> int: ...
+
+    def step(
+        self,
+        edits: tuple[Edit, ...],
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        record_past: bool,
+        want: int | None = None,
+        vocabulary: int = 0,
+    ) -> torch.Tensor | None: ...
+
+    @property
+    def given(self) -> Given | None: ...
+
+    def refute(self, given: Given, reason: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+ELSEWHERE = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
+"""What a caller may ask transformers' models for, and servers keep."""
+OpenSession = Callable[[int, int, OwnParameters | None], Session]
+"""Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
+
+
+class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
+    """One layer of a RemoteCache: reports the session's length and holds nothing, not even the cache itself.
+
+    So a cache is freed, and its session closed, when its last user drops it, not when Python looks for cycles.
+    """
+
+    def __init__(self, owner: RemoteCache, is_sliding: bool) -> None:
+        super().__init__()
+        self.owner = weakref.proxy(owner)
+        self.is_sliding = is_sliding
+
+    def get_seq_length(self) -> int:
+        return int(self.owner.n_tokens)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.owner.n_tokens) + query_length, 0
+
+
+class RemoteCache(Cache):  # type: ignore[misc]
+    """The caches of one session, on the servers. Closing it frees them; so does dropping it."""
+
+    def __init__(
+        self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        n = skeleton.text_config(config).num_hidden_layers
+        sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
+        super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
+        self.n_tokens = 0
+        self.max_tokens = max_tokens
+        self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
+        self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
+        self.own: OwnParameters | None = None
+        self.session: Session | None = None
+        self._open_session = open_session
+        self._edits: list[Edit] = []
+        self._records_past = False
+        self._has_padding = False
+
+    @property
+    def max_cache_len(self) -> int:
+        """PEFT asks."""
+        return self.max_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        removed = abs(tokens_to_remove)
+        if removed > self.n_tokens:
+            raise ValueError(f"cannot remove {removed} of {self.n_tokens} tokens")
+        if removed or self._records_past:
+            self._edits.append(Edit(crop=removed))
+        self.n_tokens -= removed
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        rows = tuple(int(i) for i in beam_idx)
+        if rows != tuple(range(len(rows))):
+            self._edits.append(Edit(rows=rows))
+
+    def activate_past_recording(self) -> None:
+        self._records_past = True
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("a remote cache has a fixed batch: expand the prompts instead")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
+
+    def precede(self, own: OwnParameters) -> None:
+        """Have the session's tokens pass through the client's own parameters, after their prefix."""
+        self.own = own
+        self.n_tokens += client_parameters.n_prefix
+        self.max_tokens += client_parameters.n_prefix
+
+    def append(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        want: int | None = None,
+        vocabulary: int = 0,
+    ) -> torch.Tensor:
+        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens.
+
+        With a ``vocabulary`` the session may be ``given`` the largest logits of these, too.
+        """
+        b, t, _ = hidden.shape
+        if self.session is None and self.n_expected:
+            self.max_tokens += max(0, t - self.n_expected)  # tuned prompts come on top
+        if self.n_tokens + t > self.max_tokens:
+            raise CacheExhausted(
+                f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
+            )
+        if self.session is None:
+            self.session = self._open_session(b, self.max_tokens, self.own if self.own and self.own.version else None)
+        chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
+        self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
+        edits, self._edits = tuple(self._edits), []
+        positions = positions.to(torch.int32).expand(b, t)
+        sent_mask = chunk if self._has_padding else None
+        sent = hidden.to(self.dtype)
+        out = self.session.step(edits, sent, positions, sent_mask, self._records_past, want, vocabulary)
+        assert out is not None
+        self.n_tokens += t
+        return out.to(hidden.dtype)
+
+    def at_its_end(
+        self, n: int, want: int | None = None, vocabulary: int = 0
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm.
+
+        ``want`` (None: all) and ``vocabulary`` as in ``append``.
+        """
+        positions = torch.arange(self.n_tokens, self.n_tokens + n).unsqueeze(0)
+        return positions, lambda hidden: self.append(hidden, positions, None, want or n, vocabulary)
+
+    def __deepcopy__(self, memo: Any) -> RemoteCache:
+        raise TypeError(
+            "a remote cache is one session on servers, and is not copied: make another by model.new_cache()"
+        )
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def __del__(self) -> None:
+        if getattr(self, "session", None) is not None:
+            self.close()
+
+
+class _Call(threading.local):
+    """What the forward of the current thread is about. ``cache`` None: it goes through lanes, without caches."""
+
+    cache: RemoteCache | None = None
+    positions: torch.Tensor
+    mask: torch.Tensor | None = None
+    want: int | None = None
+    own: Mapping[str, tuple[int, torch.Tensor]] = MappingProxyType({})
+    n_prefix: int = 0
+    is_step: bool = False  # of a session that goes on
+    wants_cache: bool = False
+    generating: RemoteCache | None = None
+    beside: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
+
+
+def remote_model(
+    folder: Path,
+    open_session: OpenSession,
+    lanes: Lanes,
+    dtype: torch.dtype = torch.float32,
+    ahead: Ahead | None = None,
+    head: HeadBy = None,
+) -> Any:
+    """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
+
+    Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
+    ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
+    ``last_speculation``, which tokens were tried ahead in it (by ``ahead``; None: none are); and ``micro_batch_rows``,
+    how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a head in 8 bits that
+    cannot be.
+    """
+    model: Any = skeleton.load(folder, None, dtype)
+    every: list[Any] = list(skeleton.decoder_layers(model).children())
+    model.generation_config.update(**skeleton.read_generation(folder))
+    client_parameters.expose(model, every)
+    _choose_head(model, head, folder)
+    limit = skeleton.longest_context(model.config)
+    model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
+    call = _Call()
+
+    def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
+        trains = torch.is_grad_enabled() and (
+            hidden.requires_grad or any(t.requires_grad for _, t in call.own.values())
+        )
+        if trains and call.is_step:
+            raise ConfigError("no gradients flow through a session: call the model without a cache, or under no_grad()")
+        if trains or (call.own and not call.is_step and not call.wants_cache):
+            call.cache = None
+            places = Places(call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1]))
+            sent = hidden.to(dtype)
+            out = through_lanes(lanes, sent, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
+            arity = lanes.layer_arity
+        else:
+            assert call.cache is not None
+            out = call.cache.append(hidden, call.positions, call.mask, call.want)
+            assert call.cache.session is not None
+            arity = call.cache.session.layer_arity
+        for layer in every if every[0].returns_tuple != arity else ():
+            layer.returns_tuple = arity
+        return out.to(hidden.device, hidden.dtype)
+
+    every[0].call = through_the_swarm
+    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
+    for name in ELSEWHERE:  # a checkpoint may ask for them in each pass
+        setattr(model.config, name, False)
+    _own_forward(model, call, lambda: client_parameters.lora_of(model, every))
+    _own_generate(model, every, call, ahead or Ahead(looks_up=False), head)
+    return model
+
+
+def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
+    """Have the head computed by what is fastest here, in 8 bits, or hardly ever. Raises ConfigError."""
+    if isinstance(head, Path):
+        put_int8_head(model, head)
+    elif head is not None:
+        map_vocabulary(model, folder)
+    elif type(own_head := model.get_output_embeddings()) is nn.Linear:
+        quicken(own_head)
+
+
+def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
+    """Give each forward a remote cache, or lanes, and explicit positions; afterwards close what was only for it.
+
+    In place of the method itself, because PEFT calls that and not the module.
+    """
+    forward = model.forward
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_positions, cache_name = "position_ids" in parameters, _cache_name(model)
+
+    @functools.wraps(forward)
+    def forward_remotely(*args: Any, **kwargs: Any) -> Any:
+        _refuse_what_is_elsewhere(model, kwargs)
+        if args:
+            kwargs["input_ids"], args = args[0], args[1:]
+        _require_no_routers(model, kwargs)
+        if FLAG in parameters:
+            kwargs[FLAG] = False
+        given = kwargs.get("input_ids")
+        n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
+        wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
+        cache, call.n_prefix = kwargs.get(cache_name), 0
+        call.own = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
+        if isinstance(cache, DynamicCache) and cache.get_seq_length():
+            call.n_prefix = int(cache.get_seq_length())
+            call.own |= client_parameters.prefix_of(cache)
+        elif isinstance(cache, RemoteCache):
+            cache.own = cache.own or client_parameters.gather(call.own, 0)
+        elif cache is not None and not isinstance(cache, DynamicCache):
+            raise ConfigError(f"expected a RemoteCache of this model as {cache_name}, got {type(cache).__name__}")
+        call.is_step = isinstance(cache, RemoteCache) or call.generating is not None
+        call.wants_cache = bool(kwargs.get("use_cache"))
+        if not isinstance(cache, RemoteCache):
+            cache = _cache_of_its_own(model, call, wants_cache, n_new)
+            cache.precede(client_parameters.gather(call.own, call.n_prefix))
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new, device=model.device).unsqueeze(0)
+        if takes_positions:
+            kwargs["position_ids"] = positions
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim != 2:
+            raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
+        kwargs[cache_name], kwargs["use_cache"] = cache, True
+        call.cache, call.positions, call.mask = cache, positions, mask
+        kept = kwargs.get("logits_to_keep")
+        call.want = kept if isinstance(kept, int) and kept > 0 else None
+        try:
+            output = forward(*args, **kwargs)
+            if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
+                output[cache_name] = None
+            return output
+        finally:
+            if not wants_cache:
+                cache.close()
+            call.cache, call.own = None, {}
+
+    model.forward = forward_remotely
+
+
+def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what needs the numbers of experts' routers, which stay on servers. Raises ConfigError."""
+    if kwargs.get(FLAG) or (kwargs.get("labels") is not None and kwargs.get(FLAG) is None and is_balanced(model)):
+        raise ConfigError(
+            "the loss that balances experts (output_router_logits) needs numbers of routers, which stay on servers: "
+            "set model.config.output_router_logits = False to train without it"
+        )
+
+
+def _refuse_what_is_elsewhere(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a pass that asks for what servers keep. Raises ConfigError."""
+    for name, what in ELSEWHERE.items():
+        asked = kwargs.get(name)
+        if asked or (asked is None and getattr(model.config, name, False)):
+            raise ConfigError(
+                f"{name}: {what} stay on the servers that compute them: leave it out (what leaves the last "
+                "block is model.get_decoder()(...).last_hidden_state), or load the model with transformers alone"
+            )
+
+
+def _cache_of_its_own(model: Any, call: _Call, wants_cache: bool, n_new: int) -> RemoteCache:
+    """A cache for a pass that was given none.
+
+    Within ``generate`` the first such pass begins its text, and goes on as its session. What comes later without a
+    cache is another text, as guidance has one without the prompt: its session lasts as long as the call.
+    """
+    if call.generating is None:
+        return model.new_cache(model.max_session_tokens if wants_cache else n_new + call.n_prefix)  # type: ignore[no-any-return]
+    if call.generating.session is None:
+        return call.generating
+    cache: RemoteCache = model.new_cache(max(call.generating.max_tokens, n_new))
+    call.beside = (*call.beside, cache) if wants_cache else call.beside
+    return cache
+
+
+def _chunk(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
+    """The mask of the new tokens, where it says anything."""
+    chunk = None if mask is None else mask[:, -n_new:].to(torch.uint8)
+    return None if chunk is None or bool(chunk.all()) else chunk
+
+
+def _cache_name(model: Any) -> str:
+    """What this family calls the argument: recurrent ones have a name of their own."""
+    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head: HeadBy) -> None:
+    """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
+    generate, cache_name = model.generate, _cache_name(model)
+    can_crop = all_look_back(skeleton.text_config(model.config))
+    straight = write_down(model, layers, cache_name, isinstance(head, Checks)) if can_crop else None
+    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, Checks) else None
+    if isinstance(head, Checks) and of_swarm is None:
+        logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
+
+    def generate_remotely(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(cache_name) is not None:
+            return generate(*args, **kwargs)
+        inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+        config = kwargs.get("generation_config") or model.generation_config
+        kwargs["use_cache"] = True  # a session is one, and the text is the same
+        cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
+        cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
+        is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
+        speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
+        if is_own:
+            line = straight if straight is not None and straight.holds else None
+            by_swarm = of_swarm if line is not None and of_swarm is not None and of_swarm.holds else None
+            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"), line, by_swarm)
+        try:
+            generated = generate(*args, **{**kwargs, cache_name: cache})
+            if cache.session is not None:
+                cache.session.finish()
+            return generated
+        finally:
+            speculation.end()
+            call.generating, model.last_session, model.last_speculation = None, cache.session, speculation
+            for used in (cache, *call.beside):
+                used.close()
+            call.beside = ()
+
+    model.last_session = model.last_speculation = None
+    model.generate = generate_remotely
+
+
+def _reserve(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
+    """Tokens to reserve on every server: prompt, new tokens, and what speculation may append in excess."""
+    n_prompt = 1 if inputs is None else int(inputs.shape[1])
+    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    total = n_prompt + new if new is not None else kwargs.get("max_length", getattr(config, "max_length", None))
+    if total is None:
+        total = n_prompt + 20  # transformers' own default
+    if total > limit:
+        raise CacheExhausted(
+            f"{n_prompt} prompt tokens and {total - n_prompt} to generate are {total}, the model's limit is {limit}"
+        )
+    return int(min(limit, total + (kwargs.get("prompt_lookup_num_tokens") or 0) + 32))

@@ -1,0 +1,146 @@
+"""The last hop's logits in place of a head here: when those that come are enough, and whether they are right.
+
+Whoever computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come along, and
+the client's own head, which is not touched otherwise, computes the first answer of every server again, and one in a
+while after that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from swarmd.client.links.link import Given
+from swarmd.client.model.traced_pass import Straight
+from swarmd.protocol.fields import MOST_LOGITS
+from swarmd.wire.top import largest
+
+if TYPE_CHECKING:
+    from swarmd.client.model.remote_model import RemoteCache
+
+CHECKED_SHARE = 1 / 64  # of what a server gives after its first: a liar is found within a hundred tokens or so
+# of the largest logit: kernels round differently, and where hidden states came in a codec, they are others
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.01, torch.float16: 0.002}
+CODED = {"raw": 0.0, "float16": 0.003, "bfloat16": 0.02, "int8": 0.06, "int4": 0.5}
+NARROWING = (TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+"""What drops some of those that are left, by their probabilities among these."""
+FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+"""What drops ends of text."""
+
+
+def n_needed(processors: Iterable[Any], samples: bool) -> int | None:
+    """How many of the largest logits decide the next token; None where others may count."""
+    needed, n_forbidden = None if samples else 1, 0
+    for processor in processors:
+        if isinstance(processor, FORBIDDING):
+            n_forbidden += processor.eos_token_id.numel()
+        elif isinstance(processor, TopKLogitsWarper):
+            needed = processor.top_k if needed is None else min(needed, processor.top_k)
+        elif not isinstance(processor, TemperatureLogitsWarper) and (
+            needed is None or type(processor) not in NARROWING
+        ):
+            return None
+    return None if needed is None else needed + n_forbidden
+
+
+def are_enough(needed: int | None) -> bool:
+    """Are so many among the logits that come? None is all of them."""
+    return needed is not None and needed <= MOST_LOGITS
+
+
+def is_enough(processors: Iterable[Any], samples: bool) -> bool:
+    """Do the logits that come decide the next token as all of them would?"""
+    return are_enough(n_needed(processors, samples))
+
+
+class Checks:
+    """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
+
+    def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
+        self._share = max(least, CHECKED_SHARE)
+        self._rng = rng or random.Random()
+        self._right: set[str] = set()
+        self.n_taken = 0
+        self.n_checked = 0
+
+    def is_due(self, given: Given) -> bool:
+        """Are these logits to be computed here, too? Until a server was right once, all are."""
+        self.n_taken += 1
+        is_due = given.giver not in self._right or self._rng.random() < self._share
+        self.n_checked += is_due
+        return is_due
+
+    def wrong(self, given: Given, own: torch.Tensor, dtype: torch.dtype) -> str:
+        """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
+
+        ``dtype`` is what the head is computed in.
+        """
+        top = given.top
+        here = largest(own, top.ids.shape[1])
+        bound = max(TOLERANCE[dtype], CODED[given.codec]) * float(own.abs().max())
+        off = max(
+            float((own.gather(1, top.ids) - top.values).abs().max()),
+            float((here.values - top.values).abs().max()),
+            float((here.log_sum - top.log_sum).abs().max()),
+        )
+        if off > bound:
+            return f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
+        self._right.add(given.giver)
+        return ""
+
+
+HeadBy = Path | Checks | None
+"""What computes logits: the swarm, with these checks; 8 bits, compiled into a folder; or the head as it is."""
+
+
+def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
+    """What one of config.HEADS means; of logits at least the share ``verify`` is checked; 1 takes none."""
+    return {"own": None, "int8": compiled_in, "swarm": Checks(verify) if verify < 1 else None}[name]
+
+
+class SwarmHead:
+    """One model's steps, with logits of the last hop where it gives them."""
+
+    def __init__(self, model: Any, straight: Straight, checks: Checks) -> None:
+        assert straight.enter is not None
+        self._straight, self._enter, self._checks = straight, straight.enter, checks
+        self._weights = list(model.get_output_embeddings().parameters())
+        self._known = self._look()
+        self._vocabulary = int(model.get_output_embeddings().out_features)
+
+    @property
+    def holds(self) -> bool:
+        """Is the head here what it was? Else it is another one than the servers'."""
+        return self._look() == self._known
+
+    def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
+        """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
+        positions, through = cache.at_its_end(ids.shape[1], n, self._vocabulary)
+        hidden = through(self._enter(ids, positions))[:, -n:]
+        session = cache.session
+        assert session is not None
+        given = session.given
+        if given is not None and not self._checks.is_due(given):
+            return given.top.filled(self._vocabulary).unsqueeze(0)
+        own = self._straight.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
+        if given is not None and (wrong := self._checks.wrong(given, own[0].float(), hidden.dtype)):
+            session.refute(given, wrong)
+        return own
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), weight._version) for weight in self._weights]

@@ -1,0 +1,349 @@
+"""The chain of one session as its client keeps it: which hops, in which epoch, what is wrong with them.
+
+Hops are routed, opened, given up and given back here; a session sends ops through them (``session``), and a repair
+(``repair``) makes the chain whole again. Whoever waits for news of any of it waits for ``changed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from swarmd.client.links.client_parameters import give
+from swarmd.client.links.link import Declined, Doubt, Link, Statistics, Swarm, Terms, suits, understands
+from swarmd.client.links.ops import codec_for
+from swarmd.client.sessions.receipts import Account, Accounts
+from swarmd.client.sessions.requests import Requests
+from swarmd.errors import (
+    OUR_MEMBERSHIP,
+    CacheExhausted,
+    Code,
+    Forged,
+    IntegrityError,
+    NoRoute,
+    PeerError,
+    Refused,
+    RemoteProtocolError,
+    SwarmError,
+)
+from swarmd.plan.chains.routing import Hop, Route, best_route
+from swarmd.plan.trust.reputation import Trust
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import CloseSession, Opened, ReceiptIs, Taken, WantReceipt
+from swarmd.values import Decision, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 8.0  # for one hop to say yes or no, a connection included
+PATIENCE_S = 60.0  # for somebody to serve what is missing
+PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
+REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
+RETRY_PAUSE_S = 0.5  # views change within an exchange
+DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
+LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
+BUSY_FOR_S = 2.0  # after a refusal that names no time
+RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
+GIVE_BACK_S = 1.0  # to tell one hop that it is free
+
+
+@dataclass(slots=True)
+class Position:
+    """How far a session is: the last op that was sent, and the last whose answer is here."""
+
+    seq: int = 0
+    answered: int = 0
+
+
+class Chain:
+    """See the module. All of it runs in the client's trio thread."""
+
+    def __init__(self, swarm: Swarm, terms: Terms) -> None:
+        self.key = os.urandom(16)
+        self.terms = terms
+        self.swarm = swarm
+        self.position = Position()
+        self.links: list[Link] = []
+        self.epoch = 1
+        self.trouble: str | None = None
+        self.changed = trio.Event()
+        self.on_lost: Callable[[list[Link]], None] = lambda links: None  # before others take their places
+        self.statistics = Statistics()
+        about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
+        self.accounts = Accounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
+        self.layer_arity = 0
+        self.codec = Decision("raw", "not opened yet")
+        self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
+        self._declined = Declined()
+        self._opened: set[tuple[PeerId, int]] = set()
+        self._numerics = ""
+
+    def __str__(self) -> str:
+        return " -> ".join(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(link.hop) for link in self.links)
+
+    def index_at(self, start: int) -> int | None:
+        return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
+
+    def links_from(self, link: Link) -> list[Link]:
+        """A hop and all behind it; none when it was replaced."""
+        return self.links[self.links.index(link) :] if link in self.links else []
+
+    def link_at(self, start: int) -> Link | None:
+        index = self.index_at(start)
+        return None if index is None else self.links[index]
+
+    # --- opening ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Choose hops and open each; retries elsewhere while a refusal allows. Raises SwarmError."""
+        deadline = trio.current_time() + (PINNED_PATIENCE_S if self.terms.route else PATIENCE_S)
+        reason: SwarmError | None = None
+        while True:
+            try:
+                hops = list(self.terms.route) or list(self.route(self.terms.blocks).hops)
+                self.links = [Link(hop) for hop in hops]
+                self.codec = codec_for(self.swarm, self.terms, [hop.peer for hop in hops])
+                failures = await self.open_hops(range(len(self.links)))
+                if not failures:
+                    await self.give_back_strays()
+                    return
+                self.raise_if_hopeless(failures)
+                reason = next(iter(failures.values()))
+                for index, error in failures.items():
+                    self.drop(self.links[index], error)
+                if self.terms.route and all(is_final(error) for error in failures.values()):
+                    raise reason
+            except NoRoute as error:
+                if reason is not None and self._is_declined_for_good():
+                    raise reason from None
+                reason = reason or error  # what a server said is worth more than that it is left out meanwhile
+            if trio.current_time() > deadline:
+                raise reason
+            self.trouble = None
+            await self.look_again()
+
+    async def open_hops(self, indexes: range | list[int]) -> dict[int, PeerError]:
+        """Open some hops side by side; returns which failed."""
+        failures: dict[int, PeerError] = {}
+        async with trio.open_nursery() as nursery:
+            for index in indexes:
+                nursery.start_soon(self.open_hop, index, failures)
+        return failures
+
+    async def open_hop(self, index: int, failures: dict[int, PeerError], inherit: str = "") -> None:
+        """Open one hop, with ``inherit`` to take over the caches of that peer; notes why it failed."""
+        link = self.links[index]
+        self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
+        is_exact = self.terms.grade == "exact"
+        numerics = self._numerics if is_exact else ""
+        request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
+        self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
+        link.joined = self.accounts.n_tokens
+        try:
+            if self.terms.own is not None:
+                await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
+            reply, _ = await self.swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
+        except PeerError as error:
+            failures[index] = error
+            return
+        self.accounts.reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
+        if isinstance(reply, Opened):
+            self.layer_arity = reply.layer_arity
+            link.received = 0 if self.position.seq == 0 else None
+            if is_exact and not self._numerics:
+                self._numerics = reply.numerics
+
+    def raise_if_hopeless(self, failures: dict[int, PeerError]) -> None:
+        """Refusals that no other server would answer differently end the session."""
+        for index, error in failures.items():
+            if isinstance(error, Refused) and error.code is Code.TOO_LONG:
+                raise CacheExhausted(f"{self.links[index].hop}: {error}")
+            if isinstance(error, Refused) and error.code in OUR_MEMBERSHIP:
+                raise error
+
+    def route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
+        now, standing, trust = trio.current_time(), self.swarm.rpc.standing, self.swarm.trust()
+        view, client = self.swarm.view(), self.swarm.rpc.network.peer_id
+        spans = view.serving(self.terms.model)
+        own = (previous, self.terms.batch * self.terms.max_tokens, self.swarm.wall_clock())
+
+        def eligible(least: Trust, with_head: bool, is_last_resort: bool, span: SpanRecord) -> bool:
+            covers = not whole or Span(span.start, span.end).covers(wanted)
+            peer = PeerId(span.peer)
+            allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
+            is_able = suits(span, self.terms, self._numerics) and understands(view, span, self.terms)
+            has_head = span.head or not with_head or span.end < self.terms.n_blocks
+            return covers and allowed and is_able and has_head and trust.get((span.peer, span.slot), least) >= least
+
+        def find(least: Trust, with_head: bool = False, is_last_resort: bool = False) -> Route:
+            suited = partial(eligible, least, with_head, is_last_resort)
+            return best_route(spans, wanted, client, self.swarm.trips, suited, *own)
+
+        if self.terms.head:
+            with suppress(NoRoute):
+                return find(Trust.PROVEN, with_head=True)
+        for least in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
+            with suppress(NoRoute):
+                return find(least)
+        try:
+            return find(Trust.DOUBTED, is_last_resort=True)
+        except NoRoute as error:
+            n_older = sum(not understands(view, span, self.terms) for span in spans)
+            if not n_older:
+                raise
+            raise NoRoute(
+                f"{error}; {n_older} that serve it do not announce what this session needs", error.missing
+            ) from None
+
+    def _is_declined_for_good(self) -> bool:
+        """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""
+        spans = self.swarm.view().serving(self.terms.model)
+
+        def able(span: SpanRecord) -> bool:
+            return not self._declined.is_final(PeerId(span.peer)) and suits(span, self.terms, self._numerics)
+
+        client = self.swarm.rpc.network.peer_id
+        try:
+            best_route(spans, self.terms.blocks, client, {}, able)
+        except NoRoute:
+            return any(self._declined.is_final(PeerId(s.peer)) for s in spans)
+        return False
+
+    # --- what is wrong with hops -----------------------------------------------------------------------------
+
+    def lose(self, link: Link, reason: str, is_silent: bool = True) -> None:
+        """Do without a hop. Who speaks, and is wrong, does so over a way that works."""
+        link.is_lost = True
+        self.statistics.blamed.append((link.hop.peer, reason))
+        self.worry(f"{link.hop}: {reason}")
+        is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
+        self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
+
+    def drop(self, link: Link, error: PeerError) -> None:
+        """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""
+        if not isinstance(error, Refused):
+            self.lose(link, str(error))
+            return
+        link.is_lost = True
+        if error.code is not Code.STALE_EPOCH:
+            for_s = math.inf if is_final(error) else error.retry_after_s or BUSY_FOR_S
+            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
+            self.decline(link.hop.peer, for_s)
+        self.worry(f"{link.hop}: {error}")
+
+    def decline(self, peer: PeerId, for_s: float) -> None:
+        """Do not ask a peer again for so long, of what it said itself; nothing is held against it."""
+        self._declined.add(peer, trio.current_time(), for_s)
+
+    def worry(self, reason: str) -> None:
+        self.trouble = self.trouble or reason
+        self.notify()
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+    # --- what audits find ------------------------------------------------------------------------------------
+
+    async def ask_receipt(self, link: Link) -> Account:
+        """All that a hop has signed by now. Raises PeerError."""
+        hop = link.hop
+
+        def request(call_id: int) -> WantReceipt:
+            return WantReceipt(id=call_id, session=self.key, start=hop.span.start)
+
+        reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
+        if not isinstance(reply, ReceiptIs):
+            raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
+        try:
+            return await self._enter_receipt(hop, reply, frame)
+        except Forged as error:
+            self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
+            raise
+
+    async def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
+        """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""
+        link = self.link_at(message.start)
+        if link is None or link.hop.peer != peer:
+            return Account()  # of a hop that is no more
+        return await self._enter_receipt(link.hop, message, frame)
+
+    async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
+        """Enter it, and sign the bill that came with it."""
+        place, end, now = (hop.peer, hop.span.start), hop.span.end, self.swarm.wall_clock()
+        try:
+            account = self.accounts.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
+            taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
+        except IntegrityError as error:
+            raise Forged(str(error)) from None
+        channel = self.swarm.rpc.existing(hop.peer)
+        if channel is not None and taken is not None:
+            await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
+        return account
+
+    def convict(self, link: Link, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
+        """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
+        self.statistics.doubts.append(doubt)
+        self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
+        if behind := self.links_from(link):
+            for lost in behind:
+                lost.is_lost = True
+            self.lose(link, doubt.reason, is_silent=False)
+
+    def dispute(self, links: list[Link], reason: str) -> None:
+        """Of these one lies, and nobody knows which: others take over."""
+        for link in links:
+            link.is_lost = True
+            self.decline(link.hop.peer, DOUBTED_FOR_S)
+        self.worry(reason)
+
+    # --- giving back -----------------------------------------------------------------------------------------
+
+    async def give_back_strays(self) -> None:
+        """Close what was opened on the way to the present chain and is no part of it."""
+        await self.give_back({(link.hop.peer, link.hop.span.start) for link in self.links})
+
+    async def give_back(self, kept: set[tuple[PeerId, int]]) -> None:
+        """Close every hop that was opened, but those in ``kept``."""
+        over, self._opened = self._opened - kept, self._opened & kept
+        async with trio.open_nursery() as nursery:
+            for peer, start in over:
+                nursery.start_soon(self._give_back_one, peer, start)
+
+    async def _give_back_one(self, peer: PeerId, start: int) -> None:
+        with trio.move_on_after(GIVE_BACK_S) as scope:
+            await self._tell_closed(peer, start)
+        if scope.cancelled_caught:  # the machine is busy: nobody waits for it, but the server's room does
+            self.swarm.start_soon(partial(self._tell_closed, peer, start))
+
+    async def _tell_closed(self, peer: PeerId, start: int) -> None:
+        channel = self.swarm.rpc.existing(peer)
+        if channel is not None:
+            with suppress(PeerError):
+                await channel.send(CloseSession(session=self.key, start=start))
+
+    async def look_again(self) -> None:
+        """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
+        await trio.sleep(RETRY_PAUSE_S)
+        try:
+            with trio.move_on_after(REFRESH_TIMEOUT_S):
+                await self.swarm.refresh()
+        except SwarmError as error:
+            logger.info("no newer records: %s", error)
+
+
+def is_final(error: PeerError) -> bool:
+    """Did a server say that it can never do what was asked, and not when to ask again?"""
+    return isinstance(error, Refused) and error.code is Code.UNSUPPORTED and error.retry_after_s is None

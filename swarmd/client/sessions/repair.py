@@ -1,0 +1,265 @@
+"""Makes a session's chain whole again: replaces what was lost, moves what leaves, brings every hop up to date.
+
+The hop before a lost one replays what its replacement lacks: nothing already answered is computed for the client
+again, and nothing starts from the prompt while a predecessor lives. docs/protocol.md, "Repair".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import trio
+
+from swarmd.client.links.link import Link, Repair, joined, lacks
+from swarmd.client.sessions.chain import PATIENCE_S, Chain
+from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
+from swarmd.plan.chains.routing import Hop
+from swarmd.plan.chains.session import Watch
+from swarmd.protocol.fields import Message
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
+from swarmd.values import PeerId, Span
+from swarmd.wire.history import History
+from swarmd.wire.ops import replay_frames
+
+logger = logging.getLogger(__name__)
+
+REROUTE_TIMEOUT_S = 5.0  # for a survivor to say how far it has come
+HAND_OVER_TIMEOUT_S = 10.0  # for caches to move; after it they are replayed
+REPLAY_TIMEOUT_S = 120.0  # a long prompt is prefilled anew
+AGAIN_S = 0.05  # between two looks for another way
+
+
+class Repairs:
+    """The repairs of one chain. ``history`` is the client's own, for a first hop that is replaced."""
+
+    def __init__(self, chain: Chain, history: History) -> None:
+        self._chain = chain
+        self._position = chain.position
+        self._history = history
+        self._inherited: dict[int, int] = {}  # by first block: the op that caches which moved there have come to
+        self._n_ops = self._n_tokens = 0  # replayed in the present repair
+
+    def on_inherited(self, peer: PeerId, message: Inherited) -> None:
+        """An heir has all the caches of its hop."""
+        link = self._chain.link_at(message.start)
+        if link is not None and link.hop.peer == peer and message.epoch == self._chain.epoch:
+            self._inherited[message.start] = message.seq
+            self._chain.notify()
+
+    async def run(self, is_stuck: bool = False) -> None:
+        """Make the chain whole again and bring every hop up to date. Raises NoRoute after PATIENCE_S.
+
+        With ``is_stuck`` all hops show signs of life, and no answer comes: whoever got all and gave nothing on is lost.
+        """
+        chain, begun = self._chain, trio.current_time()
+        reason, before = chain.trouble or "", chain.names
+        lost, moved = list[str](), list[str]()
+        self._n_ops = self._n_tokens = 0
+        while True:
+            chain.trouble = None
+            chain.epoch += 1
+            moved += await self._move_leaving()
+            lost_links = [link for link in chain.links if link.is_lost]
+            lost += [str(link.hop) for link in lost_links if str(link.hop) not in lost]
+            chain.on_lost(lost_links)
+            try:
+                self._replace_lost()
+            except NoRoute:
+                if trio.current_time() - begun > PATIENCE_S:
+                    raise
+                chain.trouble = reason
+                await chain.look_again()
+                continue
+            is_told = await self._tell_neighbours()
+            if is_told and is_stuck:
+                is_stuck = is_told = False
+                self._lose_who_keeps_all()
+            if is_told and await self._catch_up():
+                break
+            if trio.current_time() - begun > PATIENCE_S:
+                raise SwarmUnavailable(f"no repair within {PATIENCE_S:.0f} s: {chain.trouble or reason}")
+            chain.trouble = reason
+            await trio.sleep(AGAIN_S)
+        repair = Repair(
+            tuple(lost),
+            before,
+            chain.names,
+            self._n_ops,
+            self._n_tokens,
+            bool(lost) and before[0] in lost,
+            trio.current_time() - begun,
+            reason,
+            tuple(moved),
+        )
+        chain.statistics.repairs.append(repair)
+        await chain.give_back_strays()
+        logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, chain, reason)
+
+    def _lose_who_keeps_all(self) -> None:
+        """Lose the last hop that says it has everything: the next one has not, or it is the one that should answer."""
+        got_all = [link for link in self._chain.links if link.received == self._position.seq]
+        link = got_all[-1] if got_all else self._chain.links[0]
+        self._chain.lose(link, "it goes on and on, and gives nothing", is_silent=False)
+
+    def _replace_lost(self) -> None:
+        """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""
+        links: list[Link] = []
+        index = 0
+        while index < len(self._chain.links):
+            if not self._chain.links[index].is_lost:
+                links.append(self._chain.links[index])
+                index += 1
+                continue
+            first = index
+            while index < len(self._chain.links) and self._chain.links[index].is_lost:
+                index += 1
+            gap = Span(self._chain.links[first].hop.span.start, self._chain.links[index - 1].hop.span.end)
+            previous = links[-1].hop.peer if links else None
+            links += [Link(hop) for hop in self._chain.route(gap, previous).hops]
+        self._chain.links = joined(links)
+
+    async def _move_leaving(self) -> list[str]:
+        """Have hops that stop serving hand their caches to other holders; where that fails they count as lost."""
+        moved = []
+        for index, link in enumerate(self._chain.links):
+            if not link.is_leaving or link.is_lost:
+                continue
+            try:
+                await self._hand_over(index, link)
+                moved.append(str(link.hop))
+            except (PeerError, NoRoute) as error:
+                logger.info("%s cannot hand over: %s", link.hop, error)
+                self._chain.trouble = None
+                self._chain.links[index] = link
+                link.is_lost = True
+        return moved
+
+    async def _hand_over(self, index: int, link: Link) -> None:
+        """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
+        hop = link.hop
+        found = self._chain.route(hop.span, whole=True).hops[0]
+        heir = self._chain.links[index] = Link(Hop(found.peer, hop.span, found.numerics), is_heir=True)
+        failures: dict[int, PeerError] = {}
+        self._inherited.pop(hop.span.start, None)
+        await self._chain.open_hop(index, failures, inherit=hop.peer)
+        if failures:
+            raise failures[index]
+        request = partial(self._chain.requests.hand_over, link, self._chain.epoch, heir.hop.peer)
+        await self._chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
+        with trio.move_on_after(HAND_OVER_TIMEOUT_S):
+            while hop.span.start not in self._inherited and not heir.is_lost:
+                await self._chain.changed.wait()
+        if heir.is_lost or hop.span.start not in self._inherited:
+            raise PeerTimeout(f"{heir.hop} did not take the caches over")
+        heir.received = self._inherited.pop(hop.span.start)
+        with suppress(PeerError):  # of an older version, or gone: its heir is not checked
+            await self._chain.ask_receipt(link)
+        self._chain.accounts.pass_on((hop.peer, hop.span.start), (heir.hop.peer, hop.span.start))
+
+    async def _tell_neighbours(self) -> bool:
+        """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
+        for link in self._chain.links:
+            link.watch = Watch()
+        fresh = [i for i, link in enumerate(self._chain.links) if link.received is None]
+        failures: dict[int, PeerError] = {}
+        async with trio.open_nursery() as nursery:
+            for index, link in enumerate(self._chain.links):
+                if link.received is not None:
+                    nursery.start_soon(self._reroute, index, failures)
+            failures.update(await self._chain.open_hops(fresh))
+        self._chain.raise_if_hopeless({i: e for i, e in failures.items() if i in fresh})
+        for index, error in failures.items():
+            self._chain.drop(self._chain.links[index], error)
+        return not failures
+
+    async def _reroute(self, index: int, failures: dict[int, PeerError]) -> None:
+        link = self._chain.links[index]
+        request = partial(
+            self._chain.requests.reroute, self._chain.links, index, self._chain.epoch, self._position.answered
+        )
+        try:
+            reply, _ = await self._chain.swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
+        except PeerError as error:
+            failures[index] = error
+            return
+        link.received = reply.received if isinstance(reply, Rerouted) else 0
+        if self._position.answered and not link.received:  # a new hop whose replay was lost needs all of it
+            await self._chain.open_hop(index, failures)
+
+    async def _catch_up(self) -> bool:
+        """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
+        for index in range(len(self._chain.links), -1, -1):
+            plan = lacks(
+                self._chain.links,
+                index,
+                self._position.seq,
+                self._position.answered,
+                self._chain.terms.n_blocks,
+            )
+            if plan is None:
+                continue
+            have, silent_through, replay_end = plan
+            try:
+                if index == 0:
+                    ops, tokens = await self._replay_own(have, silent_through, replay_end)
+                else:
+                    ops, tokens = await self._ask_replay(index - 1, have, silent_through, replay_end)
+            except PeerError as error:
+                if self._chain.trouble is None:
+                    self._chain.drop(self._chain.links[max(0, index - 1)], error)
+                return False
+            self._n_ops += ops
+            self._n_tokens += tokens if have is None else 0
+        for link in self._chain.links:
+            link.received = self._position.answered if link.received is None else link.received
+        return True
+
+    async def _replay_own(self, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
+        marks = Op(silent_through=silent_through, replay_end=replay_end)
+        n_ops = 0
+        for frame in replay_frames(
+            self._history,
+            (self._chain.key, self._chain.terms.start, self._chain.epoch),
+            have,
+            marks,
+            self._chain.codec.action,
+        ):
+            n_ops += 1
+            channel = await self._chain.swarm.rpc.channel(self._chain.links[0].hop.peer)
+            await channel.send_raw(frame)
+        self._chain.links[0].watch.on_sent(self._position.seq, trio.current_time())
+        return n_ops, self._history.n_tokens
+
+    async def _ask_replay(self, index: int, have: int | None, silent_through: int, replay_end: int) -> tuple[int, int]:
+        link = self._chain.links[index]
+        request = partial(self._chain.requests.replay, link, self._chain.epoch, (have, silent_through, replay_end))
+        # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
+        reply, _ = await self._call_while_sound(link.hop.peer, request)
+        return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
+
+    async def _call_while_sound(self, peer: PeerId, request: Callable[[int], Message]) -> tuple[AnyMessage, Frame]:
+        """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
+        result: list[tuple[AnyMessage, Frame]] = []
+        failure: list[PeerError] = []
+
+        async def call(scope: trio.CancelScope) -> None:
+            try:
+                result.append(await self._chain.swarm.rpc.call(peer, request, timeout_s=REPLAY_TIMEOUT_S))
+            except PeerError as error:
+                failure.append(error)
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call, nursery.cancel_scope)
+            while self._chain.trouble is None:
+                await self._chain.changed.wait()
+            nursery.cancel_scope.cancel()
+        if failure:
+            raise failure[0]
+        if not result:
+            raise PeerTimeout(self._chain.trouble or f"{peer} did not finish its replay")
+        return result[0]

@@ -1,0 +1,95 @@
+"""What a client asks of the hops of its chain, as messages. Each takes the id of the call last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from swarmd.client.links.link import Link, Terms, needs_of
+from swarmd.protocol.wire.messages import HandOver, OpenSession, Replay, Reroute
+from swarmd.values import PeerId
+
+
+class Requests:
+    """Builds the requests of one session."""
+
+    def __init__(
+        self, session: bytes, terms: Terms, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
+    ) -> None:
+        self._session = session
+        self._terms = terms
+        self._addresses_of = addresses_of
+        self._receipts = receipts
+
+    def open(
+        self, links: Sequence[Link], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
+    ) -> OpenSession:
+        """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
+        hop, terms = links[index].hop, self._terms
+        before, after = _neighbours(links, index)
+        return OpenSession(
+            id=call_id,
+            session=self._session,
+            model=terms.model,
+            start=hop.span.start,
+            end=hop.span.end,
+            epoch=epoch,
+            batch=terms.batch,
+            max_tokens=terms.max_tokens,
+            dtype=terms.dtype,
+            grade=terms.grade,
+            numerics=numerics,
+            predecessor=before,
+            successor=after,
+            successor_addresses=self._addresses_of(after) if after else (),
+            codec=codec,
+            inherit=inherit,
+            adapter=terms.adapter,
+            tuned=terms.own.version if terms.own else b"",
+            receipts=self._receipts,
+            needs=tuple(sorted(needs_of(terms, codec))),
+        )
+
+    def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:
+        """Give a surviving hop its neighbours of a new epoch."""
+        before, after = _neighbours(links, index)
+        return Reroute(
+            id=call_id,
+            session=self._session,
+            start=links[index].hop.span.start,
+            epoch=epoch,
+            settled=settled,
+            predecessor=before,
+            successor=after,
+            successor_addresses=self._addresses_of(after) if after else (),
+        )
+
+    def replay(self, link: Link, epoch: int, lacks: tuple[int | None, int, int], call_id: int) -> Replay:
+        """Have a hop send its successor what that ``lacks``: (have, silent_through, replay_end)."""
+        have, silent_through, replay_end = lacks
+        return Replay(
+            id=call_id,
+            session=self._session,
+            start=link.hop.span.start,
+            epoch=epoch,
+            have=have,
+            silent_through=silent_through,
+            replay_end=replay_end,
+        )
+
+    def hand_over(self, link: Link, epoch: int, to: PeerId, call_id: int) -> HandOver:
+        """Have a hop that stops serving send its caches to ``to``."""
+        return HandOver(
+            id=call_id,
+            session=self._session,
+            start=link.hop.span.start,
+            epoch=epoch,
+            to=to,
+            addresses=self._addresses_of(to),
+        )
+
+
+def _neighbours(links: Sequence[Link], index: int) -> tuple[PeerId, PeerId]:
+    """The peers before and after hop ``index``; an empty one stands for the client."""
+    before = links[index - 1].hop.peer if index else PeerId("")
+    after = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")
+    return before, after

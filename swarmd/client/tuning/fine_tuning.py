@@ -1,0 +1,251 @@
+"""Fine-tune a remote model: PEFT's parameters here, its frozen blocks on servers. What can be resumed is exact.
+
+A step's samples, learning rate and sums depend on the recipe, the data and the step alone, and everything that a step
+changes is in a checkpoint: a run that is killed and resumed ends with the same weights as one that was not, on
+servers of the same numerics and with the same codec.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from swarmd.client.tuning.dataset import IGNORED, Dataset, Row
+from swarmd.client.tuning.tuning_recipe import PREFIX, Recipe, checkpoints
+from swarmd.compute.runs.lora import with_lora
+from swarmd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEPT_CHECKPOINTS = 2  # the newest, and one that is whole while it is written
+STATE_FILE = "state.json"
+TENSORS_FILE = "state.safetensors"
+ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW remembers of a parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step that was taken."""
+
+    number: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """The rate of step 1, 2, ...: it rises over ``warmup`` steps, then falls to a tenth along a cosine."""
+    if step <= recipe.warmup:
+        return recipe.learning_rate * step / max(1, recipe.warmup)
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+def samples(recipe: Recipe, n_rows: int, step: int) -> list[int]:
+    """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
+    chosen, orders = [], dict[int, list[int]]()
+    for place in range((step - 1) * recipe.batch, step * recipe.batch):
+        again, at = divmod(place, n_rows)
+        if again not in orders:
+            orders[again] = random.Random(f"{recipe.seed}/{again}").sample(range(n_rows), n_rows)
+        chosen.append(orders[again][at])
+    return chosen
+
+
+def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
+    t = max(len(row.ids) for row in rows)
+    ids = torch.tensor([[*row.ids, *[0] * (t - len(row.ids))] for row in rows])
+    labels = torch.tensor([[*row.labels, *[IGNORED] * (t - len(row.ids))] for row in rows])
+    mask = torch.tensor([[1] * len(row.ids) + [0] * (t - len(row.ids)) for row in rows])
+    return ids, mask, labels
+
+
+def _first_counted(model: Any) -> int:
+    """The first token of a row that the loss counts: the second, unless the tokens of a tuned prompt predict the first.
+
+    PEFT puts a prompt in front of the row's own vectors. Keys and values (a prefix) predict nothing.
+    """
+    config = getattr(model, "active_peft_config", None)
+    precedes = config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING"
+    return 0 if precedes else 1
+
+
+def loss_and_gradients(
+    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[Row], n_parts: int = 2
+) -> tuple[float, list[torch.Tensor | None]]:
+    """The mean loss of a batch and its gradients, as one backward gives them.
+
+    The batch goes in parts, side by side, so that servers have one part's blocks to compute while the client computes
+    another part's head. Sums run in the order of the parts. Raises SwarmError.
+    """
+    ids, mask, labels = padded(rows)
+    counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
+    n_parts = min(n_parts, len(rows))
+    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(n_parts)]
+    cuts = [cut for cut in cuts if bool(counts[cut].any())]
+
+    def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
+        share = int(counts[cut].sum()) / int(counts.sum())
+        loss = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut]).loss * share
+        return loss.item(), torch.autograd.grad(loss, list(parameters), allow_unused=True)
+
+    pool = ThreadPoolExecutor(len(cuts))
+    try:
+        found = list(pool.map(part, cuts))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    sums: list[torch.Tensor | None] = []
+    for gradients in zip(*(g for _, g in found), strict=True):
+        given = [g for g in gradients if g is not None]
+        sums.append(torch.stack(given).sum(0) if given else None)
+    return sum(loss for loss, _ in found), sums
+
+
+def _with_virtual_tokens(model: Any, recipe: Recipe) -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it has opinions
+    try:
+        from peft import PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
+    except ImportError:
+        raise ConfigError("fine-tuning needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
+    kind = PromptTuningConfig if recipe.method == "prompt" else PrefixTuningConfig
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about names that do not concern anybody here
+            return get_peft_model(model, kind(num_virtual_tokens=recipe.virtual_tokens, task_type=TaskType.CAUSAL_LM))
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot tune this model so: {error}") from None
+
+
+def with_peft(model: Any, recipe: Recipe) -> Any:
+    """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+    torch.manual_seed(recipe.seed)
+    model = model.requires_grad_(False)
+    if recipe.method == "lora":
+        tuned = with_lora(model, recipe.rank, recipe.alpha, recipe.targets, key="--targets")
+    else:
+        tuned = _with_virtual_tokens(model, recipe)
+    return tuned.eval()  # frozen blocks have no dropout to train with
+
+
+class Tuner:
+    """One run: a model with its trainable parameters, an optimizer, and a folder that it can be resumed from."""
+
+    def __init__(self, model: Any, recipe: Recipe, data: Dataset, folder: Path) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.losses: list[float] = []
+        self._data = data
+        self._folder = folder
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=recipe.learning_rate, foreach=False)
+
+    def run(self, every: int, on_step: Callable[[Step], None]) -> None:
+        """Take the steps that are left; a checkpoint after each ``every``, and the result at the end.
+
+        Raises SwarmError; what was done until the last checkpoint can be resumed then.
+        """
+        while len(self.losses) < self.recipe.steps:
+            on_step(self.step())
+            if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:
+                self.save_checkpoint()
+        _replace_folder(self._folder / "adapter", self._write_adapter)
+
+    def step(self) -> Step:
+        number, begun = len(self.losses) + 1, time.perf_counter()
+        rows = [self._data.rows[i] for i in samples(self.recipe, len(self._data.rows), number)]
+        loss, gradients = loss_and_gradients(self.model, list(self._trained.values()), rows)
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss of step {number} is {loss}: the training diverges; try a lower --lr")
+        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
+            parameter.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, number)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(loss)
+        return Step(number, loss, sum(len(row.ids) for row in rows), time.perf_counter() - begun)
+
+    # --- what is kept ----------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Write everything that the next step depends on, whole or not at all."""
+        _replace_folder(self._folder / f"{PREFIX}{len(self.losses)}", self._write)
+        for old in checkpoints(self._folder)[KEPT_CHECKPOINTS:]:
+            shutil.rmtree(old)
+
+    def _write_adapter(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, save_embedding_layers=False)  # else PEFT asks the hub about the model
+
+    def _write(self, folder: Path) -> None:
+        tensors = {f"parameter.{name}": p.detach().contiguous() for name, p in self._trained.items()}
+        for name, parameter in self._trained.items():
+            for kind, value in self._optimizer.state[parameter].items():
+                tensors[f"{kind}.{name}"] = torch.as_tensor(value).contiguous()
+        save_file(tensors, folder / TENSORS_FILE)
+        state = {"recipe": asdict(self.recipe), "data": self._data.digest, "losses": self.losses}
+        (folder / STATE_FILE).write_text(json.dumps(state))
+
+    def resume(self) -> int:
+        """Go back to the newest checkpoint that is whole; returns its step, 0 without one. Raises ConfigError."""
+        for folder in checkpoints(self._folder):
+            try:
+                state = json.loads((folder / STATE_FILE).read_text())
+                tensors = load_file(folder / TENSORS_FILE)
+            except (OSError, ValueError, SafetensorError) as error:
+                logger.warning("%s is damaged (%s): an older one is tried", folder, error)
+                continue
+            self._require_same(state, folder)
+            self._restore(tensors)
+            self.losses = list(state["losses"])
+            return len(self.losses)
+        return 0
+
+    def _require_same(self, state: dict[str, Any], folder: Path) -> None:
+        """A run goes on with what it began with. Raises ConfigError."""
+        mine = json.loads(json.dumps(asdict(self.recipe)))
+        changed = [f.name for f in fields(Recipe) if state["recipe"].get(f.name) != mine[f.name]]
+        if changed:
+            was = ", ".join(f"{name} was {state['recipe'].get(name)!r}, is {mine[name]!r}" for name in changed)
+            raise ConfigError(f"{folder} is of another run: {was}: take the same options, or another --out")
+        if state["data"] != self._data.digest:
+            raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")
+
+    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._trained.items():
+            parameter.data.copy_(tensors[f"parameter.{name}"])
+            state = {kind: tensors[f"{kind}.{name}"] for kind in ADAMW if f"{kind}.{name}" in tensors}
+            if state:
+                self._optimizer.state[parameter] = state
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill a folder beside, and put it in place when it is on disk; a crash leaves no half of it there."""
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    write(new)
+    for path in [*new.iterdir(), new]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,451 @@
+"""One lane: a chain of hops that micro-batches go through, forward and backward, many at a time.
+
+Nothing is repaired here. A lane that loses a hop is over, and whoever waits for it hears why: ``LaneFailed`` names the
+peer that should be left out, if one is to blame, and whether the lane itself can go on. What comes late, for a lane
+that is over, finds nobody: no gradient is counted twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import safetensors.torch
+import torch
+import trio
+from safetensors import SafetensorError
+
+from swarmd.client.links.client_parameters import OwnParameters, give
+from swarmd.client.links.link import CHANGES_CODEC, Swarm, Terms
+from swarmd.client.links.ops import codec_for
+from swarmd.client.tuning.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
+from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
+from swarmd.plan.chains.routing import Hop
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Ping, Refusal
+from swarmd.protocol.wire.tensors import CHANGES
+from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, Row
+from swarmd.values import Decision, PeerId
+from swarmd.wire.changes import Changes, rows_of
+from swarmd.wire.micro_batches import backward_frames, forward_frames
+from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
+QUIET_S = 2.0  # without a word: then ask whether everybody is there
+PING_TIMEOUT_S = 3.0  # to a server that computes; it answers from another process
+SILENT_S = 20.0  # twenty signs of life that did not come
+FRAME_S = 3.0  # for the rest of a frame that was begun
+GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
+RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a batch: hidden [b, t, d], int32 positions [b, t], uint8 mask [b, t] where rows are padded."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    own: OwnParameters
+    keep: bool
+
+
+@dataclass(slots=True)
+class _Pending:
+    like: torch.Tensor  # what is waited for has its shape and dtype
+    gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
+    own: OwnParameters | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
+    pieces: dict[int, list[bytes]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: torch.Tensor | None = None
+    failure: LaneFailed | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Lane:
+    """See the module. All methods run in the client's trio thread."""
+
+    def __init__(self, swarm: Swarm, terms: Terms, hops: tuple[Hop, ...]) -> None:
+        self.key = os.urandom(16)
+        self.hops = hops
+        self.failure: LaneFailed | None = None
+        self.is_leaving = False
+        self.why: tuple[str, ...] = ()
+        self._changes = (Changes(), Changes()) if terms.codec == CHANGES else None  # of what comes, and of what goes
+        self._sends_changes = self._changes is not None
+        if self._changes is not None:
+            self.codec = Decision(CHANGES_CODEC, "asked for: rows that were sent before travel as changes")
+        else:
+            self.codec = codec_for(swarm, terms, [hop.peer for hop in hops])
+        self.layer_arity = 0
+        self.live: set[int] = set()  # micro-batches whose backward may come
+        self._swarm = swarm
+        self._terms = terms
+        self._pending: dict[tuple[type, int], _Pending] = {}
+        self._put: dict[int, bytes] = {}  # version that a hop was given, by its first block
+        self._put_lock = trio.Lock()
+        self._over = trio.Event()
+        self._n_busy = 0
+        self._n_sent = 0
+        self._heard_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.failure is None
+
+    @property
+    def takes_more(self) -> bool:
+        """May another micro-batch go forward here?"""
+        return self.is_open and not self.is_leaving
+
+    # --- life ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open every hop. Raises LaneFailed."""
+        failures: list[LaneFailed] = []
+        async with trio.open_nursery() as nursery:
+            for index in range(len(self.hops)):
+                nursery.start_soon(self._open_hop, index, failures)
+        if failures:
+            raise failures[0]
+        self._heard_at = trio.current_time()
+
+    async def _open_hop(self, index: int, failures: list[LaneFailed]) -> None:
+        hop, peers = self.hops[index], [PeerId(""), *(h.peer for h in self.hops), PeerId("")]
+        self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
+        after = peers[index + 2]
+        request = partial(self._opening, hop, peers[index], after)
+        try:
+            with trio.fail_after(OPEN_TIMEOUT_S):
+                channel = await self._swarm.rpc.channel(hop.peer, "training")
+                reply, _ = await channel.call(request, timeout_s=OPEN_TIMEOUT_S)
+        except trio.TooSlowError:
+            failures.append(LaneFailed(f"{hop} could not be reached", hop.peer))
+        except PeerError as error:
+            failures.append(failure_of(hop, error))
+        else:
+            self.layer_arity = getattr(reply, "layer_arity", 0)
+            self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
+
+    def _opening(self, hop: Hop, before: PeerId, after: PeerId, call_id: int) -> OpenLane:
+        return OpenLane(
+            id=call_id,
+            session=self.key,
+            model=self._terms.model,
+            start=hop.span.start,
+            end=hop.span.end,
+            dtype=self._terms.dtype,
+            predecessor=before,
+            successor=after,
+            successor_addresses=self._swarm.addresses_of(after) if after else (),
+            codec=self.codec.action,
+            needs=("changes", "codec") if self._changes else ("codec",) if self.codec.action != "raw" else (),
+            changes=self._changes is not None,
+        )
+
+    async def close(self) -> None:
+        """Tell the hops that are reachable to forget this lane."""
+        self.fail(LaneFailed("the lane was closed"))
+        for hop in self.hops:
+            channel = self._swarm.rpc.existing(hop.peer, "training")
+            if channel is not None:
+                try:
+                    with trio.move_on_after(1):
+                        await channel.send(CloseLane(session=self.key, start=hop.span.start))
+                except PeerError:
+                    continue
+
+    def fail(self, failure: LaneFailed) -> None:
+        """End the lane: whoever waits hears why."""
+        if self.failure is None:
+            self.failure = failure
+            self._over.set()
+        for pending in self._pending.values():
+            self._settle(pending, failure)
+
+    # --- passes ----------------------------------------------------------------------------------------------
+
+    async def forward(self, batch: MicroBatch) -> tuple[int, torch.Tensor]:
+        """Send a micro-batch through; returns its number here, and what left the last block. Raises LaneFailed."""
+        await self._give_parameters(batch.own)
+        self._n_sent += 1
+        seq, first = self._n_sent, self.hops[0]
+        if batch.keep:
+            self.live.add(seq)
+        header = Forward(
+            session=self.key,
+            seq=seq,
+            keep=batch.keep,
+            tuned=batch.own.version,
+            settled=min(self.live, default=seq) - 1,
+            rows=rows_of(batch.hidden, batch.mask) if self._sends_changes and batch.keep else (),
+        )
+        places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
+        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
+        pending = _Pending(batch.hidden)
+        try:
+            await self._exchange((Forward, seq), pending, first, frames)
+        except BaseException:
+            self.live.discard(seq)
+            raise
+        assert pending.values is not None
+        return seq, pending.values
+
+    async def backward(
+        self, seq: int, gradient: torch.Tensor, own: OwnParameters
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
+        last = self.hops[-1]
+        frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
+        wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
+        pending = _Pending(gradient, wanted, own)
+        try:
+            await self._exchange((Backward, seq), pending, last, frames)
+        finally:
+            self.live.discard(seq)
+        assert pending.values is not None
+        return pending.values, pending.gradients
+
+    async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
+        self._pending[kind] = pending
+        try:
+            async with self._while_open() as nursery:
+                nursery.start_soon(self._send, hop, frames)
+                await pending.done.wait()
+        finally:
+            del self._pending[kind]
+        if pending.failure is not None:
+            raise pending.failure
+
+    async def _send(self, hop: Hop, frames: Iterator[bytes]) -> None:
+        try:
+            channel = await self._swarm.rpc.channel(hop.peer, "training")
+            for frame in frames:
+                with trio.CancelScope(deadline=trio.current_time() + FRAME_S, shield=True):  # half a frame would end
+                    await channel.send_raw(frame)  # the channel, and all lanes that use it
+                self._heard_at = trio.current_time()  # somebody reads
+        except PeerError as error:
+            self.fail(failure_of(hop, error))
+
+    @asynccontextmanager
+    async def _while_open(self) -> AsyncIterator[trio.Nursery]:
+        """Work that ends when the lane does: whoever does not read, or does not answer, holds up nobody.
+
+        Raises LaneFailed.
+        """
+        if self._n_busy == 0:
+            self._heard_at = trio.current_time()
+        self._n_busy += 1
+        try:
+            async with trio.open_nursery() as guard:
+                guard.start_soon(self._cancel_when_over, guard.cancel_scope)
+                async with trio.open_nursery() as nursery:
+                    yield nursery
+                guard.cancel_scope.cancel()
+        finally:
+            self._n_busy -= 1
+        if self.failure is not None:
+            raise self.failure
+
+    async def _cancel_when_over(self, scope: trio.CancelScope) -> None:
+        await self._over.wait()
+        scope.cancel()
+
+    async def _give_parameters(self, own: OwnParameters) -> None:
+        """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
+        if not own.version:
+            return
+        async with self._put_lock:
+            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version]
+            failures: list[LaneFailed] = []
+            async with self._while_open() as nursery:
+                for hop in lacking:
+                    nursery.start_soon(self._give_to, hop, own, failures)
+            if failures:
+                raise failures[0]
+
+    async def _give_to(self, hop: Hop, own: OwnParameters, failures: list[LaneFailed]) -> None:
+        try:
+            await give(self._swarm.rpc, self._terms.model, hop, own)
+            self._put[hop.span.start] = own.version
+        except PeerError as error:
+            failures.append(failure_of(hop, error))
+
+    # --- what comes in ---------------------------------------------------------------------------------------
+
+    async def on_message(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
+        """Take what a hop sends. What no honest hop sends ends the lane."""
+        self._heard_at = trio.current_time()
+        try:
+            if isinstance(message, Forward | Backward):
+                await self._on_values(message, frame)
+            elif isinstance(message, Gradients):
+                self._on_gradients(message, frame)
+            elif isinstance(message, Refusal):
+                self._on_refusal(message)
+        except RemoteProtocolError as error:
+            self.fail(LaneFailed(f"{peer[-8:]}: {error}", peer))
+
+    async def _on_values(self, message: Forward | Backward, frame: Frame) -> None:
+        is_forward = isinstance(message, Forward)
+        end = self.hops[-1].span.end if is_forward else self.hops[0].span.start
+        if message.start != end:
+            await self._pass_on(message, frame)
+            return
+        pending = self._pending.get((type(message), message.seq))
+        if pending is None:
+            return
+        number, n_parts = message.part
+        b, t, d = pending.like.shape
+        t_before = sum(part.shape[1] for part in pending.parts)
+        if number != len(pending.parts):
+            raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
+        if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
+            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
+        if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
+            values, _, _ = unpack_untrusted(message.tensor, frame.payload)
+        else:
+            values = unpack_values_untrusted(message.tensor, frame.payload)
+        if isinstance(message, Forward) and number == 0:
+            pending.rows = message.rows
+        pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
+        if number + 1 < n_parts:
+            return
+        whole = torch.cat(pending.parts, 1)
+        if self._changes is not None and pending.rows:
+            try:
+                whole = self._changes[0].take(pending.rows, whole)
+            except Refused as error:
+                raise RemoteProtocolError(str(error)) from None
+        if whole.shape != pending.like.shape or whole.dtype != pending.like.dtype:
+            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)}, got {tuple(whole.shape)} {whole.dtype}")
+        if not torch.isfinite(whole).all():
+            giver = self.hops[-1] if is_forward else self.hops[0]
+            text = (
+                f"{giver} gave values that are not finite (if all do, the training diverges: lower the learning rate)"
+            )
+            self._settle(pending, LaneFailed(text, giver.peer, is_final=True))
+            return
+        pending.values = whole
+        self._finish(pending)
+
+    async def _pass_on(self, message: Forward | Backward, frame: Frame) -> None:
+        """A hop that cannot reach its successor gives its output to the client, for the hop that it is meant for."""
+        hop = next((h for h in self.hops if h.span.start == message.start), None)
+        if not isinstance(message, Forward) or hop is None:
+            raise RemoteProtocolError(f"no hop of this lane starts at block {message.start}")
+        try:
+            channel = await self._swarm.rpc.channel(hop.peer, "training")
+            await channel.send_raw(frame.raw)
+        except PeerError as error:
+            self.fail(failure_of(hop, error))
+
+    def _on_gradients(self, message: Gradients, frame: Frame) -> None:
+        pending = self._pending.get((Backward, message.seq))
+        if pending is None or message.start not in pending.gradients_from:
+            return
+        known = pending.pieces.setdefault(message.start, [])
+        number, n = message.part
+        assert pending.own is not None
+        names = pending.gradients_from[message.start]
+        most = GRADIENT_SLACK_BYTES + sum(8 * pending.own.tensors[name].numel() + 1_024 for name in names)
+        if number != len(known) or sum(map(len, known)) + len(frame.payload) > most:
+            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}, or more than there can be")
+        known.append(bytes(frame.payload))
+        if number + 1 < n:
+            return
+        try:
+            tensors = safetensors.torch.load(b"".join(known))
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise RemoteProtocolError(f"gradients do not parse: {error}") from None
+        del pending.gradients_from[message.start]
+        own = pending.own.tensors
+        fits = set(tensors) == set(names) and all(tensors[n].shape == own[n].shape for n in names)
+        if not fits or not all(g.is_floating_point() and torch.isfinite(g).all() for g in tensors.values()):
+            raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
+        pending.gradients |= {name: tensors[name].to(own[name].dtype) for name in names}
+        self._finish(pending)
+
+    @staticmethod
+    def _finish(pending: _Pending) -> None:
+        if pending.values is not None and not pending.gradients_from:
+            pending.done.set()
+
+    @staticmethod
+    def _settle(pending: _Pending, failure: LaneFailed) -> None:
+        pending.failure = pending.failure or failure
+        pending.done.set()
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        """A hop says no: to one micro-batch, or for good."""
+        code, text = Code(refusal.code), refusal.message
+        kinds = [k for k in ((Forward, refusal.seq), (Backward, refusal.seq)) if k in self._pending]
+        is_backward = bool(kinds) and kinds[0][0] is Backward
+        at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
+        hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
+        blame: tuple[PeerId, ...] = ()
+        for_s, is_over, has_declined = BLAMED_S, True, False
+        if hop is not None and code is Code.NOT_FINITE:
+            blame = self._giver(hop, is_backward)
+        elif code is Code.NOT_HELD:
+            is_over = False
+            if not is_backward:  # it lacks parameters, or what changes are changes of
+                self._put.clear()
+                if self._sends_changes:
+                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, text)
+                self._sends_changes = False
+        elif hop is not None:
+            is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
+            self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
+            wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
+            blame, has_declined = (hop.peer,), True
+            for_s = wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else BLAMED_S)
+        failure = LaneFailed(
+            f"{hop}: {text}",
+            *blame,
+            for_s=for_s,
+            has_declined=has_declined,
+            is_over=is_over,
+            is_final=code in FINAL,
+        )
+        if is_over:
+            self.fail(failure)
+        for kind in kinds:
+            self._settle(self._pending[kind], failure)
+
+    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
+        """Whoever gave a hop its input; nobody is the client itself."""
+        index = self.hops.index(hop) + (1 if is_backward else -1)
+        return (self.hops[index].peer,) if 0 <= index < len(self.hops) else ()
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def on_gone(self, peer: PeerId) -> None:
+        """A connection ended."""
+        if any(hop.peer == peer for hop in self.hops):
+            self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", peer))
+
+    async def look(self) -> None:
+        """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
+        silent_s = trio.current_time() - self._heard_at
+        if not self._n_busy or silent_s < QUIET_S:
+            return
+        if silent_s > SILENT_S:  # no answer, and nobody says that work goes on
+            self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s", *(hop.peer for hop in self.hops)))
+        async with trio.open_nursery() as nursery:
+            for hop in self.hops:
+                nursery.start_soon(self._ask, hop)
+
+    async def _ask(self, hop: Hop) -> None:
+        try:
+            await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
+        except PeerError as error:
+            self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", hop.peer))

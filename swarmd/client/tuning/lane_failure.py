@@ -1,0 +1,42 @@
+"""Why a micro-batch did not get through a lane, and what follows for whoever sends it again."""
+
+from __future__ import annotations
+
+from swarmd.errors import OUR_MEMBERSHIP, Code, PeerError, Refused, SwarmError
+from swarmd.plan.chains.routing import Hop
+from swarmd.values import PeerId
+
+BLAMED_S = 20.0  # left out: as long as a server that was killed takes to be back
+FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED, *OUR_MEMBERSHIP)
+
+
+class LaneFailed(SwarmError):
+    """A micro-batch did not get through.
+
+    ``blame``: whom to leave out, and for how long; ``has_declined``: it said no itself, and nothing is held against it;
+    ``is_over``: the whole lane; ``is_final``: others will say no too.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *blame: PeerId,
+        for_s: float = BLAMED_S,
+        has_declined: bool = False,
+        is_over: bool = True,
+        is_final: bool = False,
+    ) -> None:
+        super().__init__(reason)
+        self.blame = blame
+        self.for_s = for_s
+        self.has_declined = has_declined
+        self.is_over = is_over
+        self.is_final = is_final
+
+
+def failure_of(hop: Hop, error: PeerError) -> LaneFailed:
+    """What a hop's error means for its lane; a refusal says how long to wait, and whether others would refuse too."""
+    if not isinstance(error, Refused):
+        return LaneFailed(f"{hop}: {error}", hop.peer)
+    for_s, is_final = error.retry_after_s or BLAMED_S, error.code in FINAL
+    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=for_s, has_declined=True, is_final=is_final)

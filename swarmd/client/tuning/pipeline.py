@@ -1,0 +1,382 @@
+"""Micro-batches through the swarm: each goes through the chain that is free first, and again elsewhere when one fails.
+
+Several are under way at a time, so that no server of a chain idles; several chains work side by side. A micro-batch's
+backward goes where its forward went, or, when that is no more, after another forward elsewhere: the gradient is the
+same, and counted once, because only the last try is asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import trio
+
+from swarmd.client.links.link import Declined, Listeners, Swarm, Terms, suits, understands
+from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane_audit import Judged, LaneAudits
+from swarmd.client.tuning.lane_failure import LaneFailed
+from swarmd.client.tuning.ticket import Others, Ticket
+from swarmd.config import KV_CACHE, format_of
+from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
+from swarmd.plan.chains.fine_tuning import Window
+from swarmd.plan.chains.routing import Hop, least_loaded
+from swarmd.plan.trust.reputation import Trust
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.protocol.wire.messages import Ping
+from swarmd.values import PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0  # a swarm that loses half of its servers is whole again by then
+LOOK_INTERVAL_S = 1.0  # lanes that are silent are asked
+RETRY_PAUSE_S = 0.3  # news of who died is on its way
+REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
+PROBE_TIMEOUT_S = 3.0  # for a ping to whoever was blamed
+AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
+LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
+ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
+MAX_FINAL = 3  # servers that said what any other would say
+WRONG = "somebody who computed it is banned now"  # of a micro-batch that is sent again
+T = TypeVar("T")
+# nf4 is packed for some CPUs in a way that has no backward
+WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)
+
+
+@dataclass(slots=True)
+class PipelineStatistics:
+    """What happened so far, for people and tests; audits are not counted, but what they found is in ``doubts``."""
+
+    forwards: int = 0
+    backwards: int = 0
+    retries: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+
+class Pipeline:
+    """All lanes of one model. Methods run in the client's trio thread."""
+
+    def __init__(self, swarm: Swarm, listeners: Listeners, terms: Terms, judged: Judged | None = None) -> None:
+        self.statistics = PipelineStatistics()
+        self.layer_arity = 0
+        self._swarm = swarm
+        self._listeners = listeners
+        self._terms = terms
+        self._lanes: dict[tuple[Hop, ...], Lane] = {}
+        self._opening = trio.Lock()
+        self._declined = Declined()
+        self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
+        self._in_flight: dict[bool, int] = {False: 0, True: 0}
+        self._windows = {False: Window(), True: Window()}
+        self._of_peer: Counter[PeerId] = Counter()
+        self._freed = trio.Event()
+        self._is_looking = False
+        self._audits = LaneAudits(swarm, judged, terms, self, self.statistics.doubts) if judged is not None else None
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return tuple(self._lanes.values())
+
+    async def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
+        """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
+        if self._terms.adapter:
+            raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
+        return await self._each([partial(self._forward, batch) for batch in batches])
+
+    async def backward(
+        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
+        pairs = zip(tickets, gradients, strict=True)
+        return await self._each([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
+
+    async def close(self) -> None:
+        """End all lanes; the next micro-batch opens new ones."""
+        for lane in list(self._lanes.values()):
+            await self._drop(lane)
+
+    async def _each(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        results: list[Any] = [None] * len(work)
+        failure: list[SwarmError] = []
+
+        async def run(index: int) -> None:
+            try:
+                results[index] = await work[index]()
+            except SwarmError as error:
+                failure.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(work)):
+                nursery.start_soon(run, index)
+        if failure:
+            raise failure[0]
+        return results
+
+    # --- one micro-batch -------------------------------------------------------------------------------------
+
+    async def _forward(self, batch: MicroBatch) -> Ticket:
+        while True:
+            async with self._slot(is_backward=False):
+                begun = trio.current_time()
+                ticket = await self._with_retries(partial(self._try_forward, batch))
+                took_s = trio.current_time() - begun
+            counted = ticket if self._audits is None else await self._audits.forward(ticket, took_s)
+            if counted is not None:
+                return counted
+            self.statistics.retries.append(WRONG)
+
+    async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        while True:
+            async with self._slot(is_backward=True):
+                begun = trio.current_time()
+                found = await self._with_retries(partial(self.back, ticket, gradient))
+                took_s = trio.current_time() - begun
+            counted = found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
+            if counted is not None:
+                self.statistics.backwards += 1
+                return counted
+            self.statistics.retries.append(WRONG)
+
+    async def _try_forward(self, batch: MicroBatch, others: Others = Others(), limit_s: float = math.inf) -> Ticket:
+        lane: Lane | None = None
+        try:
+            with trio.fail_after(limit_s):
+                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
+                with _Load(self._of_peer, lane):
+                    seq, out = await self._in(lane, lane.forward(batch))
+        except trio.TooSlowError:
+            hops = lane.hops if lane is not None else ()
+            self.decline(hop.peer for hop in hops)
+            names = ", ".join(map(str, hops)) or "others"
+            raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
+        self.statistics.forwards += not others.without
+        return Ticket(batch, out, lane, seq, others)
+
+    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Send a gradient back once. Raises LaneFailed or NoRoute."""
+        if not ticket.lane.is_open or not ticket.seq:
+            again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
+            ticket.lane, ticket.seq, ticket.twins, ticket.went_again = again.lane, again.seq, [], True
+        seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
+        with _Load(self._of_peer, ticket.lane):
+            return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
+
+    async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
+        """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
+        try:
+            result = await work
+            for hop in lane.hops:
+                self._swarm.rpc.standing.did_well(hop.peer)
+                self._declined.did_well(hop.peer)
+            return result
+        except LaneFailed as error:
+            self._blame(error)
+            raise
+        finally:
+            if not lane.is_open:
+                await self._drop(lane)
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
+        failed_at, n_final, said = None, 0, ""
+        while True:
+            try:
+                return await attempt()
+            except (LaneFailed, NoRoute) as error:
+                failed_at = failed_at or trio.current_time()
+                n_final += isinstance(error, LaneFailed) and error.is_final
+                said = str(error) if isinstance(error, LaneFailed) else said
+                self.statistics.retries.append(str(error))
+                logger.info("a micro-batch is sent again: %s", error)
+                if n_final >= MAX_FINAL or trio.current_time() - failed_at > PATIENCE_S:
+                    if said:
+                        raise SwarmUnavailable(f"no chain computes this micro-batch: {said}") from None
+                    raise
+                if isinstance(error, NoRoute) or trio.current_time() > failed_at:
+                    await self._swarm_looks_again()
+                    await trio.sleep(RETRY_PAUSE_S)
+
+    async def _swarm_looks_again(self) -> None:
+        """Bounded: the member that is asked may be the one that is gone."""
+        with trio.move_on_after(REFRESH_S):
+            try:
+                await self._swarm.refresh()
+            except SwarmError as error:
+                logger.info("the view is getting old: %s", error)
+
+    # --- for audits ------------------------------------------------------------------------------------------
+
+    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
+        """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
+        return await self._try_forward(batch, Others(without, quantize), limit_s)
+
+    async def alone(
+        self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
+        whole, only = self._terms, frozenset({peer})
+        terms = replace(whole, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw")
+        lane = Lane(self._swarm, terms, self._route(1, Others(), terms))
+        self._listeners[lane.key] = lane
+        try:
+            with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
+                await lane.open()
+                seq, out = await lane.forward(batch)
+                return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+        except trio.TooSlowError:
+            raise LaneFailed(f"{peer[-8:]} did not compute {span} alone within {ALONE_TIMEOUT_S:.0f} s") from None
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._drop(lane)
+
+    def decline(self, peers: Iterable[PeerId]) -> None:
+        """Do without some peers for a while: lanes through them take nothing more."""
+        gone = set(peers)
+        for peer in gone:
+            self._declined.add(peer, trio.current_time(), AGAIN_AFTER_S, LONGEST_DECLINED_S)
+        for lane in self._lanes.values():
+            lane.is_leaving = lane.is_leaving or any(hop.peer in gone for hop in lane.hops)
+
+    # --- lanes -----------------------------------------------------------------------------------------------
+
+    async def _lane(self, n_tokens: int, others: Others) -> Lane:
+        """The lane that is free first. Raises LaneFailed or NoRoute."""
+        lane = self._lanes.get(self._chosen(n_tokens, others))
+        if lane is not None and lane.takes_more:
+            return lane
+        async with self._opening:
+            hops = self._chosen(n_tokens, others)  # what was known before the wait may be wrong now
+            lane = self._lanes.get(hops)
+            if lane is not None and lane.takes_more:
+                return lane
+            lane = Lane(self._swarm, self._terms, hops)
+            self._listeners[lane.key] = lane
+            try:
+                await lane.open()
+            except BaseException as error:
+                if isinstance(error, LaneFailed):
+                    self._blame(error)
+                with trio.CancelScope(shield=True):
+                    await self._drop(lane)
+                raise
+            self._lanes[hops] = lane
+            self.layer_arity = lane.layer_arity
+            names, codec = ", ".join(map(str, hops)), lane.codec
+            logger.info("a lane through %s (codec %s: %s)", names, codec.action, codec.reason)
+            if not self._is_looking:
+                self._is_looking = True
+                self._swarm.start_soon(self._look)
+            return lane
+
+    def _chosen(self, n_tokens: int, others: Others) -> tuple[Hop, ...]:
+        is_pinned = bool(self._terms.route) and not others.without
+        return self._terms.route if is_pinned else self._route(n_tokens, others, self._terms)
+
+    def _route(self, n_tokens: int, others: Others, terms: Terms) -> tuple[Hop, ...]:
+        if others.without:
+            quantize = others.quantize or terms.quantize
+            terms = replace(terms, without=terms.without | others.without, quantize=quantize)
+        now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
+        trust, least = self._swarm.trust(), Trust.PROVEN
+
+        def eligible(span: SpanRecord) -> bool:
+            peer = PeerId(span.peer)
+            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
+            is_trusted = is_last_resort or peer not in self._suspects
+            has_declined = not self._declined.allow(peer, now, is_last_resort)
+            allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
+            is_able &= trust.get((span.peer, span.slot), least) >= least
+            return is_able and allowed and suits(span, terms, "") and understands(view, span, terms)
+
+        view = self._swarm.view()
+        spans = view.serving(terms.model)
+        wanted, client = terms.blocks, self._swarm.rpc.network.peer_id
+        find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
+        with suppress(NoRoute):
+            return find().hops
+        least = Trust.UNKNOWN  # not probed yet
+        with suppress(NoRoute):
+            return find().hops
+        is_last_resort, least = True, Trust.DOUBTED
+        return find().hops
+
+    async def _look(self) -> None:
+        while self._lanes or self._suspects:
+            await trio.sleep(LOOK_INTERVAL_S)
+            standing = self._swarm.rpc.standing
+            async with trio.open_nursery() as nursery:
+                for lane in self._lanes.values():
+                    nursery.start_soon(lane.look)
+                for peer in [p for p in self._suspects if standing.allows(p)]:
+                    nursery.start_soon(self._probe, peer)
+        self._is_looking = False
+
+    async def _probe(self, peer: PeerId) -> None:
+        """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
+        try:
+            await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
+            self._suspects.discard(peer)
+            self._declined.did_well(peer)
+        except PeerError:
+            self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
+
+    def _blame(self, failure: LaneFailed) -> None:
+        """Leave out whoever is to blame, longer each time until it has done something right."""
+        blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
+        for peer in blame:
+            if failure.has_declined or len(blame) > 1:  # of several nobody knows which one it was
+                self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
+            else:
+                self._swarm.rpc.standing.leave_out(peer, str(failure), failure.for_s)
+            if not failure.has_declined:
+                self._suspects.add(peer)
+
+    async def _drop(self, lane: Lane) -> None:
+        self._listeners.pop(lane.key, None)
+        if self._lanes.get(lane.hops) is lane:
+            del self._lanes[lane.hops]
+        await lane.close()
+
+    # --- how many at a time ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
+        """Wait for a place among those under way, and hold it."""
+        window = self._windows[is_backward]
+        while self._in_flight[is_backward] >= window.room(*self._around()):
+            await self._freed.wait()
+        self._in_flight[is_backward] += 1
+        began_at = trio.current_time()
+        try:
+            yield
+        finally:
+            window.on_done(trio.current_time(), began_at)
+            self._in_flight[is_backward] -= 1
+            self._freed.set()
+            self._freed = trio.Event()
+
+    def _around(self) -> tuple[int, float]:
+        """How many servers there are, and how far the farthest is."""
+        spans = self._swarm.view().serving(self._terms.model)
+        return len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0))
+
+
+class _Load:
+    """Counts a micro-batch against the peers of its lane while it is under way."""
+
+    def __init__(self, counter: Counter[PeerId], lane: Lane) -> None:
+        self._counter, self._peers = counter, [hop.peer for hop in lane.hops]
+
+    def __enter__(self) -> None:
+        self._counter.update(self._peers)
+
+    def __exit__(self, *_: object) -> None:
+        self._counter.subtract(self._peers)

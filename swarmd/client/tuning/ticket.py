@@ -1,0 +1,46 @@
+"""A micro-batch that went forward: what came of it, and what is to happen on the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.plan.chains.routing import Hop
+from swarmd.values import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Whom an audit does without, and how the weights of whoever computes again are kept."""
+
+    without: frozenset[PeerId] = frozenset()
+    quantize: str = ""
+
+
+@dataclass(slots=True)
+class Twin:
+    """The same micro-batch another way: without these hops, whose turn it is to be looked at."""
+
+    ticket: Ticket
+    audited: tuple[Hop, ...]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """What left the last block [b, t, d], and where its backward should go, which calls it ``seq`` (0: nowhere).
+
+    One that is audited has twins.
+    """
+
+    batch: MicroBatch
+    out: torch.Tensor
+    lane: Lane
+    seq: int
+    others: Others
+    twins: list[Twin] = field(default_factory=list)
+    went_again: bool = False  # its lane ended: what comes back comes another way, which nobody has looked at
+
+    def __del__(self) -> None:
+        self.lane.live.discard(self.seq)  # its backward will never come

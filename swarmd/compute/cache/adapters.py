@@ -1,0 +1,174 @@
+"""LoRA adapters on a span: hooks add each session's own update to what the blocks' matrices give.
+
+Sessions with different adapters, and with none, share a pass: the base is computed once for all tokens, each update for
+its session's tokens only. Equal to PEFT's results (tests/compute/cache/test_adapters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.models.adapter import CONFIG_FILE, PREFIX, LoraConfig, read_settings
+from swarmd.values import Span
+
+MAX_ADAPTERS = 32  # loaded at a time; the oldest makes room
+MAX_RANK = 4_096  # of low-rank matrices: beyond it they are no longer low
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """One adapter's updates for a span, by module: A [r, in], B [out, r], scale."""
+
+    updates: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+
+
+class Adapters:
+    """The adapters of one span. ``using`` says whose tokens a pass holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Any,
+        span: Span,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_tensor: Callable[[], None] = lambda: None,
+    ) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._blocks = {f"{names[layers[block]]}.": block for block in span.blocks()}
+        self._all_blocks = names[layers].rstrip(".") + "."
+        self._model = model
+        self._dtype, self._device = dtype, device
+        self._known: dict[str, Lora] = {}
+        self._hooked: set[str] = set()
+        self._now: list[tuple[int, Lora]] = []
+        self._on_tensor = on_tensor  # reading takes a while, and is progress
+
+    def __contains__(self, adapter: str) -> bool:
+        return adapter in self._known
+
+    def get(self, adapter: str) -> Lora | None:
+        return self._known.get(adapter)
+
+    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+        """Read this span's part of an adapter. Raises ConfigError for one that cannot be used here."""
+        while len(self._known) >= MAX_ADAPTERS:
+            del self._known[next(iter(self._known))]  # the oldest; sessions that use it hold it
+        try:
+            self._known[adapter] = self.read(shards, raw_config)
+        except ConfigError as error:
+            raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
+
+    def read(self, shards: Sequence[Path], raw_config: bytes) -> Lora:
+        """This span's part of an adapter, its modules hooked. Raises ConfigError for one that cannot be used here."""
+        try:
+            return self._read(shards, read_settings(msgspec.json.decode(raw_config)))
+        except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+
+    def _read(self, shards: Sequence[Path], config: LoraConfig) -> Lora:
+        tensors: dict[str, torch.Tensor] = {}
+        for shard in shards:
+            with safe_open(shard, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if self._is_here(name):
+                        tensors[name] = file.get_tensor(name)
+                        self._on_tensor()
+        lora = Lora()
+        for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
+            a, b = self.checked(module, a, b)
+            if a.shape[0] != config.rank(module):
+                raise ConfigError(f"{module} has rank {a.shape[0]}, and {CONFIG_FILE} says {config.rank(module)}")
+            lora.updates[module] = (
+                a.to(self._device, self._dtype),
+                b.to(self._device, self._dtype),
+                config.scale(module),
+            )
+        self.hook(lora)
+        return lora
+
+    def hook(self, lora: Lora) -> None:
+        """Have the modules that ``lora`` updates look at who uses a pass."""
+        for module in lora.updates.keys() - self._hooked:
+            self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
+            self._hooked.add(module)
+
+    def block_of(self, module: str) -> int | None:
+        """The block that a module is part of, if it is one of this span."""
+        return next((i for prefix, i in self._blocks.items() if module.startswith(prefix)), None)
+
+    @contextmanager
+    def using(self, sessions: Sequence[tuple[int, Lora | None]]) -> Iterator[None]:
+        """Passes inside compute (tokens, adapter) of each session, one after the other in the flattened input."""
+        if all(lora is None for _, lora in sessions):
+            yield
+            return
+        self._now = [(n_tokens, lora or Lora()) for n_tokens, lora in sessions]
+        try:
+            yield
+        finally:
+            self._now = []
+
+    def _is_here(self, name: str) -> bool:
+        module = name.removeprefix(PREFIX)
+        if not module.startswith(self._all_blocks):
+            raise IntegrityError(f"it adapts {module}, which is no part of a block: unsupported adapter")
+        return self.block_of(module) is not None
+
+    def checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [r, in] and B [out, r] if they fit the module and are finite. Raises ConfigError."""
+        try:
+            base: Any = self._model.get_submodule(module)
+        except AttributeError:
+            raise ConfigError(
+                f"the adapter changes {module}, which this model does not have{self._why(module)}"
+            ) from None
+        sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
+        if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
+            sizes = (base.nx, base.nf)
+        if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (a.shape[1], b.shape[0]) != sizes:
+            shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
+            raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
+        if a.dtype not in DTYPES or b.dtype not in DTYPES or a.shape[0] > MAX_RANK:
+            raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
+        return a, b
+
+    def _why(self, module: str) -> str:
+        """What to say of a module that is not there, where more is known."""
+        experts, _, rest = module.rpartition(".experts.")
+        if rest[:1].isdecimal() and f"{experts}.experts" in dict(self._model.named_modules()):
+            return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"
+        return ""
+
+    def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
+        if not self._now:
+            return None
+        entering = args[0].reshape(-1, args[0].shape[-1])
+        if entering.shape[0] != sum(n for n, _ in self._now):
+            raise RuntimeError(f"{module} sees {entering.shape[0]} tokens of {sum(n for n, _ in self._now)}")
+        parts, at = [], 0
+        whole = out.reshape(-1, out.shape[-1])
+        for n_tokens, lora in self._now:
+            part, update = whole[at : at + n_tokens], lora.updates.get(module)
+            if update is not None:
+                a, b, scale = update
+                part = part + ((entering[at : at + n_tokens].to(a.dtype) @ a.T @ b.T) * scale).to(part.dtype)
+            parts.append(part)
+            at += n_tokens
+        return torch.cat(parts).view(out.shape)

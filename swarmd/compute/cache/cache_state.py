@@ -1,0 +1,167 @@
+"""What a layer of a session's cache keeps, as named tensors, and the way back.
+
+The library has few kinds of layers, and a family's own cache is a list of them: keys and values of every token or of a
+window's, an indexer's keys beside them, and states that do not grow (the last inputs of a convolution, the sum of a
+recurrence). A kind that is not known here is not guessed at: its sessions are replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from swarmd.compute.cache.kvcache import SlabLayer, SpanCache, stored
+from swarmd.errors import Code, Refused, RemoteProtocolError
+
+Tensors = dict[str, torch.Tensor]
+KNOWN_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
+)
+
+
+def is_known(cache: SpanCache) -> bool:
+    """Can all that this cache keeps be written down?"""
+    return all(isinstance(layer, SlabLayer) or type(layer) in KNOWN_LAYERS for layer in cache.owned)
+
+
+def layer_state(layer: Any) -> Tensors:
+    """All that a known layer keeps, on the CPU; nothing of a layer that has seen no token."""
+    state: Tensors = {}
+    if isinstance(layer, DynamicLayer):
+        keys, values = stored(layer)
+        if torch.is_tensor(keys) and keys.numel():
+            state |= {"keys": keys, "values": values}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        state["seen"] = torch.tensor([layer.cumulative_length, int(layer.record_past)])
+    if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        state["indexer_keys"] = layer.indexer_keys
+        if layer.indexer_position_ids is not None:
+            state["indexer_positions"] = layer.indexer_position_ids
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        state["records_past"] = torch.tensor([int(layer.record_past)])
+        for number in range(layer.number_of_states):
+            if layer.is_conv_states_initialized[number]:
+                state[f"conv.{number}"] = layer.conv_states[number]
+            if layer.is_recurrent_states_initialized[number]:
+                state[f"recurrent.{number}"] = layer.recurrent_states[number]
+    return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+
+
+def restore_layer_untrusted(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+    """Give a new layer what another one kept of ``n_tokens``; ``like`` is the same layer after one token of one row.
+
+    Raises Refused or RemoteProtocolError for what does not fit; the layer is then not to be used.
+    """
+    if not n_tokens:
+        return
+    expected = layer_state(like)
+    positions = {"indexer_positions"} if isinstance(like, DynamicIndexedLayer) else set()
+    if lacking := expected.keys() - state.keys():
+        raise RemoteProtocolError(f"lacks {', '.join(sorted(lacking))}")
+    if unknown := state.keys() - expected.keys() - positions:
+        raise RemoteProtocolError(f"has {', '.join(sorted(unknown))}, which such a layer does not keep")
+    if isinstance(like, LinearAttentionCacheLayerMixin):
+        _restore_states(layer, like, state, n_rows, n_tokens)
+    if isinstance(like, DynamicIndexedLayer):
+        _restore_indexer(layer, like, state, n_rows, n_tokens)
+    if "keys" in expected:
+        _restore_tokens(layer, like, state, n_rows, n_tokens)
+
+
+def whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
+    """``n`` numbers of what came. Raises RemoteProtocolError."""
+    if tensor.dtype != torch.int64 or tensor.numel() != n:
+        raise RemoteProtocolError(f"expected {n} whole numbers, got {tuple(tensor.shape)} of {tensor.dtype}")
+    return [int(value) for value in tensor.flatten().tolist()]
+
+
+def _restore_tokens(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+    """Keys and values: of every token, or of a window and what is recorded before it."""
+    keys, values = state["keys"], state["values"]
+    has_window, is_slab = isinstance(like, DynamicSlidingWindowLayer), isinstance(like, SlabLayer)
+    n = keys.shape[2] if keys.ndim == 4 else -1
+    if not (0 < n <= n_tokens and (n == n_tokens or has_window)):
+        raise Refused(Code.BAD_SHAPE, f"keys {tuple(keys.shape)} of {n_tokens} tokens")
+    for came, known in zip((keys, values), stored(like), strict=True):
+        _check(came, known, (n_rows, known.shape[1], n, known.shape[3]))
+        _check_finite(like.read(came) if is_slab else came)
+    if has_window:
+        seen, records_past = whole_numbers(state["seen"], 2)
+        n_window = min(n_tokens, like.sliding_window - 1)
+        if seen != n_tokens or not (n == n_window or (records_past and n >= n_window)):
+            raise Refused(Code.BAD_SHAPE, f"{n} of {seen} tokens are kept, expected {n_window} of {n_tokens}")
+    if is_slab:
+        layer.put(keys.to(like.device), values.to(like.device))
+        return
+    DynamicLayer.lazy_initialization(layer, keys.to(like.keys.device), values.to(like.keys.device))
+    layer.keys, layer.values = keys.to(like.keys.device), values.to(like.keys.device)
+    if has_window:
+        layer._sliding_window_tensor = layer._sliding_window_tensor.to(like.keys.device)
+        layer.cumulative_length, layer.record_past = seen, bool(records_past)
+
+
+def _restore_indexer(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+    if not like.is_indexer_initialized:
+        return
+    keys, positions = state["indexer_keys"], state.get("indexer_positions")
+    _check(keys, like.indexer_keys, (n_rows, n_tokens, like.indexer_keys.shape[-1]))
+    _check_finite(keys)
+    if positions is not None:
+        known = like.indexer_position_ids
+        if known is None:
+            raise RemoteProtocolError("positions of an indexer that keeps none")
+        _check(positions, known, (known.shape[0], n_rows, n_tokens))
+        layer.indexer_position_ids = positions.to(known.device)
+    layer.lazy_initialization_indexer(keys.to(like.indexer_keys.device))
+    layer.indexer_keys = keys.to(like.indexer_keys.device)
+
+
+def _restore_states(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+    """The inputs that a convolution looks back at, more of them where the past is recorded; and a recurrence's sum."""
+    (records_past,) = whole_numbers(state["records_past"], 1)
+    layer.record_past, layer.device, layer.dtype = bool(records_past), like.device, like.dtype
+    for number in range(like.number_of_states):
+        if like.is_conv_states_initialized[number]:
+            came, known, n_kernel = state[f"conv.{number}"], like.conv_states[number], like.conv_kernel_size[number]
+            n = came.shape[-1] if came.ndim else 0
+            if not (n == n_kernel or (records_past and 0 < n <= n_kernel + n_tokens)):
+                raise Refused(Code.BAD_SHAPE, f"conv.{number} keeps {n} inputs of {n_tokens} tokens, not {n_kernel}")
+            _check(came, known, (n_rows, *known.shape[1:-1], n))
+            _check_finite(came)
+            layer.conv_states[number], layer.conv_kernel_size[number] = came.to(known.device), n_kernel
+            layer.is_conv_states_initialized[number] = True
+        if like.is_recurrent_states_initialized[number]:
+            came, known = state[f"recurrent.{number}"], like.recurrent_states[number]
+            _check(came, known, (n_rows, *known.shape[1:]))
+            _check_finite(came)
+            layer.recurrent_states[number] = came.to(known.device)
+            layer.is_recurrent_states_initialized[number] = True
+        layer.has_previous_state[number] = like.has_previous_state[number]
+
+
+def _check(came: torch.Tensor, known: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(came.shape) != expected or came.dtype != known.dtype:
+        text = f"expected {expected} of {known.dtype}, got {tuple(came.shape)} of {came.dtype}"
+        raise Refused(Code.BAD_SHAPE, text)
+
+
+def _check_finite(came: torch.Tensor) -> None:
+    if not torch.isfinite(came).all():
+        raise Refused(Code.NOT_FINITE, "the caches hold values that are not finite")

@@ -1,0 +1,144 @@
+"""A session's caches and history as bytes, for another worker that holds the same blocks, and back again.
+
+The format is safetensors: names, shapes and raw numbers, no code. What comes is checked against the session that was
+opened for it before anything of it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from swarmd.compute.cache.cache_state import Tensors, is_known, layer_state, restore_layer_untrusted, whole_numbers
+from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.errors import Code, Refused, RemoteProtocolError
+from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.messages import Edit
+from swarmd.wire.history import History, Sent
+
+MAX_RECENT = 4_096  # single ops of a session beside its merged history
+UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
+
+
+def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
+    """Encode one session's state. Raises Refused for layers of a kind that is not known."""
+    if not is_known(cache):
+        raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
+    tensors: Tensors = {"n_tokens": torch.tensor(n_tokens)}
+    if mask is not None:
+        tensors["mask"] = mask.cpu().to(torch.uint8).contiguous()
+    for index, layer in enumerate(cache.owned):
+        for name, tensor in layer_state(layer).items():
+            tensors[f"layer.{index}.{name}"] = tensor
+    whole = next(iter(history.base(1 << 62)), None)
+    if whole is not None:
+        _put(tensors, "base", whole[2])
+    tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
+    recent = list(history.after(0))
+    if len(recent) > MAX_RECENT:
+        raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
+    for number, sent in enumerate(recent):
+        _put(tensors, f"recent.{number}", sent)
+        tensors[f"recent.{number}.seq"] = torch.tensor([sent.seq, int(sent.record_past)])
+        edits = msgspec.msgpack.encode(sent.edits)
+        tensors[f"recent.{number}.edits"] = torch.frombuffer(bytearray(edits), dtype=torch.uint8)
+    raw: bytes = save(tensors)
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What state must fit: rows, tokens that were reserved, hidden size and dtype, and the op that it reaches."""
+
+    n_rows: int
+    max_tokens: int
+    hidden: int
+    dtype: torch.dtype
+    seq: int
+
+
+def unpack_state_untrusted(
+    raw: bytes, cache: SpanCache, history: History, like: SpanCache, shape: StateShape
+) -> tuple[int, torch.Tensor | None]:
+    """Put encoded state in place; returns (tokens, mask). ``like`` is a cache of the same hop with one token in it.
+
+    Raises Refused, after which the session is to be dropped.
+    """
+    try:
+        tensors = load(raw)
+        n_tokens = whole_numbers(tensors["n_tokens"], 1)[0]
+        if not 0 <= n_tokens <= shape.max_tokens:
+            raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
+        for index, layer in enumerate(cache.owned):
+            _restore(layer, like.owned[index], tensors, index, shape.n_rows, n_tokens)
+        _restore_history(tensors, history, shape)
+        mask = tensors.get("mask")
+        if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
+            raise Refused(Code.BAD_SHAPE, f"a mask of {tuple(mask.shape)} for {shape.n_rows} rows of {n_tokens} tokens")
+        return n_tokens, None if mask is None else mask.long()
+    except UNREADABLE as error:
+        raise Refused(Code.MALFORMED, f"caches that do not parse: {error}") from None
+
+
+def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> None:
+    """Check and take over what was sent on: the merged part, then the ops after it, up to the op the state reaches."""
+    base_seq, base_records = whole_numbers(tensors["base.reached"], 2)
+    n_recent = sum(name.endswith(".seq") for name in tensors)
+    if not 0 <= base_seq <= shape.seq or n_recent > MAX_RECENT:
+        raise Refused(Code.MALFORMED, f"history up to op {base_seq} and {n_recent} more, for op {shape.seq}")
+    if "base.hidden" in tensors:
+        history.add(_get(tensors, "base", base_seq, base_records, shape))
+        history.settle(base_seq)
+    history.base_seq = base_seq
+    reached, n_tokens = base_seq, history.n_tokens
+    for number in range(n_recent):
+        seq, record_past = whole_numbers(tensors[f"recent.{number}.seq"], 2)
+        sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
+        for edit in sent.edits:
+            n_tokens -= edit.crop or 0
+            rows = edit.rows or ()
+            if n_tokens < 0 or (rows and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)):
+                raise Refused(Code.MALFORMED, f"op {seq} of the history holds an edit that does not fit")
+        n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+        if seq != reached + 1:
+            raise Refused(Code.MALFORMED, f"op {seq} of the history follows op {reached}")
+        reached = seq
+        history.add(sent)
+    if reached != shape.seq:
+        raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
+
+
+def _restore(layer: Any, like: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
+    prefix = f"layer.{index}."
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    try:
+        restore_layer_untrusted(layer, like, state, n_rows, n_tokens)
+    except Refused as error:
+        raise Refused(error.code, f"layer {index}: {error}") from None
+    except RemoteProtocolError as error:
+        raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
+
+
+def _put(tensors: Tensors, name: str, sent: Sent) -> None:
+    for part, value in (("hidden", sent.hidden), ("positions", sent.positions), ("mask", sent.mask)):
+        if value is not None:
+            tensors[f"{name}.{part}"] = value.contiguous()
+
+
+def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> Sent:
+    hidden, positions, mask = (tensors.get(f"{name}.{part}") for part in ("hidden", "positions", "mask"))
+    if hidden is not None:
+        n = hidden.shape[1] if hidden.ndim == 3 else -1
+        fits = tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and n > 0 and hidden.dtype == shape.dtype
+        beside = [(positions, torch.int32), *([(mask, torch.uint8)] if mask is not None else [])]
+        if not fits or any(t is None or tuple(t.shape) != (shape.n_rows, n) or t.dtype != d for t, d in beside):
+            raise Refused(Code.BAD_SHAPE, f"{name} of the history does not fit {shape.n_rows} rows of {shape.hidden}")
+    edits: tuple[Edit, ...] = ()
+    if (raw := tensors.get(f"{name}.edits")) is not None:
+        edits = decode(bytes(raw.tolist()), tuple[Edit, ...], "edits")
+    return Sent(seq, edits, hidden, positions, mask, bool(record_past))

@@ -1,0 +1,453 @@
+"""A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere.
+
+Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
+cache for every token. What several sessions begin with can lie in memory once for all of them, and where the server
+says so, keys and values lie there in 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from swarmd.compute.cache.shared_prefix import Kept
+from swarmd.compute.compiled.layout import LEVELS, SCALE_BYTES, TINIEST
+from swarmd.compute.model.skeleton import text_config
+from swarmd.values import Span
+
+_FIRST_TOKENS = 64  # room at first; doubled when it is full
+SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
+N_PLACES = 7  # numbers that say where one layer of a cache lies: see ``SpanCache.places``
+UNBOUNDED = 1 << 62  # tokens: more than any session has
+
+
+class SlabLayer(DynamicLayer):  # type: ignore[misc]
+    """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full.
+
+    ``beginning`` is what it shares with other sessions: keys and values that nobody writes to. The slabs then hold what
+    is behind it. Whoever looks at ``keys`` or ``values`` gets all of them, and from then on the layer has its own.
+    All of this is as it lies in memory, which ``_store`` makes and ``read`` turns back.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._n_added = 0  # tokens that ``added`` counted and ``_keys`` does not show yet
+        super().__init__()
+        self._max_tokens = max_tokens
+        self._slabs: Kept | None = None
+        self.beginning: Kept | None = None
+
+    @property
+    def keys(self) -> Any:
+        return self.read(self.stored[0])
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._keys = self._store(keys)
+
+    @property
+    def values(self) -> Any:
+        return self.read(self.stored[1])
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._values = self._store(values)
+
+    @property
+    def stored(self) -> Kept:
+        """All keys and values as they lie in memory."""
+        self._have_all()
+        return self._keys, self._values
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what another layer had ``stored``."""
+        self._have_all()
+        self._append(keys, values)
+
+    def read(self, stored: Any) -> Any:
+        """Keys or values as attention takes them."""
+        return stored
+
+    def _store(self, states: Any) -> Any:
+        """Keys or values as they lie in memory."""
+        return states
+
+    @property
+    def n_shared(self) -> int:
+        return 0 if self.beginning is None else self.beginning[0].shape[2]
+
+    @property
+    def n_behind(self) -> int:
+        """Tokens in the slabs."""
+        return self._n_added + self._n_shown
+
+    @property
+    def _n_shown(self) -> int:
+        return 0 if not self.is_initialized or not self._keys.numel() else int(self._keys.shape[2])
+
+    @property
+    def has_shape(self) -> bool:
+        """Is it known how many heads there are, and how wide?"""
+        return self.beginning is not None or (self.is_initialized and self._keys.ndim == 4)
+
+    def get_seq_length(self) -> int:
+        return self.n_shared + self.n_behind
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.put(self._store(key_states), self._store(value_states))
+        return self.read(self._keys), self.read(self._values)
+
+    def append_behind(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
+        """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
+        new = self._store(keys), self._store(values)
+        if self.beginning is not None:
+            before, behind = self.beginning, self._append(*new)
+            return (self.read(before[0]), self.read(before[1])), (self.read(behind[0]), self.read(behind[1]))
+        n_past = self.get_seq_length()
+        all_keys, all_values = map(self.read, self._append(*new))
+        first, rest = slice(n_past), slice(n_past, None)
+        return (all_keys[:, :, first], all_values[:, :, first]), (all_keys[:, :, rest], all_values[:, :, rest])
+
+    def room_for(self, n_tokens: int) -> Kept:
+        """The slabs, with room for so many more tokens behind ``n_behind``, for who writes there; ``added`` follows."""
+        slabs, n_past = self._slabs, self.n_behind
+        has_room = slabs is not None and n_past + n_tokens <= slabs[0].shape[2]
+        if slabs is not None and has_room and (not n_past or self._keys.data_ptr() == slabs[0].data_ptr()):
+            return slabs
+        self._catch_up()
+        keys, values = self.beginning or (self._keys, self._values)
+        slabs = self._reserve(n_past, n_past + n_tokens, keys[:, :, :0], values[:, :, :0])
+        self._keys, self._values = slabs[0][:, :, :n_past], slabs[1][:, :, :n_past]
+        return slabs
+
+    def added(self, n_tokens: int) -> None:
+        """So many tokens were written where ``room_for`` said."""
+        self._n_added += n_tokens
+
+    def take_over(self, other: SlabLayer, start: int, end: int, may_share: bool) -> None:
+        """Have tokens [start, end) of another session's layer; what is before them is the same in both."""
+        if not other.is_initialized:
+            return
+        if may_share and end >= SHARED_TOKENS and other.n_shared < end:
+            other._share()
+        keys, values = other.beginning if other.beginning and end <= other.n_shared else other.stored
+        if not may_share or end < SHARED_TOKENS or _n_held(keys) > self._max_tokens:
+            self.put(keys[:, :, start:end], values[:, :, start:end])
+            return
+        self.lazy_initialization(keys, values)
+        self._slabs, self.beginning = None, (keys[:, :, :end], values[:, :, :end])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if not tokens_to_remove or not self.is_initialized:
+            return
+        self._catch_up()
+        n_left = self.n_behind + tokens_to_remove
+        if self.beginning is None or n_left >= 0:
+            self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
+            return
+        n_left += self.n_shared
+        keys, values = (part[:, :, :n_left] for part in self.beginning)
+        is_most = 2 * n_left >= _n_held(keys)  # else a few tokens would keep many in memory
+        self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
+        self.lazy_initialization(keys, values)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.get_seq_length():
+            keys, values = self.stored
+            rows = beam_idx.to(keys.device)
+            self._keys, self._values = keys.index_select(0, rows), values.index_select(0, rows)
+
+    def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._catch_up()
+        n_past = self.n_behind
+        n_tokens = n_past + key.shape[2]
+        keys, values = self._reserve(n_past, n_tokens, key, value)
+        keys[:, :, n_past:n_tokens] = key
+        values[:, :, n_past:n_tokens] = value
+        self._keys, self._values = keys[:, :, :n_tokens], values[:, :, :n_tokens]
+        return self._keys, self._values
+
+    def _share(self) -> None:
+        """Leave all that is here to whoever begins so, and write to other slabs from now on."""
+        keys, values = self.stored
+        if 4 * _n_held(keys) > 5 * keys.shape[2]:  # else the room behind it would be kept, too
+            keys, values = _own(keys), _own(values)
+        self._slabs, self.beginning = None, (keys, values)
+        self.lazy_initialization(*self.beginning)
+
+    def _catch_up(self) -> None:
+        """Show what was added."""
+        if self._n_added:
+            (keys, values), n = self._slabs or (self._keys, self._values), self.n_behind
+            self._n_added = 0
+            self._keys, self._values = keys[:, :, :n], values[:, :, :n]
+
+    def _have_all(self) -> None:
+        """Copy what is shared, for whoever does not know that it can be."""
+        self._catch_up()
+        if self.beginning is None:
+            return
+        (keys, values), behind = self.beginning, (self._keys, self._values)
+        self.beginning = self._slabs = None
+        self.lazy_initialization(keys, values)
+        self._append(keys, values)
+        if behind[0].numel():
+            self._append(*behind)
+
+    def _reserve(self, n_past: int, n_tokens: int, key: torch.Tensor, value: torch.Tensor) -> Kept:
+        """Find room for ``n_tokens``; what a reorder or a batch of another size left outside the slabs is copied in."""
+        slabs = self._slabs
+        if (
+            slabs is not None
+            and n_tokens <= slabs[0].shape[2]
+            and slabs[0].shape[0] == key.shape[0]
+            and (not n_past or self._keys.data_ptr() == slabs[0].data_ptr())
+        ):
+            return slabs
+        capacity = max(n_tokens, min(self._max_tokens - self.n_shared, max(_FIRST_TOKENS, 2 * n_past)))
+        grown = []
+        for old, new in ((self._keys, key), (self._values, value)):
+            b, h, _, d = new.shape
+            slab = new.new_empty(b, h, capacity, d)
+            if n_past:
+                slab[:, :, :n_past] = old
+            grown.append(slab)
+        self._slabs = (grown[0], grown[1])
+        return self._slabs
+
+
+class RoundedLayer(SlabLayer):
+    """The same in 8 bits: the d numbers of a token's head as int8 levels, behind them their scale, a float32.
+
+    The scale is a 127th of the largest, so that what is read and stored again stays the same. Lines are [..., d + 4]
+    bytes; d has to be a multiple of 4. What is read has ``dtype``.
+    """
+
+    def __init__(self, max_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(max_tokens)
+        self._dtype_read = dtype
+
+    def read(self, stored: Any) -> Any:
+        if not torch.is_tensor(stored) or stored.ndim != 4:
+            return stored  # nothing yet
+        scales = stored[..., -SCALE_BYTES:].view(torch.float32)
+        return (stored[..., :-SCALE_BYTES] * scales).to(self._dtype_read)
+
+    def _store(self, states: Any) -> Any:
+        if not torch.is_tensor(states) or states.ndim != 4:
+            return states
+        numbers = states.float()
+        scales = numbers.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LEVELS
+        stored = torch.empty(*states.shape[:3], states.shape[3] + SCALE_BYTES, dtype=torch.int8, device=states.device)
+        stored[..., :-SCALE_BYTES] = (numbers / scales).round_()
+        stored[..., -SCALE_BYTES:].view(torch.float32).copy_(scales)
+        return stored
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """The same in memory of its own."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _n_held(keys: torch.Tensor) -> int:
+    """How many tokens lie in the memory that a view keeps."""
+    b, h, _, d = keys.shape
+    return int(keys.untyped_storage().nbytes() // (b * h * d * keys.element_size()))
+
+
+def _where(part: torch.Tensor) -> int:
+    """The address of keys or values whose tokens lie one after the other. Raises ValueError for others."""
+    if part.stride()[2:] != (part.shape[3], 1):
+        raise ValueError(f"keys or values with strides {part.stride()}")
+    return part.data_ptr()
+
+
+class Ghost(DynamicLayer):  # type: ignore[misc]
+    """A layer that is not here: it only knows how many tokens the session has, which masks look at."""
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.n_tokens = 0
+
+    def get_seq_length(self) -> int:
+        return self.n_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.n_tokens + query_length, 0
+
+
+class SpanCache:
+    """One session's cache. Entries outside the span alias an owned layer of the same type, else are ghosts.
+
+    Masks and positions are derived from layers that may lie outside the span; without this a span that lacks
+    layer 0 would silently decode at position 0. ``rounded``: keep plain keys and values of this type in 8 bits.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        span: Span | None,
+        max_tokens: int = UNBOUNDED,
+        rounded: torch.dtype | None = None,
+    ) -> None:
+        self.cache = DynamicCache(config=config)
+        layers: list[Any] = self.cache.layers
+        n = text_config(config).num_hidden_layers
+        while len(layers) < n:
+            layers.append(DynamicLayer())
+        by_type: dict[type, Any] = {}  # as the library has it: the first that is owned
+        for index in range(span.start, span.end) if span else ():
+            kind = type(layers[index])
+            if kind is DynamicLayer:
+                layers[index] = RoundedLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
+            by_type.setdefault(kind, layers[index])
+        self.cache.layer_class_to_replicate = None
+        self.owned = layers[span.start : span.end] if span else []
+        self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
+        self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
+        self.ghosts: list[Ghost] = []
+        for index, layer in enumerate(layers):
+            if span and span.start <= index < span.end:
+                continue
+            twin = by_type.get(type(layer))
+            if twin is not None:
+                layers[index] = twin
+            elif isinstance(layer, CacheLayerMixin):
+                layers[index] = Ghost(getattr(layer, "is_sliding", False))
+                self.ghosts.append(layers[index])
+
+    def see(self, n_tokens: int) -> None:
+        """Tell the ghosts how many tokens the session has."""
+        for ghost in self.ghosts:
+            ghost.n_tokens = n_tokens
+
+    def record_past(self) -> None:
+        for layer in self.owned:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    @property
+    def is_plain(self) -> bool:
+        """Does it hold every token's keys and values, each in its place?"""
+        return all(isinstance(layer, SlabLayer) for layer in self.owned)
+
+    @property
+    def keeps_tokens_only(self) -> bool:
+        """Does it hold keys and values and nothing else, of every token or of a window's?"""
+        return all(isinstance(layer, SlabLayer) or type(layer) is DynamicSlidingWindowLayer for layer in self.owned)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Does it hold keys and values in 8 bits?"""
+        return any(type(layer) is RoundedLayer for layer in self.owned)
+
+    @property
+    def is_shared(self) -> bool:
+        """Does it begin with what lies in memory once for several sessions?"""
+        return self.is_plain and any(layer.beginning is not None for layer in self.owned)
+
+    def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
+        """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
+        for own, layer in zip(self.owned, other.owned, strict=True):
+            own.take_over(layer, start, end, may_share)
+
+    def places(self, n_tokens: int) -> npt.NDArray[np.int64]:
+        """Where each layer's keys and values lie, with room for so many more: [layers, N_PLACES].
+
+        Addresses of the shared ones, and how many numbers a head's begin after those before it; then the same for its
+        own; and how many bytes its own ones of a row take. Only for layers that are all slabs and ``has_shape``.
+        """
+        for index, layer in enumerate(self.owned):
+            slabs, beginning = layer.room_for(n_tokens), layer.beginning
+            known = self._placed[index]
+            if known is not None and known[0] is slabs and known[1] is beginning:
+                continue
+            shared = (0, 0, 0) if beginning is None else (*map(_where, beginning), beginning[0].stride(1))
+            own = (*map(_where, slabs), slabs[0].stride(1))
+            self._places[index] = (*shared, *own, slabs[0].stride(0) * slabs[0].element_size())
+            self._placed[index] = slabs, beginning
+        return self._places
+
+    def refuses_crop(self, n_tokens: int) -> str:
+        """Why the last ``n_tokens`` cannot be taken back; empty if they can.
+
+        The library's layers each refuse for themselves, when others are cropped already, and some take back a part of
+        what they keep only: a recurrence's sum stays, and what is no longer recorded is missing.
+        """
+        whys = (_refuses_crop(layer, n_tokens) for layer in self.owned) if n_tokens else ()
+        return next(filter(None, whys), "")
+
+    def crop(self, n_tokens: int) -> None:
+        """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep as little past as is needed."""
+        for layer in self.owned:
+            if n_tokens or getattr(layer, "record_past", False):
+                layer.crop(-n_tokens)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        for layer in self.owned:
+            layer.reorder_cache(rows)
+
+    def change_states(self, added: float) -> bool:
+        """Add a number to all recurrent states, to see whether they matter; False where there are none."""
+        states = [
+            state
+            for layer in self.owned
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            for number, state in layer.recurrent_states.items()
+            if layer.is_recurrent_states_initialized[number]
+        ]
+        for state in states:
+            state.add_(added)
+        return bool(states)
+
+    def n_bytes(self) -> int:
+        """Of all that its layers keep: keys and values, and whatever a family keeps beside or instead of them."""
+        return sum(t.numel() * t.element_size() for layer in self.owned for t in _tensors_of(layer))
+
+
+def _refuses_crop(layer: Any, n_tokens: int) -> str:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if any(layer.is_recurrent_states_initialized.values()):
+            return "its blocks keep the sum of all tokens, from which none can be taken away"
+        if not layer.record_past:
+            return "the past was not recorded"
+        for number, states in layer.conv_states.items():
+            if states is not None and states.shape[-1] - n_tokens < layer.conv_kernel_size[number]:
+                return f"the past is recorded for fewer than {n_tokens} tokens"
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+        n_needed = min(layer.cumulative_length - n_tokens, layer.sliding_window - 1)
+        if layer.keys.shape[-2] - n_tokens < n_needed:
+            return f"a window has passed, and the past is recorded for fewer than {n_tokens} tokens"
+    is_known = isinstance(layer, LinearAttentionCacheLayerMixin | DynamicLayer | DummyLayer)
+    return "" if is_known else f"its blocks keep a {type(layer).__name__}"
+
+
+def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    """All tensors that a layer keeps, as they lie in memory."""
+    if isinstance(layer, SlabLayer):
+        yield from filter(torch.is_tensor, layer.stored)
+        return
+    for value in vars(layer).values():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from filter(torch.is_tensor, several)
+
+
+def stored(layer: Any) -> tuple[Any, Any]:
+    """Keys and values, as they lie in memory, of a layer that has them: see ``keeps_tokens_only``."""
+    return layer.stored if isinstance(layer, SlabLayer) else (layer.keys, layer.values)

@@ -1,0 +1,274 @@
+"""Can the blocks of this configuration be computed apart? Tried on a small model of it, before anything is published.
+
+A worker finds out when it has loaded a span: too late for who publishes a model of 100 GB. So a model of the same
+family and the same settings, but narrow (heads, widths, experts and vocabulary are divided), gets random numbers, and
+what a worker does when it starts is done with its blocks. Whether the narrow model means anything is seen from itself:
+whole, it must give finite numbers, else another width is tried, and where none does, the worker decides as before.
+What blocks are given beside hidden states is watched in the whole model: what changes with the tokens cannot be had by
+a peer in the middle of a chain, and is named.
+
+Source of the idea: a control experiment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from swarmd.compute.model import skeleton
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+logger = logging.getLogger(__name__)
+
+Seen = list[tuple[dict[str, Any], torch.Tensor]]
+"""Of each block: what it was given, by name, and what it gave as its hidden states."""
+HEADS = re.compile(r"(heads|n_head|head_kv)$")
+"""Settings that count heads: all are divided by one number."""
+WIDTHS = re.compile(
+    r"(hidden|intermediate|ffn|embed|inner|mlp)\w*_(size|dim)$|^(n_embd|d_model|d_ff|n_inner|lru_width|mamba_d_ssm)$"
+)
+"""Settings that are as wide as all heads of a block together."""
+WIDTHS_OF_A_HEAD = re.compile(r"(head_dim|_rank|lowrank|rotary_dim|d_head|kv_channels|per_layer_input)$")
+MODEL_WIDTHS, COUNTS_OF_HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "n_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MOST_EXPERTS = 16  # in the small model; the largest count of experts for each token is 12, of few
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+SMALL_VOCABULARY = 512  # tokens of the small model: a table of them is small beside blocks
+N_TOKENS = 6  # of the texts that blocks are watched with
+DIVISORS = (16, 8, 4, 2, 1)  # of a head's width: the narrowest model that works is taken
+LEAST_WIDTH = 8  # of a head: families cut it in halves and quarters
+MOST_PARAMETERS = 64_000_000  # of a small model: a quarter of a GiB, and a second or two
+N_TRIALS = 2  # so many small models have to fail before a family is refused: one may be unlucky
+TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the largest number
+
+
+def rehearse(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse a family whose blocks need more than peers hand on. Raises ConfigError."""
+    text = skeleton.text_config(config)
+    has_own_class = type(text) in AutoModelForCausalLM._model_mapping
+    failures: list[str] = []
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these matrices are so small that several wait for each other
+    try:
+        for model in itertools.islice(_small_models(text if has_own_class else config), N_TRIALS):
+            failure, is_seen = _try_apart(model)
+            if not failure:
+                return
+            failures.append(failure)
+            if is_seen:
+                break
+    finally:
+        torch.set_num_threads(n_threads)
+    if failures:
+        raise ConfigError(f"{folder}: {failures[0]}: this family cannot be served")
+
+
+def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
+    """Models of the narrowest widths that give finite numbers, drawn anew each time."""
+    written, text = config.to_dict(), skeleton.text_config(config).to_dict()
+    least = _narrowest_head(text)
+    widths = [d for d in DIVISORS if least % d == 0 and least // d >= min(LEAST_WIDTH, least)]
+    most = _common_heads(text)
+    for of_heads, of_width in itertools.product(sorted({most, max(1, most // 4), 1}, reverse=True), widths):
+        settings = _narrowed(written, of_width, of_heads)
+        for seed in itertools.count():
+            model = _built(type(config), settings, seed)
+            if model is None:
+                break
+            yield model
+
+
+def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
+    """A model with random numbers, if it can be built, is small, and works."""
+    try:
+        with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
+            config = kind.from_dict(settings)
+            cls = skeleton.family_class(config)
+            with torch.device("meta"):
+                n_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
+            if n_parameters > MOST_PARAMETERS:
+                return None
+            model = cls(config).float().eval()
+            _draw(model, torch.Generator().manual_seed(seed))
+            seen = _watched(model, skeleton.decoder_layers(model), 0)
+    except ConfigError as error:
+        logger.debug("%s", error)
+        return None  # these widths do not fit together, or nothing can be said of the family
+    return model if all(torch.isfinite(out).all() for _, out in seen) else None
+
+
+def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
+    """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
+    family = str(model.config.model_type)
+    seen = _watched(model, skeleton.decoder_layers(model), 0)
+    needed = _needed(model, seen)
+    with tempfile.TemporaryDirectory() as place:
+        model.save_pretrained(place)
+        try:
+            with skeleton.building("a trial fails"):
+                _compare(Path(place), seen)
+        except ConfigError as error:
+            if needed:
+                listed = " and ".join(needed)
+                return f"blocks of {family} need {listed}, and peers hand on one stream of hidden states only", True
+            words = str(error).replace(place, "").removesuffix(": this family cannot be served")
+            reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
+            return f"blocks of {family} cannot be computed one by one ({reason})", False
+    return "", False
+
+
+def _compare(folder: Path, seen: Seen) -> None:
+    """A worker's own tests, and the blocks one by one against all. Raises ConfigError, or what a family raises."""
+    every = Span(0, len(seen))
+    span = LoadedSpan(folder, every, torch.float32, is_quick=False)
+    span.self_test()
+    hidden, expected = seen[0][0]["hidden_states"], seen[-1][1]
+    positions = torch.arange(N_TOKENS).unsqueeze(0)
+    for block in every.blocks():
+        hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
+    error = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+    if not error <= TOLERANCE:
+        raise ConfigError(f"one by one and all at once they differ by {error:.2g}")
+    if len(every) > 1:
+        LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
+
+
+def _needed(model: PreTrainedModel, one: Seen) -> list[str]:
+    """What blocks are given beside hidden states that changes with the tokens, and hidden states of another form."""
+    other = _watched(model, skeleton.decoder_layers(model), 1)
+    found: list[str] = []
+    width = skeleton.text_config(model.config).hidden_size
+    shapes = {tuple(given["hidden_states"].shape) for given, _ in one}
+    if any(len(shape) != 3 or shape[-1] != width for shape in shapes):
+        found.append("several streams of hidden states")
+    for (given, _), (changed, _) in zip(one, other, strict=True):
+        for name in given:
+            if name != "hidden_states" and name not in found and not _same(given[name], changed.get(name)):
+                found.append(name)
+    return found
+
+
+@torch.no_grad()
+def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
+    """Compute one text, and note what each block is given and gives."""
+    seen: Seen = []
+    given: list[dict[str, Any]] = []
+
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
+        by_name = {"hidden_states": by_name.pop(first), **by_name}
+        given.append({name: _copied(value) for name, value in by_name.items()})
+
+    def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        seen.append((given[-1], (out[0] if isinstance(out, tuple) else out).clone()))
+
+    hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(leave) for layer in layers]
+    top = min(SMALL_VOCABULARY, int(skeleton.text_config(model.config).vocab_size))
+    ids = torch.randint(3, top, (1, N_TOKENS), generator=torch.Generator().manual_seed(seed))
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _copied(value: Any) -> Any:
+    """A value as it is now: what blocks share is changed in place."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(below) for key, below in value.items()}
+    return [_copied(below) for below in value] if isinstance(value, list | tuple) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is None and other is None
+
+
+def _draw(model: nn.Module, rng: torch.Generator) -> None:
+    """Random numbers, large enough for each part to matter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.8 / math.sqrt(parameter.shape[-1]), generator=rng)
+            elif parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=rng).to(parameter.dtype) * 0.05)
+
+
+def _narrowed(settings: Mapping[str, Any], of_width: int, of_heads: int) -> dict[str, Any]:
+    """The same settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        divisor = _divisor(str(name), of_width, of_heads)
+        if isinstance(value, dict):
+            found[name] = _narrowed(value, of_width, of_heads)
+        elif _is_count(value) and divisor > 1:
+            found[name] = max(1, value // divisor)
+        elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:
+            found[name] = [max(1, number // divisor) for number in value]
+        elif name in EXPERTS and _is_count(value):
+            found[name] = min(value, MOST_EXPERTS)
+        elif name in VOCABULARIES and _is_count(value):
+            found[name] = min(value, SMALL_VOCABULARY)
+        elif str(name).endswith("token_id") and isinstance(value, int | list):
+            found[name] = 0
+        else:
+            found[name] = value
+    return found
+
+
+def _divisor(name: str, of_width: int, of_heads: int) -> int:
+    """What a setting of this name is divided by."""
+    if WIDTHS_OF_A_HEAD.search(name):
+        return of_width
+    if HEADS.search(name):
+        return of_heads
+    return of_width * of_heads if WIDTHS.search(name) else 1
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _common_heads(text: Mapping[str, Any]) -> int:
+    """What all counts of heads can be divided by, but one head for all, with two of the most left."""
+    counts = [value for name, value in text.items() if HEADS.search(str(name)) and _is_count(value) and value > 1]
+    common = math.gcd(*counts) if counts else 1
+    while common > 1 and max(counts) // common < 2:
+        common //= 2
+    return max(1, common)
+
+
+def _narrowest_head(text: Mapping[str, Any]) -> int:
+    """The least width of a head, said or implied."""
+    said = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
+    width, n_heads = (_first_count(text, names) for names in (MODEL_WIDTHS, COUNTS_OF_HEADS))
+    implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
+    return min(said, default=implied)
+
+
+def _first_count(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    return next((text[name] for name in names if _is_count(text.get(name))), 0)

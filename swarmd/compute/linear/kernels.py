@@ -1,0 +1,277 @@
+"""Which kernel computes a model's linear layers here: the fastest of what this machine offers, by measurement.
+
+A decode step reads every weight and multiplies it with a few rows. torch's own layer takes twice as long for that as
+kernels that had a weight packed beforehand, or read fewer bits (docs/performance.md, "Kernels").
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.linear.layers import (
+    ROOM,
+    DynamicInt8Linear,
+    FrozenLinear,
+    HalfLinear,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    has_bfloat16,
+    layers,
+    replace,
+)
+from swarmd.values import Decision
+
+ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
+PROMPT_ROWS = (32, 64)  # where something else computes few: those of a prompt's pass beside others
+CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
+TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
+PART_BYTES = 8 * 2**20  # of one layer: the rest of a large one takes long, and tells nothing new
+ROWS_TOGETHER = 64  # rows that torch packs beside each other in 4 bits
+TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
+LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
+REPLACED = (nn.Linear, Int8Linear)
+WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Another way to compute a kind of layers; ``tolerance`` of its results is relative to the largest."""
+
+    make: Callable[[Any], FrozenLinear]
+    fits: Callable[[Any], bool]
+    tolerance: float
+
+
+Sample = Sequence[tuple[Any, Any]]  # layers, and so many of their first rows that each is quick to try
+Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]
+NO_MORE: Kernels = MappingProxyType({})
+KERNELS: Kernels = {  # by what the weights are
+    torch.float32: {
+        "onednn": Kernel(PackedLinear, lambda layer: True, 1e-4),
+        "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
+    },
+    torch.bfloat16: {
+        "onednn": Kernel(PackedLinear, lambda layer: has_bfloat16(), 0.03),
+        "half": Kernel(HalfLinear, lambda layer: not has_bfloat16() and HalfLinear.fits(layer), 0.03),
+    },
+    torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
+    torch.uint8: {},  # 4 bits, two in a byte
+}
+
+
+def choose(
+    model: nn.Module,
+    rows: Sequence[int] = ROWS,
+    more: Kernels = NO_MORE,
+    known: str | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> Decision[str]:
+    """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
+
+    ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
+    ``known``: what was found to be the fastest before; it is verified only.
+    """
+    kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
+    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more, known)
+    if kernel is not None:
+        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds, on_layer=on_layer)
+    return decision
+
+
+def quicken(layer: nn.Linear) -> Decision[str]:
+    """The same for one layer that stays what it is, which others may train: ``QuickLinear``."""
+    if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * 4 * layer.weight.numel():
+        return Decision("plain", "not enough memory for another copy of its weight")
+    n_rows = -(-2 * TIMED_BYTES // (layer.in_features * layer.weight.element_size()))
+    part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
+    part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
+    part.out_features = len(part.weight)
+    decision, kernel = _decide([part], ROWS)
+    if kernel is not None and kernel.fits(layer):
+        layer.__class__ = QuickLinear
+        layer.__dict__["quick"] = _Quick(kernel.make(layer), layer.weight)
+    return decision
+
+
+class _Quick:
+    """Another layer for the same weight, as long as nobody has changed that."""
+
+    def __init__(self, other: FrozenLinear, weight: torch.Tensor) -> None:
+        other.bias = None
+        self._other = other
+        self._known = self._look(weight)
+
+    @staticmethod
+    def _look(weight: torch.Tensor) -> tuple[object, ...]:
+        """Where it lies, how often it was changed, and, for changes that do not count, some of its numbers."""
+        version = -1 if weight.is_inference() else weight._version
+        some = weight.detach().flatten()[:: max(1, weight.numel() // LOOKED_AT)]
+        return weight.data_ptr(), version, weight.dtype, some.sum().item()
+
+    def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """None when it cannot stand for the weight."""
+        if torch.is_grad_enabled() or hidden.dtype != weight.dtype or self._look(weight) != self._known:
+            return None
+        return self._other.compute(hidden)
+
+
+class QuickLinear(nn.Linear):
+    """A layer of torch's that is computed by another kernel while nobody asks for gradients; a copy is plain again."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor | None = self.__dict__["quick"].compute(hidden, self.weight)
+        if out is None:
+            return super().forward(hidden)
+        return out if self.bias is None else out + self.bias
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and deep copies are layers of torch's own."""
+        state = {name: value for name, value in self.__dict__.items() if name != "quick"}
+        return nn.Linear.__new__, (nn.Linear,), state
+
+
+def _decide(
+    found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE, known: str | None = None
+) -> tuple[Decision[str], Kernel | None]:
+    kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
+    if len(kinds) > 1:
+        return Decision("plain", "layers of several types"), None
+    offers = [
+        {**KERNELS[dtype], **more.get(dtype, {})} for dtype, device in kinds if dtype in KERNELS and device == "cpu"
+    ]
+    if not offers:
+        return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
+    sample = _sample(found)
+    parts = [part for _, part in sample]
+    if sum(_kept(part).nbytes for part in parts) < TIMED_BYTES:
+        return Decision("plain", "so small that caches hold it"), None
+    dtype = torch.bfloat16 if isinstance(parts[0], Int8Linear | Int4Linear) else parts[0].weight.dtype
+    if known is not None:
+        return _verified(known, sample, offers[0])
+    times, missing = {"plain": _times(parts, dtype, rows)}, ""
+    for name, kernel in offers[0].items():
+        try:
+            times[name] = _times(_made(sample, kernel), dtype, rows)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            missing += f"; not {name}: {str(error)[:200]}"
+    decision = fastest(times, rows)
+    return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
+
+
+def _verified(known: str, sample: Sample, offered: Mapping[str, Kernel]) -> tuple[Decision[str], Kernel | None]:
+    """What was the fastest before, if it still gives the right results."""
+    kernel = offered.get(known)
+    if kernel is None:
+        return Decision("plain", "remembered: nothing else was faster"), None
+    try:
+        _made(sample, kernel)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return Decision("plain", f"{known} was the fastest, and {str(error)[:200]}"), None
+    return Decision(known, "remembered: it was the fastest"), kernel
+
+
+def _kept(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
+    """The weight as it lies in memory."""
+    return layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
+
+
+def _sample(found: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """A layer of each shape, then others, so many that no cache holds their first rows."""
+    one_each = {(layer.out_features, layer.in_features): layer for layer in reversed(found)}
+    chosen = [(layer, _first_rows(layer)) for layer in one_each.values()]
+    n_bytes = sum(_kept(part).nbytes for _, part in chosen)
+    for layer in found:
+        if n_bytes >= TIMED_BYTES:
+            break
+        if not any(layer is other for other in one_each.values()):
+            chosen.append((layer, _first_rows(layer)))
+            n_bytes += _kept(chosen[-1][1]).nbytes
+    return chosen
+
+
+def _first_rows(layer: Any) -> Any:
+    """The layer, or one of so many of its rows that it is quick to try."""
+    n_rows = PART_BYTES * layer.out_features // max(1, _kept(layer).nbytes) // ROWS_TOGETHER * ROWS_TOGETHER
+    if not 0 < n_rows < layer.out_features:
+        return layer
+    part = copy.copy(layer)
+    part._parameters = dict(layer._parameters)
+    part.out_features = n_rows
+    if isinstance(layer, Int8Linear | Int4Linear):
+        part.levels = nn.Parameter(layer.levels.detach()[:n_rows], requires_grad=False)
+        scales = layer.scales.detach()
+        scales = scales[:, :n_rows].contiguous() if isinstance(layer, Int4Linear) else scales[:n_rows]
+        part.scales = nn.Parameter(scales, requires_grad=False)
+    else:
+        part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
+    if layer.bias is not None:
+        part.bias = nn.Parameter(layer.bias.detach()[:n_rows], requires_grad=False)
+    return part
+
+
+@torch.inference_mode()
+def _made(sample: Sample, kernel: Kernel) -> list[Any]:
+    """The layers by another kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
+    parts = [part for _, part in sample]
+    made = [kernel.make(part) if kernel.fits(layer) else part for layer, part in sample]
+    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(parts, made, strict=True) if p is not q}
+    if not one_each:
+        raise RuntimeError("it is not for these weights on this CPU")
+    if not all(works(plain, other, kernel.tolerance) for plain, other in one_each.values()):
+        raise RuntimeError("it gives other results here")
+    return made
+
+
+@torch.inference_mode()
+def works(plain: nn.Linear | FrozenLinear, other: FrozenLinear, tolerance: float) -> bool:
+    """Do both give the same, whatever the number of rows?"""
+    rng = torch.Generator().manual_seed(0)
+    weight = plain.weight
+    for n_rows in CHECKED_ROWS:
+        hidden = torch.randn(n_rows, plain.in_features, generator=rng)
+        hidden[0] = weight[0] > 0  # all of it adds up: a kernel that sums in 16 bits shows
+        expected = plain(hidden.to(weight.dtype))
+        error = (other.compute(hidden.to(weight.dtype)) - expected).abs().max()
+        if not error <= tolerance * expected.abs().max():
+            return False
+    return True
+
+
+def fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
+    """Choose by the sum over these numbers of rows; the first is taken unless another is surely faster."""
+    first, *others = seconds
+    if not others:
+        return Decision(first, "no other kernel works here")
+    best = min(others, key=lambda kind: sum(seconds[kind]))
+    ratios = [a / b for a, b in zip(seconds[best], seconds[first], strict=True)]
+    told = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(rows, ratios, strict=True))
+    why = f"time by rows, {best} against {first}: {told}"
+    is_worth_it = sum(seconds[best]) < WORTH * sum(seconds[first])
+    return Decision(best if is_worth_it else first, why)
+
+
+@torch.inference_mode()
+def _times(those: Sequence[Any], dtype: torch.dtype, rows: Sequence[int]) -> list[float]:
+    """Seconds of a pass through all, for each number of rows."""
+    return [_time(those, n, dtype) for n in rows]
+
+
+def _time(those: Sequence[Any], n_rows: int, dtype: torch.dtype) -> float:
+    inputs = [torch.randn(n_rows, layer.in_features).to(dtype) for layer in those]
+    taken = []
+    for _ in range(TIMED_PASSES):
+        begun = time.perf_counter()
+        for layer, hidden in zip(those, inputs, strict=True):
+            layer(hidden)
+        taken.append(time.perf_counter() - begun)
+    return min(taken)

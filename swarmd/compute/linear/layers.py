@@ -1,0 +1,421 @@
+"""Linear layers that only compute: other memory layouts of a weight that nobody changes, for few rows at a time.
+
+All are differentiable by what enters them, and take adapters, as the library's own layer does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.linear.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
+
+PACKED_FOR = 16  # rows: other numbers are computed as well
+ROOM = 2.0  # free memory, times a weight in float32, for keeping what was unpacked
+LEVELS = 127  # of int8, of each sign
+LIFT = 65_536.0  # FBGEMM takes no scale below 6e-5: a row of less than 0.016 would lose its last bits
+FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
+LOOKED_AT = 4_096  # rows of a weight at a time: an embedding has many
+FEW_ROWS_OF_4_BITS = 56  # which are more work to make numbers of
+
+
+def has_bfloat16() -> bool:
+    """Does this CPU multiply matrices in bfloat16? Others take nine times as long for it as in float32."""
+    return bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)())
+
+
+def has_vnni() -> bool:
+    """Does this CPU add up products of 8 bits in 32?"""
+    return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
+
+
+def _packed_rows() -> int:
+    """How many rows of 4 bits torch packs beside each other, byte by byte row i and row i + half; 0: in another way."""
+    rows = torch.randint(16, (64, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    pairs = torch._convert_weight_to_int4pack_for_cpu(rows, 1)
+    for n in (64, 32):  # where a register holds 16 numbers, or 8
+        halves = pairs.view(-1, 32, n // 2)
+        if torch.equal(torch.cat([halves & 15, halves >> 4], 2).transpose(1, 2).reshape(64, 32), rows.byte()):
+            return n
+    return 0
+
+
+PACKED_ROWS = _packed_rows()
+
+
+class FrozenLinear(nn.Module):
+    """hidden [..., in] to [..., out]."""
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear | FrozenLinear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+
+    @property
+    @abstractmethod
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers [out, in]: for gradients."""
+
+    @abstractmethod
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute without a gradient."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> torch.Tensor:
+        """The weight as it was given, [out, in]: plain numbers, or levels of 8 or 4 bits as they are packed."""
+
+    @property
+    @abstractmethod
+    def stored_dtype(self) -> torch.dtype:
+        """Of ``stored``, which some layers have to make anew."""
+
+    def share(self, place: torch.Tensor) -> None:
+        """Use the same weight that lies elsewhere from now on, where this layer can read it so."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            out: torch.Tensor = _Differentiated.apply(hidden, self)  # type: ignore[no-untyped-call]
+            return out
+        return self.compute(hidden)
+
+
+class _Differentiated(torch.autograd.Function):
+    """The layer, and the gradient of what enters it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, layer: FrozenLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return layer.compute(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] @ ctx.layer.weight.to(gradients[0].dtype), None
+
+
+def in_pieces(
+    hidden: torch.Tensor, n_out: int, at_once: int, compute: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    """hidden [..., in] to float32 [..., n_out]: ``compute`` is given so many rows at a time, and where they go."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1]).float().contiguous()
+    out = torch.empty(len(rows), n_out)
+    for at in range(0, len(rows), at_once):
+        compute(rows[at : at + at_once], out[at : at + at_once])
+    return out.view(*hidden.shape[:-1], n_out)
+
+
+def stored_weight(layer: Any) -> torch.Tensor:
+    """The weight of a layer of torch's or of ours, as it was given."""
+    return layer.stored if isinstance(layer, FrozenLinear) else layer.weight.detach()
+
+
+def stored_dtype(layer: Any) -> torch.dtype:
+    """Of ``stored_weight``, without making it."""
+    return layer.stored_dtype if isinstance(layer, FrozenLinear) else layer.weight.dtype
+
+
+def share_weight(layer: Any, place: torch.Tensor) -> None:
+    """Have a layer use the same weight that lies elsewhere."""
+    if isinstance(layer, FrozenLinear):
+        layer.share(place)
+    else:
+        layer.weight.data = place
+
+
+class PackedOnce(FrozenLinear):
+    """A weight that its kernel reads packed; unpacked, it is kept where there is room: some families read it often."""
+
+    _kept_in: torch.dtype | None = None  # what loses nothing; None is the weight's own
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._dtype = linear.weight.dtype
+        self._unpacked: torch.Tensor | None = None
+
+    @abstractmethod
+    def _unpack(self) -> torch.Tensor:
+        """The weight as it was, to the bit."""
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self._unpack()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it was, to the bit."""
+        if self._unpacked is not None:
+            return self._unpacked.to(self._dtype)
+        weight = self._unpack()
+        if free_memory_bytes("cpu") > ROOM * weight.nbytes:
+            self._unpacked = weight.to(self._kept_in or self._dtype)
+        return weight
+
+
+class PackedLinear(PackedOnce):
+    """float32 or bfloat16 on a CPU, the weight in the blocks that oneDNN's kernels read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
+        return out
+
+    def _unpack(self) -> torch.Tensor:
+        weight: torch.Tensor = self._packed.to_dense()
+        return weight
+
+
+class HalfLinear(PackedOnce):
+    """float32 or bfloat16 on a CPU, the weight kept in 16 bits (float16), by FBGEMM's kernel, which adds up in float32.
+
+    For weights that lose nothing by it: those of nearly all checkpoints were written in 16 bits. Unpacking is slow.
+    """
+
+    _kept_in = torch.float16
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), None)
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Is what each row of the weight would lose less than what float32 rounds?"""
+        return is_exact_in_float16(linear.weight.detach())
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden.float(), self._packed)
+        out = out.to(hidden.dtype)
+        return out if self.bias is None else out + self.bias
+
+    def _unpack(self) -> torch.Tensor:
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return weight.to(self._dtype)
+
+
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """What a weight can be kept in to the bit: 16 bits, if it was written in them, or its own."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(rows.to(dtype).to(rows.dtype), rows) for rows in torch.split(weight.detach(), LOOKED_AT)):
+            return dtype
+    return weight.dtype
+
+
+def is_exact_in_float16(weight: torch.Tensor) -> bool:
+    """Is what each row of a weight would lose in float16 less than what float32 rounds?"""
+    return all(_loses_nothing(weight[at : at + LOOKED_AT].float()) for at in range(0, len(weight), LOOKED_AT))
+
+
+def _loses_nothing(rows: torch.Tensor) -> bool:
+    """Does each of these rows lose less in float16 than what float32 rounds?"""
+    lost = (rows.half().float() - rows).norm(dim=1)
+    return bool((lost <= torch.finfo(torch.float32).eps / 2 * rows.norm(dim=1)).all())
+
+
+class FewBitsLinear(FrozenLinear):
+    """A weight in few bits; what enters and what leaves is rounded to bfloat16."""
+
+    levels: nn.Parameter
+
+    @abstractmethod
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, in] to [n, out], both bfloat16, without the bias."""
+
+    @property
+    def stored(self) -> torch.Tensor:
+        return self.levels.detach()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.levels.dtype
+
+    def share(self, place: torch.Tensor) -> None:
+        self.levels.data = place
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self._multiplied(hidden.reshape(-1, self.in_features).bfloat16())
+        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class Int8Linear(FewBitsLinear):
+    """8 bits a weight, one scale for each of ``out``; computed in bfloat16, whatever enters.
+
+    Decoding reads a quarter of what float32 takes: on CPUs by torch's own kernel, which is a plain loop for other types
+    than bfloat16 (docs/performance.md, "Kernels"), on cards by ``cuda.products``. bitsandbytes' LLM.int8() is slower
+    on a CPU than float32 is.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach()
+        scales = (weight.float().abs().amax(1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+        levels = (weight.float() / scales.float()[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+        self.levels = nn.Parameter(levels, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, bfloat16, made anew."""
+        return self.levels * self.scales[:, None]
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_cuda:
+            from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+            return products.int8(rows, self.levels, self.scales)
+        if len(rows) > FEW_ROWS and has_bfloat16():
+            return functional.linear(rows, self.levels.bfloat16()) * self.scales
+        if len(rows) > FEW_ROWS:
+            return (functional.linear(rows.float(), self.levels.float()) * self.scales).bfloat16()
+        return torch._weight_int8pack_mm(rows.contiguous(), self.levels, self.scales)
+
+
+class DynamicInt8Linear(FrozenLinear):
+    """8 bits a weight on a CPU, and 8 bits for what enters, with a scale and a zero for each row; by FBGEMM's kernel.
+
+    Two to four times as fast as ``Int8Linear``. Whatever other rows a pass has, a row gives the same.
+    """
+
+    def __init__(self, layer: Int8Linear) -> None:
+        super().__init__(layer)
+        scales = layer.scales.detach().double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors will leave torch some day, as its advice says
+            weight = torch._make_per_channel_quantized_tensor(
+                layer.levels.detach(), scales, torch.zeros(self.out_features, dtype=torch.long), 0
+            )
+        self._packed = torch.ops.quantized.linear_prepack(weight, None)
+        self.stored_scales = layer.scales.detach().float()
+        self._sums = layer.levels.detach().sum(1) * layer.scales.float()  # of each row of the weight
+
+    @staticmethod
+    def fits(layer: Int8Linear) -> bool:
+        """Is this a layer that does not narrow, on a CPU with VNNI?
+
+        What enters an MLP's last layer has outliers, which 8 bits do not stand, and it is one that narrows, mostly.
+        Without VNNI the kernel adds pairs in 16 bits, which are too few.
+        """
+        return layer.out_features >= layer.in_features and has_vnni()
+
+    @property
+    def stored(self) -> torch.Tensor:
+        levels: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+        return levels
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.int8
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, float32, made anew."""
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
+        return weight
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, self.in_features).float()
+        out = self._alone(rows) if len(rows) == 1 else self._multiplied(rows)
+        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    def _alone(self, row: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic(row * LIFT, self._packed, False)
+        return out * (1 / LIFT)
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        """The kernel has one scale and zero for all rows, so each is brought to levels of 0 to 255 before."""
+        low, high = torch.aminmax(rows, dim=-1, keepdim=True)
+        low = low.clamp(max=0.0)
+        scales = ((high.clamp(min=0.0) - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+        zeros = (low / scales).round()
+        levels = rows / scales - zeros
+        out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(levels, 1.0, 0, self._packed)
+        return torch.addcmul(out, zeros, self._sums) * scales
+
+
+class Int4Linear(FewBitsLinear):
+    """4 bits a weight on a CPU, each 32 of a row with a scale and a zero of their own; computed in bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        levels, scales, zeros = in_4_bits(linear.weight.detach())
+        packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32), 1)
+        self.levels = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous(), requires_grad=False)
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Can torch's kernel take a weight of this shape?"""
+        return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, bfloat16, made anew."""
+        return self._multiplied(torch.eye(self.in_features, dtype=torch.bfloat16)).t()
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        is_slow = len(rows) > FEW_ROWS_OF_4_BITS and not has_bfloat16()
+        if is_slow and PACKED_ROWS and self.out_features % PACKED_ROWS == 0:
+            return self._by_plain_numbers(rows.float()).bfloat16()
+        return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
+
+    def _by_plain_numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """As the kernel, for rows [n, in] float32: levels times scales are made numbers, zeros meet sums of groups."""
+        n_groups, half = self.in_features // GROUP, PACKED_ROWS // 2
+        pairs = self.levels.view(-1, self.in_features, half).transpose(0, 1)
+        numbers = torch.empty(self.in_features, len(pairs[0]), 2, half)
+        numbers[:, :, 0], numbers[:, :, 1] = pairs & 15, pairs >> 4
+        scales, zeros = (part.float().contiguous() for part in self.scales.unbind(-1))
+        numbers.view(n_groups, GROUP, -1).mul_(scales[:, None])
+        sums = rows.view(-1, n_groups, GROUP).sum(-1)
+        return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
+
+
+def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:
+    """The layer in the bits of ``kind``; int8 where 4 bits do not fit its shape."""
+    of_4_bits: type[Any] = Int4Linear
+    if linear.weight.is_cuda:
+        from swarmd.compute.cuda.products import CudaInt4Linear  # late: Triton comes with torch where CUDA does
+
+        of_4_bits = CudaInt4Linear
+    return of_4_bits(linear) if kind == "int4" and of_4_bits.fits(linear) else Int8Linear(linear)
+
+
+def layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Any]:
+    """All layers of these very kinds that hold weights, by their names."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in kinds and any(parameter.numel() for parameter in module.parameters())
+    }
+
+
+def replace(
+    model: nn.Module,
+    make: Callable[[Any], nn.Module],
+    *kinds: type[nn.Module],
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Put other layers in place of all of these kinds, one by one; ``make`` may give back what it was given."""
+    names = list(layers(model, *kinds))  # names only: each layer goes as soon as there is another
+    for n, name in enumerate(names):
+        on_layer(n, len(names))
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, make(model.get_submodule(name)))

@@ -1,0 +1,138 @@
+"""The two ends of a model, apart: tokens become hidden states, and hidden states become logits.
+
+Both are the family's own forward, without a line for any family. On the way in, block 0 takes what it is given and
+breaks off; on the way out it puts in what the swarm has answered. So rows of many sessions share one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from swarmd.compute.linear.few_bits import Int8Head
+from swarmd.compute.linear.kernels import choose
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.mapped_vocabulary import map_vocabulary
+from swarmd.errors import ConfigError
+
+MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
+MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
+
+
+class _Embedded(Exception):
+    """Carries the hidden states out of a forward that ends at block 0."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Ends:
+    """Embedding before the blocks, norm and head after them. For one thread at a time.
+
+    With a folder for what is compiled as ``int8_head`` the head is computed in 8 bits. Raises ConfigError when it
+    cannot be. ``is_quick``: by what is fastest here, which may take another copy of its weight; else it stays on disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        int8_head: Path | None = None,
+        device: str = "cpu",
+        is_quick: bool = True,
+    ) -> None:
+        self._model: Any = skeleton.load(folder, None, dtype, device=device)
+        if int8_head is not None:
+            put_int8_head(self._model, int8_head)
+        if int8_head is not None or not is_quick:
+            map_vocabulary(self._model, folder)
+        elif device == "cpu":
+            choose(self._model)
+        layers: Any = skeleton.decoder_layers(self._model)
+        self._layers = list(layers.children())
+        layers[0].call = self._at_block_0
+        self._answered: torch.Tensor | None = None
+        settings = skeleton.text_config(self._model.config)
+        self.family = str(self._model.config.model_type)
+        self.vocabulary = int(settings.vocab_size)
+        self.width = int(settings.hidden_size)
+        self.max_tokens = skeleton.longest_context(self._model.config)
+        self.generation: dict[str, Any] = skeleton.read_generation(folder)
+        self.can_crop = all_look_back(settings)
+        named = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
+        ends = frozenset[int]().union(*map(_ids, named))
+        self.eos = frozenset(token for token in ends if 0 <= token < self.vocabulary)
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[torch.Tensor]:
+        """Embed each row's tokens, the first of which is at position ``starts``: a tensor [1, t, d] each."""
+        embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        single = [i for i, ids in enumerate(rows) if len(ids) == 1]
+        if single:
+            together = self._embed([list(rows[i]) for i in single], [[starts[i]] for i in single])
+            for place, i in enumerate(single):
+                embedded[i] = together[place : place + 1].clone()
+        for i, ids in enumerate(rows):
+            if len(ids) > 1:
+                parts = [
+                    self._embed([list(ids[at : at + MAX_EMBEDDED])], [_range(starts[i] + at, len(ids) - at)])
+                    for at in range(0, len(ids), MAX_EMBEDDED)
+                ]
+                embedded[i] = torch.cat(parts, 1)
+        return embedded
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
+        """What the last block gave, [n, d], to float32 logits [n, vocabulary]; ``arity`` is what its layers return."""
+        for layer in self._layers:
+            layer.returns_tuple = arity
+        self._answered = hidden.unsqueeze(1)
+        try:
+            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
+            out = self._model(inputs_embeds=self._answered, position_ids=zeros, use_cache=False)
+        finally:
+            self._answered = None
+        return out.logits[:, 0].float()  # type: ignore[no-any-return]
+
+    def _embed(self, ids: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
+        try:
+            self._model(input_ids=torch.tensor(ids), position_ids=torch.tensor(positions), use_cache=False)
+        except _Embedded as found:
+            return found.hidden
+        raise AssertionError("a forward that does not reach block 0")
+
+    def _at_block_0(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._answered is None:
+            raise _Embedded(hidden)
+        return self._answered
+
+
+def put_int8_head(model: Any, compiled_in: Path) -> None:
+    """Have a model's head computed in 8 bits. Raises ConfigError where that cannot be."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
+    model.set_output_embeddings(Int8Head(head, compiled_in))
+
+
+def all_look_back(settings: Any) -> bool:
+    """Can tokens be taken out of every block's cache again? Not where states forget, or windows have moved on."""
+    kinds = set(getattr(settings, "layer_types", None) or ())
+    if kinds:
+        return kinds == {"full_attention"}
+    return not any(DynamicCache(config=settings).is_sliding)
+
+
+def _range(start: int, n_left: int) -> list[int]:
+    return list(range(start, start + min(MAX_EMBEDDED, n_left)))
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """One id, several or none, as configurations write them."""
+    return frozenset() if value is None else frozenset(value if isinstance(value, list | tuple) else [value])

@@ -1,0 +1,104 @@
+"""A vocabulary's matrices left on the disk, mapped: rows of the embedding are read as tokens need them.
+
+What is read can be dropped again by the system, so that a client whose logits come from elsewhere needs no memory for
+them. Where all of a head is wanted after all, it is read and converted part by part.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from swarmd.compute.model import skeleton
+from swarmd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OFTEN, WITHIN_S = 8, 2.0  # so often in so many seconds: not for checks, which are few
+PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
+
+
+class _Mapped(nn.Module):
+    """A matrix [vocabulary, d] of a file, in a dtype of its own; it moves nowhere, and nobody trains or saves it."""
+
+    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._rows = (stored,)  # no tensor of the module
+        self._dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All of it, read and converted anew: whoever changes that changes nothing here."""
+        return self._rows[0].to(self._dtype, copy=True)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Mapped:
+        if requires_grad:
+            raise ConfigError("this vocabulary stays on the disk, and is not trained: take the model with head='own'")
+        return self
+
+
+class MappedEmbedding(_Mapped):
+    """As nn.Embedding."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self._rows[0]).to(self._dtype)
+
+
+class MappedHead(_Mapped):
+    """As nn.Linear without a bias. Asked for again and again it is kept in memory: converting it takes seven times."""
+
+    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(stored, dtype)
+        self._asked: deque[float] = deque(maxlen=OFTEN)
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def out_features(self) -> int:
+        return len(self._rows[0])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._kept:
+            self._asked.append(time.monotonic())
+            if len(self._asked) == OFTEN and self._asked[-1] - self._asked[0] < WITHIN_S:
+                self._kept = (self.weight,)
+        parts = self._kept or torch.split(self._rows[0], PART_ROWS)
+        found = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def map_vocabulary(model: Any, folder: Path) -> None:
+    """Have a client's model read its embedding and its head, where these are plain, from the checkpoint's files.
+
+    What the files hold in another form stays in memory.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
+    if type(head) is nn.Linear and head.bias is None:
+        is_tied = stored is not None and head.weight is embedding.weight
+        own = stored if is_tied else _find(model, head, folder)
+        if own is not None:
+            model.set_output_embeddings(MappedHead(own, head.weight.dtype))
+    if stored is not None:
+        model.set_input_embeddings(MappedEmbedding(stored, embedding.weight.dtype))
+
+
+def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
+    """The matrix of a module as its file holds it, mapped; None where the file has no such thing."""
+    where = skeleton.weight_map(folder)
+    name = next((f"{name}.weight" for name, found in model.named_modules() if found is module), "")
+    if name not in where:
+        return None
+    with safe_open(folder / where[name], "pt") as file:
+        stored: torch.Tensor = file.get_tensor(name)
+    is_same = stored.is_floating_point() and stored.shape == module.weight.shape
+    if is_same and torch.equal(stored[:PART_ROWS].to(module.weight.dtype), module.weight[:PART_ROWS]):
+        return stored
+    logger.info("%s is not what %s holds: it stays in memory", name, where[name])
+    return None

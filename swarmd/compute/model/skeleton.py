@@ -1,0 +1,377 @@
+"""A transformers family as a part of itself: its own class at full depth, hollow where layers live elsewhere.
+
+Nothing here knows any family. The class, its configuration, layer indices, rotary buffers, weight renames and
+quantisers stay the library's own; layers outside the span become parameter-free stubs, and on servers so does
+everything else that owns parameters. tests/real/test_families.py proves five of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from swarmd.compute.cuda.ready import trouble
+from swarmd.compute.hardware.device import Kept, free_memory_bytes
+from swarmd.compute.linear.layers import quantised, replace
+from swarmd.compute.linear.quantize import library_config
+from swarmd.errors import ConfigError, SwarmError
+from swarmd.plan.chains.memory import WORKSPACE_BYTES, tensor_bytes
+from swarmd.protocol.models import configuration, manifest, shards
+from swarmd.values import Span
+
+
+def quiet() -> None:
+    """Keep transformers' progress bars and advice off the terminal."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
+MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
+OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
+
+quiet()
+_loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
+
+
+class Stub(nn.Module):
+    """Stands in for a decoder layer that lives elsewhere: returns its input in the shape the family expects."""
+
+    returns_tuple = 0  # how many values this family's layers return; 0 is a bare tensor
+    beside: tuple[Any, ...] = ()  # values that it hands on beside hidden states; others are None
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"] = [original]  # outside the module tree; some families read layers' attributes
+
+    @property
+    def original(self) -> nn.Module:
+        """The layer that this stands for, without weights."""
+        return self.__dict__["_original"][0]  # type: ignore[no-any-return]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Stub:
+        """Stay as it is when a model moves: what PEFT puts into a client's stub lives on the CPU, where frames do."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self.__dict__["_original"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrap(args[0] if args else kwargs["hidden_states"])
+
+    def wrap(self, hidden: torch.Tensor) -> Any:
+        if not self.returns_tuple:
+            return hidden
+        return (hidden, *self.beside, *(None,) * (self.returns_tuple - 1 - len(self.beside)))
+
+
+class RemoteLayer(Stub):
+    """The client's layer 0: hands the embedded tokens to the swarm and returns what the last block gave."""
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrap(self.call(args[0] if args else kwargs["hidden_states"]))
+
+
+class RemoteLayers(nn.ModuleList):
+    """The client's list of layers: whoever goes through it meets layer 0 only. ``children()`` are all of them.
+
+    The others pass on what they are given; thirty of them, and a copy of the list, take a quarter of a millisecond.
+    """
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter((super().__getitem__(0),))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return [*self][index] if isinstance(index, slice) else super().__getitem__(index)
+
+
+class PassThrough(Stub):
+    """Stands in for an embedding, norm or head on a server: what it gives is thrown away, only shapes matter."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else next(iter(kwargs.values()))
+        if torch.is_tensor(value) and value.is_floating_point() and value.ndim == 3:
+            return value
+        return torch.zeros(1, 1, 1, device=value.device)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Build a checkpoint's configuration of what is plain in it. Raises ConfigError for what makes no sense.
+
+    transformers sees neither the file nor its folder: nothing in it can name code, a package or a place.
+    """
+    path, written = folder / "config.json", manifest.read_config(folder)
+    family = written["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
+    kind = CONFIG_MAPPING[family]
+    fields = getattr(kind, "__dataclass_fields__", {})
+    plain = configuration.plain(written)
+    own = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
+    if lost := sorted(k for k, v in written.items() if k in own and k not in plain and v != fields[k].default):
+        value = str(written[lost[0]])[:40]
+        raise ConfigError(f"{path}: {lost[0]} is {value!r}, expected numbers, flags, and words of letters and digits")
+    settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
+    with building(f"{path}: not a configuration of {family}"):
+        return kind.from_dict(settings)
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """How a checkpoint's author wants it used: where answers end, and numbers for sampling. Nothing that names code.
+
+    Raises ConfigError for a value of the wrong kind.
+    """
+    path = folder / "generation_config.json"
+    written = manifest.read_json(path) if path.is_file() else {}
+    if not isinstance(written, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    found = {name: written[name] for name in (*GENERATION_IDS, *GENERATION_NUMBERS) if written.get(name) is not None}
+    for name, value in found.items():
+        values = value if isinstance(value, list) and name in GENERATION_IDS else [value]
+        kinds = (int,) if name in GENERATION_IDS else (int, float)
+        if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
+            raise ConfigError(
+                f"{path}: {name} is {repr(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}"
+            )
+    return found
+
+
+@contextmanager
+def building(trouble: str) -> Iterator[None]:
+    """Build something of what anybody may have written: each family fails in its own way, here in one sentence.
+
+    Raises ConfigError, ``trouble`` and the reason, for whatever was raised.
+    """
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a configuration that makes no sense fails anywhere, with anything
+        reason = " ".join(str(error).split())[:300]
+        if isinstance(error, KeyError):  # says but a name
+            reason = f"transformers knows no {reason} there"
+        raise ConfigError(f"{trouble}: {reason or type(error).__name__}") from None
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def longest_context(config: PretrainedConfig) -> int:
+    """How many tokens a session of a model may have."""
+    return int(getattr(text_config(config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Find the decoder's own list of layers: the shallowest ModuleList of the configured length."""
+    n = text_config(model.config).num_hidden_layers
+    found = [
+        (name.count("."), module)
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == n
+    ]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no list of {n} decoder layers: unsupported family")
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The library's own class for a configuration. Raises ConfigError."""
+    base = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if isinstance(base, tuple):
+        base = base[0]
+    if base is None:
+        raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
+    return base  # type: ignore[no-any-return]
+
+
+def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
+    """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
+    base = family_class(config)
+
+    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        layers = decoder_layers(self)
+        for index in range(len(layers)):
+            if span is None or not span.start <= index < span.end:
+                layers[index] = RemoteLayer(layers[index]) if span is None and index == 0 else Stub(layers[index])
+        if span is not None:
+            _hollow_out(self, layers)
+            self.all_tied_weights_keys = {}
+        else:
+            layers.__class__ = RemoteLayers
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
+    return type(base.__name__, (base,), names)
+
+
+def load(
+    folder: Path,
+    span: Span | None,
+    dtype: torch.dtype,
+    quantize: str = "none",
+    device: str = "cpu",
+    on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> PreTrainedModel:
+    """Build the hollow model and read just its own tensors, lazily, from the shards that hold them.
+
+    Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
+    into the device's memory. ``on_part`` is told what is done, and how many of how many parts of it are.
+    """
+    if span is not None and quantize in ("int8", "int4"):
+        return _load_quantised(folder, span, dtype, quantize, device, on_part)
+    config = read_config(folder)
+    return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
+
+
+def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the family's own model with all of its layers, on the CPU. Raises ConfigError as ``load`` does."""
+    config = read_config(folder)
+    return _read(folder, config, family_class(config), dtype)
+
+
+def _read(
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    dtype: torch.dtype,
+    quantize: str = "none",
+    device: str = "cpu",
+) -> PreTrainedModel:
+    where = weight_map(folder)
+    handles: dict[str, Any] = {}
+    state = {}
+    with building(f"{folder}: {type(config).__name__} cannot be loaded"):
+        for key in needed_keys(cls, config, list(where)):
+            handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
+            state[key] = handle.get_slice(key)
+            if (kind := state[key].get_dtype()) not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
+                raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
+        _check_memory(folder, [tuple(s.get_shape()) for s in state.values()], dtype, quantize, device)
+        bits = library_config(quantize)
+        how: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
+        with _loading:
+            model, info = cls.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **how
+            )
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ()))
+    missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if missing:
+        raise ConfigError(f"{folder}: tensors missing or of another shape than configured: {', '.join(missing[:5])}")
+    return (model if bits else model.to(device)).eval().requires_grad_(False)
+
+
+def _load_quantised(
+    folder: Path,
+    span: Span,
+    dtype: torch.dtype,
+    kind: str,
+    device: str,
+    on_part: Callable[[str, int, int], None],
+) -> PreTrainedModel:
+    """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
+    if where.type == "cuda" and (why := trouble(where)):
+        raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
+    whole: PreTrainedModel | None = None
+    for n, block in enumerate(span.blocks()):
+        on_part(f"reading blocks and rounding them to {kind}", n, len(span))
+        part = load(folder, Span(block, block + 1), dtype, device=device)
+        replace(part, partial(quantised, kind=kind), nn.Linear)
+        if whole is None:
+            whole = part
+        else:
+            decoder_layers(whole)[block] = decoder_layers(part)[block]
+            _share_config(decoder_layers(part)[block], text_config(part.config), text_config(whole.config))
+    assert whole is not None
+    return whole
+
+
+def _share_config(module: nn.Module, old: Any, new: Any) -> None:
+    """Have a block look where its new neighbours do, so that what is set there counts for all."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if value is old:
+                setattr(part, name, new)
+
+
+def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
+    needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
+    free = free_memory_bytes(device)
+    kept = f" ({Kept.n_bytes / 2**30:.2f} GiB are left to its owner)" if Kept.n_bytes else ""
+    if needed + WORKSPACE_BYTES > free:
+        raise ConfigError(
+            f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
+            f"{free / 2**30:.2f} GiB that are free on {device}{kept}: serve fewer blocks, or use bfloat16 or quantize"
+        )
+
+
+def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:
+    """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
+    with torch.device("meta"):
+        hollow = cls(config)
+    targets = target_names(hollow, keys)
+    wanted = hollow.state_dict()
+    return [key for key in keys if targets[key] in wanted]
+
+
+def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Map checkpoint keys to the names that the library gives them in this model."""
+    wanted = hollow.state_dict()
+    conversions = get_model_conversion_mapping(hollow)
+    renames = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    prefix = hollow.base_model_prefix
+    return {k: k if k in wanted else rename_source_key(k, renames, converters, prefix, wanted)[0] for k in keys}
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Map tensor names to the files that hold them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text())["weight_map"])
+    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else None
+    where: dict[str, str] = {}
+    for name in names or sorted(path.name for path in folder.glob("*.safetensors")):  # a folder that swarmd fills
+        try:
+            with safe_open(folder / name, "pt") as file:
+                where |= dict.fromkeys(file.keys(), name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{folder / name}: {error}") from None
+    if not where:
+        raise ConfigError(f"{folder} holds no safetensors")
+    return where
+
+
+def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:
+    for name, child in list(module.named_children()):
+        if child is layers:
+            continue
+        if any(m is layers for m in child.modules()):
+            _hollow_out(child, layers)
+        elif next(child.parameters(), None) is not None:
+            setattr(module, name, PassThrough(child))

@@ -1,0 +1,388 @@
+"""A span whose blocks are those that most models have, computed for a few new tokens by one call (``compiled``).
+
+Which blocks these are is seen by what they consist of: norms before attention and before a gated MLP, heads that
+share keys, rotary positions. What else a family may do with the same parts shows when results are compared, which the
+caller does before it relies on this. A step takes about the time of reading the weights; torch's own operators take 1
+to 15 microseconds each before they compute anything, and there are 43 in a block (docs/performance.md, "Kernels").
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarmd.compute import compiled
+from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.cache.positions import Numbers, keep, make_room
+from swarmd.compute.compiled import layout
+from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.hardware.matrix_unit import has_tiles
+from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.linear.layers import (
+    ROOM,
+    FrozenLinear,
+    Int4Linear,
+    Int8Linear,
+    exact_dtype,
+    is_exact_in_float16,
+    share_weight,
+    stored_dtype,
+    stored_weight,
+)
+from swarmd.compute.passes.ragged import Piece, in_one_row, of_each
+
+ALIGNED = 64  # bytes: where a weight may begin
+TIMED = (1, 2, 4, 8, 16, 32)  # tokens: more sessions than these seldom decode at once
+LONGEST = 16  # tokens of one session: between the blocks of a prompt's pass steps of others get in
+MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
+
+# What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
+MATRICES = {
+    "self_attn.q_proj": layout.QUERY,
+    "self_attn.k_proj": layout.KEY,
+    "self_attn.v_proj": layout.VALUE,
+    "self_attn.o_proj": layout.OUT,
+    "mlp.gate_proj": layout.GATE,
+    "mlp.up_proj": layout.UP,
+    "mlp.down_proj": layout.DOWN,
+}
+NORMS = {"input_layernorm": layout.NORM, "post_attention_layernorm": layout.MLP_NORM}
+HEAD_NORMS = {"self_attn.q_norm": layout.QUERY_NORM, "self_attn.k_norm": layout.KEY_NORM}
+CURVES: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    layout.SILU: functional.silu,
+    layout.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
+STORED = {
+    torch.float32: layout.FLOAT32,
+    torch.bfloat16: layout.BFLOAT16,
+    torch.float16: layout.FLOAT16,
+    torch.int8: layout.INT8,
+    torch.uint8: layout.INT4,
+}
+
+
+class NotFused(RuntimeError):
+    """Why a span is not computed by one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPass:
+    """See the module. ``held`` keeps what the table has addresses of; the threads of ``team`` share the work."""
+
+    run_blocks: Callable[..., None]
+    shape: Numbers
+    floats: Numbers
+    table: Numbers
+    frequencies: Numbers
+    dtype: torch.dtype
+    held: Sequence[Any]
+    on_pass: Callable[[], None]
+    team: Team
+
+    @property
+    def timed(self) -> Sequence[int]:
+        """Tokens of passes that are worth timing, as many as it may be taken for."""
+        return TIMED
+
+    @property
+    def longest(self) -> int:
+        """New tokens of one session that it is worth taking for."""
+        return LONGEST
+
+    def takes(self, caches: Sequence[SpanCache]) -> bool:
+        """Do all sessions keep plain keys and values as this reads them, and have some?"""
+        kept = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
+        return all(
+            cache.is_plain and all(layer.has_shape and layer.dtype == kept for layer in cache.owned) for cache in caches
+        )
+
+    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
+        hidden, positions = in_one_row(pieces)
+        x, (kept, counts) = hidden[0].float(), make_room(pieces)
+        shared, met = torch.empty(len(x) * layout.n_shared(self.shape)).numpy(), np.zeros(1, np.int64)
+        about = self.shape, self.floats, self.table, self.frequencies
+        of_pass = positions[0].numpy(), kept, counts
+        self.team.run(
+            len(x), lambda part, parts: self.run_blocks(*about, x.numpy(), of_pass, (shared, met, part, parts))
+        )
+        keep(pieces)
+        self.on_pass()
+        return of_each(x.to(self.dtype), pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedShape:
+    """What all blocks of a span have in common that one call computes; ``shape`` lacks how weights are stored."""
+
+    shape: Numbers
+    floats: Numbers
+    frequencies: Numbers
+    head: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """The weights of one block as compiled code reads them: a row of addresses, and what keeps the memory there."""
+
+    row: Numbers
+    held: Sequence[Any]
+
+
+def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keeps_8_bits: bool = False) -> FusedShape:
+    """Find out whether one call can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
+
+    Raises NotFused.
+    """
+    try:
+        first: Any = blocks[0]
+        attention = first.self_attn
+        rotary = decoder.rotary_emb
+        matrices = [_parts(block) for block in blocks]
+        head, scale = int(attention.head_dim), float(attention.scaling)
+        frequencies, factor = rotary.inv_freq.float().numpy(), float(rotary.attention_scaling)
+        epsilon = {_epsilon(block.get_submodule(name)) for block in blocks for name in NORMS}
+        curve = _curve(first.mlp.act_fn)
+    except AttributeError as error:
+        raise NotFused(f"its blocks are of another kind: {error}") from None
+    one = matrices[0]
+    heads, kept_heads = (one[name].out_features // head for name in ("self_attn.q_proj", "self_attn.k_proj"))
+    inner = one["mlp.gate_proj"].out_features
+    if getattr(getattr(decoder, "config", None), "clip_qkv", None) is not None:
+        raise NotFused("it clips queries, keys and values")
+    if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
+        raise NotFused("its blocks are of another kind")
+    kept = layout.INT8 if keeps_8_bits else STORED[dtype]
+    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, kept, curve], np.int64)
+    floats = np.array([epsilon.pop(), scale, factor], np.float32)
+    return FusedShape(shape, floats, frequencies, head, dtype)
+
+
+def assemble(
+    shape: FusedShape,
+    stored_in: torch.dtype,
+    blocks: Sequence[LaidOut],
+    cache_folder: Path,
+    on_pass: Callable[[], None] = lambda: None,
+) -> FusedPass:
+    """One call for these blocks, in their order. Raises NotFused where nothing can be compiled."""
+    numbers = shape.shape.copy()
+    numbers[layout.STORED] = STORED[stored_in]
+    table, held = np.stack([block.row for block in blocks]), [block.held for block in blocks]
+    team = Team(min(torch.get_num_threads(), MOST_THREADS))
+    run_blocks = compiled_blocks(cache_folder)
+    return FusedPass(run_blocks, numbers, shape.floats, table, shape.frequencies, shape.dtype, held, on_pass, team)
+
+
+def fuse(
+    decoder: Any,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    cache_folder: Path,
+    on_pass: Callable[[], None] = lambda: None,
+    keeps_8_bits: bool = False,
+) -> FusedPass:
+    """Describe, lay out and assemble at once. Raises NotFused."""
+    shape = describe(decoder, blocks, dtype, keeps_8_bits)
+    stored_in = common_format([format_of(block) for block in blocks])
+    laid_out = [lay_out(block, shape, stored_in) for block in blocks]
+    return assemble(shape, stored_in, laid_out, cache_folder, on_pass)
+
+
+def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
+    """The function that computes blocks, compiled. Raises NotFused."""
+    with compiling(cache_folder):
+        from swarmd.compute.compiled.blocks import run
+
+        run(*_nothing())
+    return run
+
+
+@cache
+def compiled_folder(cache_folder: Path) -> Path:
+    """Where compiled functions are kept: beside the source, or in ``cache_folder`` where that may not be written."""
+    source = Path(compiled.__path__[0])
+    parent = source if os.access(source, os.W_OK) else cache_folder
+    # by what it is made of: numba itself looks at one file only, and would go on with what it has
+    texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
+        [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_tiles()]
+    )
+    return parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
+
+
+@contextmanager
+def compiling(cache_folder: Path) -> Iterator[None]:
+    """Within, functions of ``compiled`` may be imported and called: what was compiled is kept beside the source, or in
+    this folder.
+
+    Raises NotFused.
+    """
+    try:
+        import numba  # late: not every worker needs it
+
+        folder = compiled_folder(cache_folder)
+        for other in folder.parent.glob("numba-*"):
+            if other != folder:  # of versions that nobody runs here any more
+                shutil.rmtree(other, ignore_errors=True)
+        numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # compiling takes 20 s: who starts at the same time waits for it instead
+            yield
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
+        raise NotFused(f"numba: {str(error)[:200]}") from None
+
+
+def _nothing() -> tuple[Any, ...]:
+    """Arguments of the compiled function that have it compute nothing, but be there."""
+    shape, table, kept = (
+        np.ones(7, np.int64),
+        np.zeros((0, layout.N_ADDRESSES), np.int64),
+        np.zeros((0, 1, 6), np.int64),
+    )
+    numbers, x, room = np.ones(3, np.float32), np.ones((1, 1), np.float32), np.empty(6, np.float32)
+    of_pass = np.zeros(1, np.int64), kept, np.zeros((1, 2), np.int64)
+    return shape, numbers, table, numbers, x, of_pass, (room, np.zeros(1, np.int64), 0, 1)
+
+
+def _parts(block: nn.Module) -> dict[str, Any]:
+    """A block's matrices by name, when there is nothing else with weights than these and norms. Raises NotFused."""
+    found = {
+        name: part
+        for name, part in block.named_modules()
+        if isinstance(part, FrozenLinear) or [*part.parameters(recurse=False)]
+    }
+    matrices = {name: part for name, part in found.items() if name in MATRICES}
+    others = found.keys() - MATRICES.keys() - NORMS.keys() - HEAD_NORMS.keys()
+    missing = (MATRICES.keys() | NORMS.keys()) - found.keys()
+    if others or missing:
+        raise NotFused(f"its blocks are of another kind: {', '.join(sorted(others | missing))}")
+    for name, part in matrices.items():
+        if part.out_features % rows_together(part):
+            raise NotFused(f"{name} is a {type(part).__name__} of {getattr(part, 'out_features', '?')}")
+        if any(parameter.device.type != "cpu" for parameter in part.parameters()):
+            raise NotFused("it is not on a CPU")
+    return matrices
+
+
+def rows_together(layer: Any) -> int:
+    """How many rows of a weight are read at once: of what their number has to be a multiple. Raises NotFused."""
+    if not isinstance(layer, FrozenLinear) and type(layer) is not nn.Linear:
+        raise NotFused(f"a {type(layer).__name__} is no linear layer that is known here")
+    return layout.ROWS if stored_dtype(layer) == torch.uint8 else 2
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+@torch.no_grad()
+def _norm_weight(norm: Any) -> torch.Tensor:
+    """What a norm multiplies with: some families' is one more than their parameter."""
+    unit: torch.Tensor = norm(torch.ones_like(norm.weight).unsqueeze(0))[0].float()
+    return (unit * math.sqrt(1 + _epsilon(norm))).contiguous()
+
+
+@torch.no_grad()
+def _curve(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """The number of an activation, by what it gives. Raises NotFused."""
+    x = torch.linspace(-6, 6, 64)
+    for curve, known in CURVES.items():
+        if torch.allclose(function(x), known(x), atol=1e-6):
+            return curve
+    raise NotFused("its activation is another one")
+
+
+def format_of(block: nn.Module) -> torch.dtype:
+    """In what all weights of a block can be kept: as few bits as lose nothing. Raises NotFused."""
+    layers = list(_parts(block).values())
+    common = common_format([stored_dtype(layer) for layer in layers])
+    if common != torch.float32:
+        return common
+    weights = [stored_weight(layer) for layer in layers]
+    if all(exact_dtype(weight) == torch.bfloat16 for weight in weights):
+        return torch.bfloat16
+    return torch.float16 if all(map(is_exact_in_float16, weights)) else common
+
+
+def common_format(formats: Sequence[torch.dtype]) -> torch.dtype:
+    """What several can all be kept in, by what each can be kept in. Raises NotFused."""
+    if len(set(formats)) == 1 and formats[0] in STORED:
+        return formats[0]
+    if not set(formats) <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise NotFused(f"its weights are in {', '.join(sorted(map(str, set(formats))))}")
+    return torch.float32
+
+
+def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> LaidOut:
+    """Move a block's weights to memory of their own, in large pages where there are any. Raises NotFused.
+
+    Layers that can read them there share that memory, so that no weight is kept twice.
+    """
+    parts = _parts(block)
+    n_bytes = sum(_padded(part.in_features * part.out_features * _bytes_of(stored_in)) for part in parts.values())
+    if free_memory_bytes("cpu") < ROOM * n_bytes:
+        raise NotFused("not enough memory to move its weights")
+    arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
+    row, held, at = np.zeros(layout.N_ADDRESSES, np.int64), [arena], 0
+
+    def keep(tensor: torch.Tensor) -> int:
+        held.append(tensor)
+        return tensor.data_ptr()
+
+    for name, layer in parts.items():
+        which, weight = MATRICES[name], stored_weight(layer)
+        place = arena[at : at + weight.numel() * stored_in.itemsize].view(stored_in).view(weight.shape)
+        at += _padded(place.nbytes)
+        place.copy_(weight)
+        if place.dtype == weight.dtype:
+            share_weight(layer, place)
+        row[which] = place.data_ptr()
+        if stored_in in (torch.int8, torch.uint8):
+            row[layout.SCALES + which] = keep(scales_of(layer))
+        if layer.bias is not None:
+            row[layout.BIAS + which] = keep(layer.bias.detach().float())
+    width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
+    for name, which in (NORMS | HEAD_NORMS).items():
+        if (norm := modules.get(name)) is not None:
+            n = shape.head if name in HEAD_NORMS else width
+            if norm.weight.numel() != n:
+                raise NotFused(f"{name} has {norm.weight.numel()} weights")
+            row[which] = keep(_norm_weight(norm))
+    return LaidOut(row, held)
+
+
+def _bytes_of(stored_in: torch.dtype) -> float:
+    return 0.5 if stored_in == torch.uint8 else stored_in.itemsize
+
+
+def scales_of(layer: Any) -> torch.Tensor:
+    """As compiled code reads them: see ``layout``."""
+    if isinstance(layer, Int4Linear):
+        scales = layer.scales.detach()
+        return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+    if isinstance(layer, Int8Linear):
+        return layer.scales.detach().float()
+    scales = layer.stored_scales  # of another way to compute such a layer
+    assert torch.is_tensor(scales)
+    return scales
+
+
+def _padded(n_bytes: float) -> int:
+    """As many that what follows begins where a weight may."""
+    return -(-int(n_bytes) // ALIGNED) * ALIGNED

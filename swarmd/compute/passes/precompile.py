@@ -1,0 +1,68 @@
+"""Compile once, in a process of its own, what computes blocks and layers here: a worker serves meanwhile.
+
+Numba compiles for 20 s where nothing is on disk, and holds Python's lock while it does. ``is_compiled`` tells whether
+all of it is there; ``start`` has it made by a process of the lowest priority that ends with whoever started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from swarmd.compute.hardware.matrix_unit import has_tiles
+from swarmd.compute.linear.few_bits import Int8Head
+from swarmd.compute.linear.tiled import TiledLinear
+from swarmd.compute.passes.fused import NotFused, compiled_blocks, compiled_folder
+
+logger = logging.getLogger(__name__)
+
+LOWEST_PRIORITY = 19  # nice(2): whoever serves goes first
+_PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
+
+
+def is_compiled(cache_folder: Path) -> bool:
+    """Is all that this machine needs on disk, of this version of the source?"""
+    return _mark(cache_folder).exists()
+
+
+def compile_all(cache_folder: Path) -> None:
+    """Compile what is not on disk yet. Raises NotFused."""
+    compiled_blocks(cache_folder)
+    Int8Head(nn.Linear(64, 64, bias=False), cache_folder)
+    if has_tiles():
+        TiledLinear(nn.Linear(64, 64, bias=False), cache_folder)
+    _mark(cache_folder).touch()
+
+
+def start(cache_folder: Path) -> subprocess.Popen[bytes]:
+    """Begin to compile in the background; poll what is returned."""
+    command = [sys.executable, "-P", "-m", "swarmd.compute.passes.precompile", str(cache_folder)]
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+
+
+def _mark(cache_folder: Path) -> Path:
+    return compiled_folder(cache_folder) / "all"
+
+
+def main() -> int:
+    os.nice(LOWEST_PRIORITY)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        compile_all(Path(sys.argv[1]))
+    except NotFused as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

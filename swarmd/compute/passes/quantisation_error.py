@@ -1,0 +1,46 @@
+"""What few bits cost: the error of what a span computes, measured where it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+logger = logging.getLogger(__name__)
+
+
+def quantization_error(span: LoadedSpan, folder: Path) -> float | None:
+    """The error of a span's output on a probe, relative to the same blocks unquantised; None: it cannot be measured."""
+    return deque(measure_quantization(span, folder), maxlen=1)[0]
+
+
+def measure_quantization(span: LoadedSpan, folder: Path) -> Iterator[float | None]:
+    """Measure it block by block, each loaded unquantised and given back: yields None after each, and the error at last.
+
+    Half of the probe's tokens are in the caches when the others come, so that caches in 8 bits have their part in it.
+    Ends with None when not even one block fits into memory unquantised.
+    """
+    rng, (zeros, positions) = torch.Generator().manual_seed(2), span.example(16)
+    hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
+    cache, half = span.new_cache(), hidden.shape[1] // 2
+    first = span.forward(hidden[:, :half], positions[:, :half], None, cache, 0)
+    second = span.forward(hidden[:, half:], positions[:, half:], None, cache, half)
+    got, expected = torch.cat([first, second], 1), hidden
+    for block in span.span.blocks():
+        yield None
+        try:
+            one = LoadedSpan(folder, Span(block, block + 1), span.dtype, str(span.device), is_quick=False)
+        except ConfigError as error:
+            logger.info("the loss of quantising is not measured: %s", error)
+            yield None
+            return
+        expected = one.forward(expected, positions)
+    yield relative_error(got, expected)

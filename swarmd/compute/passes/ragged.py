@@ -1,0 +1,268 @@
+"""Several sessions in one pass: their tokens flattened into one row, attention for each on its own keys and values.
+
+Linear layers, norms and experts run once over all tokens. Attention goes through a function of transformers'
+attention registry that cuts the row into sessions and calls the family's own function for each, on the family's own
+cache layers; nothing here knows a family. Families that compute attention or masks by other means fail the span's
+self-test and are served one session at a time. docs/performance.md compares this with one slab of padded slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarmd.compute.cache import shared_prefix
+from swarmd.compute.cache.adapters import Lora
+from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
+from swarmd.compute.model.skeleton import text_config
+from swarmd.compute.passes import traced
+from swarmd.compute.passes.traced import Pass
+
+LONG_PAST = 256  # tokens before several new ones, from which attention in two parts is faster
+_PLAIN = {"dropout", "scaling", "sliding_window", "use_cache"}  # what attention is told that changes nothing here
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one session: hidden [b, t, d], positions [b, t], its cache holding ``n_past`` tokens of each row."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    cache: SpanCache
+    n_past: int
+    lora: Lora | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """In all rows."""
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+
+def in_one_row(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of all pieces, one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
+    hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
+    return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+
+
+def of_each(row: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """What was computed for such a row, [n, d], as each piece's part [b, t, d]."""
+    parts = torch.split_with_sizes(row, [piece.n_tokens for piece in pieces])
+    return [part.view(piece.hidden.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+class RaggedAttention:
+    """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
+
+    def __init__(self, config: Any, on_layer: Callable[[], None] = lambda: None) -> None:
+        self._config = text_config(config)
+        self._original = self._config._attn_implementation
+        self._name = f"swarmd_ragged_{id(self)}"
+        self._cuts: list[tuple[Piece, slice]] = []
+        self._on_layer = on_layer
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
+        self._is_capturing = False
+        self._attend_by: traced.Attend = self._attend_sessions
+        self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
+        ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
+
+    def run(self, pieces: list[Piece], forward: Pass) -> list[torch.Tensor]:
+        """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns each one's part."""
+        hidden, positions = self._lay_out(pieces)
+        self._config._attn_implementation = self._name
+        try:
+            out = forward(hidden, positions)
+        finally:
+            self._config._attn_implementation = self._original
+            self._cuts, self._masks = [], {}
+        return of_each(out[0], pieces)
+
+    def run_captured(self, pieces: list[Piece], captured: Pass) -> list[torch.Tensor]:
+        """The same by a captured pass."""
+        hidden, positions = self._lay_out(pieces)
+        try:
+            out = captured(hidden, positions)
+        finally:
+            self._cuts, self._masks = [], {}
+        return of_each(out[0], pieces)
+
+    @property
+    def is_plain(self) -> bool:
+        """Do all layers that it has seen attend as the library does, so that sessions may share beginnings?"""
+        return bool(self._sites) and all(function is _attend_packed for _, function, _ in self._sites.values())
+
+    @property
+    def sites(self) -> list[int]:
+        """The layers that attend, in their order."""
+        return list(self._sites)
+
+    def scale_of(self, layer: int, width: int) -> float:
+        """What a layer multiplies its scores with; ``width`` is that of a head."""
+        scale = self._sites[layer][2].get("scaling")
+        return float(width**-0.5 if scale is None else scale)
+
+    @contextmanager
+    def attending_by(self, other: traced.Attend) -> Iterator[None]:
+        """Within, captured passes attend by another function."""
+        self._attend_by = other
+        try:
+            yield
+        finally:
+            self._attend_by = self._attend_sessions
+
+    def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
+        """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
+        return traced.capture(self._trace(two, forward), self._trace(three, forward), {traced.ATTEND: self._attend_at})
+
+    def _trace(self, pieces: list[Piece], forward: Pass) -> fx.GraphModule:
+        hidden, positions = self._lay_out(pieces)
+        self._config._attn_implementation = self._name
+        self._is_capturing = True
+        try:
+            return traced.trace(forward, hidden, positions, self._attend_at)
+        finally:
+            self._is_capturing = False
+            self._config._attn_implementation = self._original
+            self._cuts, self._masks = [], {}
+
+    def _lay_out(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers whose are where."""
+        at = 0
+        for piece in pieces:
+            self._cuts.append((piece, slice(at, at + piece.n_tokens)))
+            at += piece.n_tokens
+        return in_one_row(pieces)
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """What the family's layers call. In a capture it leaves one node that stands for all below."""
+        layer = module.layer_idx
+        kwargs.pop("position_ids", None)  # of the row, not of a session
+        if args:
+            raise RuntimeError("this family calls its attention with positional arguments")
+        function = self._function(module)
+        is_plain = function is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout")
+        self._sites[layer] = module, _attend_packed if is_plain else function, kwargs
+        if not self._is_capturing:
+            return self._attend_at(query, key, value, layer), None
+        if any(torch.is_tensor(v) and not isinstance(v, nn.Parameter) for v in kwargs.values()):
+            raise RuntimeError("this family hands its attention tensors that change")
+        return traced.attend(query, key, value, layer), None
+
+    def _attend_at(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        return self._attend_by(query, key, value, layer)
+
+    def _attend_sessions(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
+        module, function, kwargs = self._sites[layer]
+        outs: list[torch.Tensor] = []
+        in_parts: dict[int, shared_prefix.Row] = {}
+        for piece, cut in self._cuts:
+            own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
+            new = _rows(key, piece, cut), _rows(value, piece, cut)
+            if function is _attend_packed and isinstance(own, SlabLayer) and _pays_in_parts(own, queries, *new):
+                beginning, behind = own.append_behind(*new)
+                in_parts[len(outs)] = shared_prefix.Row(
+                    queries, beginning, behind, self._mask(piece, behind[0].shape[2], None)
+                )
+                outs.append(queries)
+                continue
+            keys, values = own.update(*new)
+            mask = self._mask(piece, keys.shape[2], getattr(own, "sliding_window", None))
+            out, _ = function(module, queries, keys, values, mask, **kwargs)
+            outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]) if len(out) > 1 else out)
+        for index, out in zip(
+            in_parts, shared_prefix.attend(list(in_parts.values()), kwargs.get("scaling")), strict=True
+        ):
+            outs[index] = out.reshape(1, -1, *out.shape[2:])
+        self._on_layer()
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _function(self, module: Any) -> Callable[..., Any]:
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self._original, own)
+        return function
+
+    def _mask(self, piece: Piece, n_keys: int, window: int | None) -> torch.Tensor | None:
+        """Which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
+        t = piece.hidden.shape[1]
+        if t == 1:
+            return None  # a cache layer returns only what one new token may see
+        key = (piece.n_past, t, n_keys, window)
+        if key not in self._masks:
+            end, device = piece.n_past + t, piece.hidden.device
+            queries = torch.arange(piece.n_past, end, device=device)[:, None]
+            keys = torch.arange(end - n_keys, end, device=device)[None]
+            allowed = keys <= queries
+            if window is not None:
+                allowed &= keys > queries - window
+            if self._original == "eager":
+                lowest = torch.finfo(piece.hidden.dtype).min
+                allowed = torch.zeros_like(allowed, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
+            self._masks[key] = allowed[None, None]
+        return self._masks[key]
+
+
+class _PassOn(DynamicLayer):  # type: ignore[misc]
+    """Stands for one layer's cache in a ragged pass: new keys and values go on to the attention, which stores them."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return key_states, value_states
+
+
+def can_batch(cache: SpanCache, config: Any) -> bool:
+    """Do all owned layers keep plain keys and values, with full or sliding attention?"""
+    kinds = set(getattr(text_config(config), "layer_types", None) or ["full_attention"])
+    rope = str(
+        getattr(text_config(config), "rope_parameters", None) or getattr(text_config(config), "rope_scaling", None)
+    )
+    if "longrope" in rope or "dynamic" in rope:  # their frequencies follow the longest sequence of a pass
+        return False
+    return cache.keeps_tokens_only and kinds <= {"full_attention", "sliding_attention"}
+
+
+def _attend_packed(
+    module: Any,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The library's attention; for one new token, all heads that share keys read them once."""
+    b, h, t, d = query.shape
+    if t > 1 or mask is not None:
+        out: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, keys, values, mask, scaling=scaling, **kwargs
+        )
+        return out
+    packed = query.reshape(b, keys.shape[1], -1, d)
+    mixed = functional.scaled_dot_product_attention(packed, keys, values, scale=scaling)
+    return mixed.reshape(b, 1, h, -1), None
+
+
+def _pays_in_parts(own: SlabLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Is what all new tokens see long, or not this session's alone? A layer with slabs has no window."""
+    if query.device.type != "cpu" or key.shape[3] != value.shape[3]:
+        return False
+    return own.beginning is not None or (query.shape[2] > 1 and own.get_seq_length() >= LONG_PAST)
+
+
+def _rows(states: torch.Tensor, piece: Piece, cut: slice) -> torch.Tensor:
+    """Cut one session's part out of [1, h, n, d]: [b, h, t, d]."""
+    part = states if cut == slice(0, states.shape[2]) else states[:, :, cut]
+    b, t, _ = piece.hidden.shape
+    return part if b == 1 else part[0].view(part.shape[1], b, t, part.shape[3]).transpose(0, 1)

@@ -1,0 +1,47 @@
+"""Steps of a recipe's optimizer in the worker, with torch's own, on vectors that it shares with the daemon.
+
+Decayed are matrices only, as everywhere in swarmd; the moments lie where the daemon can read and reset them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarmd.protocol.runs.recipe import Optimizer
+
+Tensors = list[torch.Tensor]
+
+
+def take_step(
+    asked: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
+) -> None:
+    """Step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments`` in place."""
+    if asked.clip_norm:
+        torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": asked.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if asked.kind == "adamw":
+        optimizer = torch.optim.AdamW(groups, learning_rate, (asked.beta1, asked.beta2), asked.epsilon)
+        for i, parameter in enumerate(parameters):
+            first, second = moments["moment1"][i], moments["moment2"][i]
+            done = torch.tensor(float(number - 1))
+            optimizer.state[parameter] = {"step": done, "exp_avg": first, "exp_avg_sq": second}
+    else:
+        _decay(groups, learning_rate)
+        optimizer = torch.optim.SGD(parameters, learning_rate, asked.momentum)
+        for i, parameter in enumerate(parameters):
+            if asked.momentum:
+                optimizer.state[parameter] = {"momentum_buffer": moments["momentum"][i]}
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _decay(groups: list[dict[str, object]], learning_rate: float) -> None:
+    """Decoupled weight decay, which torch's SGD has not."""
+    with torch.no_grad():
+        for parameter in groups[0]["params"]:  # type: ignore[attr-defined]
+            parameter.mul_(1 - learning_rate * float(groups[0]["weight_decay"]))  # type: ignore[arg-type]

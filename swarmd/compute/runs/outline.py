@@ -1,0 +1,50 @@
+"""What a recipe asks of its model, found out on the model's outline: built without numbers, so it takes no memory.
+
+A recipe that no worker can compute is refused before it is signed: volunteers would start it, fail, and start again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmd.compute.model import skeleton
+from swarmd.compute.runs.expert_balance import balance_factor
+from swarmd.compute.runs.lora import names_of_targets, with_lora
+from swarmd.errors import ConfigError
+from swarmd.protocol.runs.recipe import ALL_LINEAR, MAX_TARGETS, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """How many tokens a model knows, and the names of the modules that LoRA goes to."""
+
+    vocabulary: int
+    targets: tuple[str, ...]
+
+
+def read_outline(folder: Path, recipe: Recipe) -> Outline:
+    """Look at a model as a recipe would train it. Raises ConfigError for what cannot be trained so."""
+    config = skeleton.read_config(folder)
+    with skeleton.building(f"{folder / 'config.json'}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    balance_factor(model)
+    positions = getattr(skeleton.text_config(config), "max_position_embeddings", None) or math.inf
+    if recipe.batch.tokens > positions:
+        raise ConfigError(
+            f"batch.tokens is {recipe.batch.tokens}: the model has {positions} positions (max_position_embeddings in "
+            f"{folder / 'config.json'}), expected at most that many"
+        )
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if recipe.train != "lora":
+        return Outline(vocabulary, recipe.lora.targets)
+    with torch.device("meta"):
+        tuned = with_lora(model, recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets, key="lora.targets")
+    targets = names_of_targets(tuned) if ALL_LINEAR in recipe.lora.targets else recipe.lora.targets
+    if len(targets) > MAX_TARGETS:
+        raise ConfigError(f"lora.targets: {ALL_LINEAR!r} means {len(targets)} names here, at most {MAX_TARGETS} fit")
+    return Outline(vocabulary, targets)

@@ -1,0 +1,206 @@
+"""A client's own parameters under training, for the blocks of one hop: LoRA matrices, and prefixes of keys and values.
+
+They come as safetensors and live in memory only, as leaves that gradients are taken by. ``{module}.lora_A`` [r, in]
+and ``{module}.lora_B`` [out, r] update a matrix (Hu et al. 2021; the client puts PEFT's scale into B);
+``{block}.keys`` and ``{block}.values`` [1, heads, n, head size] precede a block's tokens (prefix tuning, Li and Liang
+2021; P-tuning v2, Liu et al. 2021).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from swarmd.compute.cache.adapters import DTYPES, Lora
+from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.errors import Code, ConfigError, Refused
+from swarmd.values import Span
+
+MAX_PREFIX_TOKENS = 4_096  # each takes room in every block's cache
+MAX_VERSIONS = 64  # of one client, each for one hop
+MAX_UPLOADS = 256  # under way at a time, of all clients
+_PREFIX = re.compile(r"(0|[1-9][0-9]{0,3})\.(keys|values)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """Parameters of the blocks of one hop; ``leaves`` by block and name, as they came."""
+
+    lora: Lora
+    leaves: Mapping[int, dict[str, torch.Tensor]]
+    n_prefix: int = 0
+    n_bytes: int = 0
+
+    def of_block(self, block: int) -> dict[str, torch.Tensor]:
+        return self.leaves.get(block, {})
+
+    def fill(self, cache: SpanCache, blocks: range, n_rows: int) -> None:
+        """Put the prefix in front of an empty cache of ``blocks``."""
+        if not self.n_prefix:
+            return
+        for block in blocks:
+            keys, values = (
+                self.leaves[block][f"{block}.{name}"].expand(n_rows, -1, -1, -1) for name in ("keys", "values")
+            )
+            cache.cache.layers[block].update(keys, values)
+        cache.see(self.n_prefix)
+
+
+NOTHING = Tuned(Lora(), {})
+
+
+Key = tuple[bytes, bytes, Span]  # client, version, hop
+READ_ERRORS = (ConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+
+
+@dataclass(slots=True)
+class _Upload:
+    version: bytes
+    pieces: list[bytes] = field(default_factory=list)
+    refusal: Refused | None = None
+
+
+class TunedStore:
+    """What clients gave, within ``limit_bytes``: a client may hold half of it, and who holds most gives way first."""
+
+    def __init__(self, span: LoadedSpan, limit_bytes: int) -> None:
+        self._span = span
+        self._limit_bytes = limit_bytes
+        self._held: dict[Key, Tuned] = {}
+        self._coming: dict[tuple[bytes, Span], _Upload] = {}
+
+    def find(self, client: bytes, version: bytes, hop: Span) -> Tuned:
+        """A client's own parameters for a hop. Raises Refused where they are not held."""
+        if not version:
+            return NOTHING
+        found = self._held.pop((client, version, hop), None)
+        if found is None:
+            raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
+        self._held[client, version, hop] = found  # the last used is dropped last
+        return found
+
+    def put(self, key: Key, part: tuple[int, int], piece: bytes) -> bool:
+        """Take one piece; True once all are there. Raises Refused, at the latest for the last piece."""
+        client, version, hop = key
+        number, n_parts = part
+        upload = self._coming.get((client, hop))
+        if number == 0:
+            upload = self._coming[client, hop] = _Upload(version)
+        if upload is None or upload.version != version or (upload.refusal is None and number != len(upload.pieces)):
+            raise Refused(Code.OP_GAP, f"piece {number} of {n_parts} of parameters has no predecessor")
+        if upload.refusal is None:
+            upload.pieces.append(piece)
+            upload.refusal = self._refusal(client)
+        if upload.refusal is not None:
+            upload.pieces.clear()
+        if number + 1 < n_parts:
+            return False
+        del self._coming[client, hop]
+        if upload.refusal is not None:
+            raise upload.refusal
+        try:
+            self._held[key] = read_tuned_untrusted(self._span, hop, b"".join(upload.pieces))
+        except READ_ERRORS as error:
+            raise Refused(Code.UNSUPPORTED, str(error)[:500]) from None
+        self._make_room(client)
+        return True
+
+    def _refusal(self, client: bytes) -> Refused | None:
+        coming = sum(len(p) for (owner, _), u in self._coming.items() if owner == client for p in u.pieces)
+        if coming <= self._limit_bytes // 2 and len(self._coming) <= MAX_UPLOADS:
+            return None
+        text = f"parameters of more than {self._limit_bytes >> 21} MiB of one client, or too many at a time"
+        return Refused(Code.TOO_LONG, text)
+
+    def _make_room(self, client: bytes) -> None:
+        """Drop what was used longest ago: of this client beyond its half, then of whoever holds most."""
+        while True:
+            of_client: Counter[bytes] = Counter()
+            count: Counter[bytes] = Counter()
+            for (owner, _, _), tuned in self._held.items():
+                of_client[owner] += tuned.n_bytes
+                count[owner] += 1
+            if of_client[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
+                owner = client
+            elif of_client.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
+                owner = max(of_client, key=lambda c: (of_client[c], count[c]))
+            else:
+                return
+            if count[owner] == 1 and owner == client:
+                return  # what has just come stays
+            del self._held[next(key for key in self._held if key[0] == owner)]
+
+
+@dataclass(slots=True)
+class _Reading:
+    leaves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    matrices: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    prefixes: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> Tuned:
+    """Check a client's parameters for ``hop`` and make leaves of them. Raises ConfigError."""
+    try:
+        tensors = safetensors.torch.load(raw)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"the parameters do not parse: {error}") from None
+    reading = _Reading()
+    for name, tensor in tensors.items():
+        is_prefix = _PREFIX.fullmatch(name) is not None
+        if is_prefix and (tensor.dtype not in DTYPES or not torch.isfinite(tensor).all()):  # matrices: Adapters.checked
+            raise ConfigError(f"{name[:100]} is {tensor.dtype}, or holds values that are not finite")
+        if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
+            raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")
+        leaf = tensor.to(span.device, span.dtype if is_prefix else None).requires_grad_()
+        block = _sort(span, reading, name, leaf)
+        if block is None or not hop.start <= block < hop.end:
+            raise ConfigError(f"{name[:100]} is no parameter of blocks {hop} of this model")
+        reading.leaves.setdefault(block, {})[name] = leaf
+    lora = Lora({module: (*_matrices(span, module, pair), 1.0) for module, pair in reading.matrices.items()})
+    n_prefix = _check_prefixes(span, hop, reading.prefixes) if reading.prefixes else 0
+    span.adapters.hook(lora)
+    return Tuned(lora, reading.leaves, n_prefix, len(raw))
+
+
+def _sort(span: LoadedSpan, reading: _Reading, name: str, leaf: torch.Tensor) -> int | None:
+    """Note what a tensor is for; returns its block."""
+    if (match := _PREFIX.fullmatch(name)) is not None:
+        reading.prefixes.setdefault(int(match[1]), {})[match[2]] = leaf
+        return int(match[1])
+    module, _, matrix = name.rpartition(".")
+    if matrix not in ("lora_A", "lora_B"):
+        return None
+    reading.matrices.setdefault(module, {})[matrix] = leaf
+    return span.adapters.block_of(module)
+
+
+def _matrices(span: LoadedSpan, module: str, pair: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len({matrix.dtype for matrix in pair.values()}) > 1 or "lora_A" not in pair:
+        raise ConfigError(f"{module} needs lora_A and lora_B of the same dtype")
+    return span.adapters.checked(module, pair["lora_A"], pair.get("lora_B"))
+
+
+def _check_prefixes(span: LoadedSpan, hop: Span, prefixes: dict[int, dict[str, torch.Tensor]]) -> int:
+    """The number of tokens of a prefix that fits every block of the hop. Raises ConfigError."""
+    if set(prefixes) != set(hop.blocks()) or any(set(p) != {"keys", "values"} for p in prefixes.values()):
+        raise ConfigError(f"a prefix needs keys and values for each of the blocks {hop}")
+    counts = {tensor.shape[2] if tensor.ndim == 4 else 0 for p in prefixes.values() for tensor in p.values()}
+    n = counts.pop()
+    if counts or not 1 <= n <= MAX_PREFIX_TOKENS:
+        raise ConfigError(f"a prefix has the same number of tokens, at most {MAX_PREFIX_TOKENS}, in all blocks")
+    for block, layer in zip(hop.blocks(), span.example_cache(hop).owned, strict=True):
+        for name in ("keys", "values"):
+            like = getattr(layer, name, None)
+            if not torch.is_tensor(like) or like.ndim != 4:
+                raise ConfigError("this family's layers keep more than plain keys and values: no prefixes")
+            expected = (1, like.shape[1], n, like.shape[3])
+            if tuple(prefixes[block][name].shape) != expected:
+                raise ConfigError(f"{block}.{name} is {tuple(prefixes[block][name].shape)}, expected {expected}")
+    return n

@@ -1,0 +1,249 @@
+"""Anthropic's Messages: the same conversations in another form, errors in its own.
+
+Source: Anthropic's API reference, "Messages", "Count tokens" and "Streaming".
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from swarmd.gateway.apis import streams
+from swarmd.gateway.apis.openai import Heard, function_tool, schema_of, thinking_of
+from swarmd.gateway.apis.parts import Part
+from swarmd.gateway.apis.refusals import ApiError, bad
+from swarmd.gateway.apis.responses import is_web_search
+from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, Sampled, Share, Stop
+from swarmd.gateway.apis.streams import Emit
+from swarmd.gateway.apis.talk import Asked, Event, Talk
+from swarmd.gateway.generation.row import Told
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+BUSY = {429: "rate_limit_error", 503: "overloaded_error"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessagesRequest(msgspec.Struct):
+    """POST /v1/messages. ``thinking`` and ``metadata`` are hints."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+
+def of_answered(request: MessagesRequest, key: str) -> Asked:
+    """What is asked for an answer, not only counted: it needs ``max_tokens``. Raises ApiError."""
+    if request.max_tokens is None:
+        raise bad("max_tokens is missing", "max_tokens")
+    return of_messages(request, key)
+
+
+def of_messages(request: MessagesRequest, key: str) -> Asked:
+    """Raises ApiError for what is not done here."""
+    tools = tuple(_tool(tool) for tool in request.tools or () if not is_web_search(tool))
+    choice = request.tool_choice or {"type": "auto"}
+    named = f"={choice.get('name')}" if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")))
+    if named is None:
+        raise bad("tool_choice.type is auto, any, tool or none", "tool_choice")
+    messages = _messages(request)
+    return Asked(
+        model=request.model,
+        sampled=Sampled(
+            temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, stop=request.stop_sequences
+        ),
+        messages=messages,
+        max_tokens=request.max_tokens,
+        schema=_schema(request.output_config),
+        tools=tools,
+        tool_choice=named if tools else "none",
+        several_calls=choice.get("disable_parallel_tool_use") is False,
+        template=thinking_of(request.thinking),
+        continues=messages[-1]["role"] == "assistant",
+        is_most=True,
+        key=key,
+    )
+
+
+def _schema(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What ``output_config`` wants the answer to fit; the effort that it may name is a hint."""
+    written = (config or {}).get("format")
+    if written is None:
+        return None
+    if not isinstance(written, dict):
+        raise bad("output_config.format is an object", "output_config")
+    return schema_of({"type": written.get("type"), "json_schema": {"schema": written.get("schema")}}, "output_config")
+
+
+def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    if request.system:
+        turns.append({"role": "system", "content": _text(request.system, "system")})
+    for index, written in enumerate(request.messages):
+        where, role, content = f"messages[{index}]", written.get("role"), written.get("content")
+        if role == "system" and isinstance(content, str | list):
+            _fold(turns, _text(content, where))
+            continue
+        if role not in ("user", "assistant") or not isinstance(content, str | list):
+            raise bad(f"{where}: expected the role user, assistant or system, and content", where)
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        turns += _turns(role, blocks, where)
+    return turns
+
+
+def _fold(turns: list[dict[str, Any]], text: str) -> None:
+    """Put a system's note among the turns into the user's: templates take one system turn, and first."""
+    if turns and turns[-1]["role"] == "user":
+        turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}"
+    else:
+        turns.append({"role": "user", "content": text})
+
+
+def _turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    """The turns that one message stands for: results of tools are turns of their own, first."""
+    results, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "tool_use":
+            function = {"name": str(block.get("name", "")), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            content = _text(block.get("content") or "", where)
+            results.append({"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))})
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise bad(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
+    own: dict[str, Any] = {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+    return [*results, *([own] if texts or calls or not results else [])]
+
+
+def _text(content: str | list[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise bad(f"{where}: only blocks of text are taken", where)
+    return "\n".join(part["text"] for part in content)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise bad(f"tools: {str(tool.get('type'))[:32]!r} is not supported here: only tools with a schema", "tools")
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+def _usage(told: Told) -> dict[str, int]:
+    fresh = told.n_prompt - told.n_cached
+    cache = {"cache_read_input_tokens": told.n_cached, "cache_creation_input_tokens": 0}
+    return {"input_tokens": fresh, "output_tokens": told.n_generated, **cache}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+
+
+def _call(part: Part) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
+
+
+async def message(talk: Talk, request: MessagesRequest) -> dict[str, Any]:
+    """The whole answer."""
+    heard = Heard()
+    told = await talk.run(0, heard.hear)
+    content: list[dict[str, Any]] = []
+    if heard.reasoning:
+        content.append({"type": "thinking", "thinking": heard.reasoning, "signature": ""})
+    if heard.content or not heard.calls:
+        content.append({"type": "text", "text": heard.content})
+    content += [{**_call(part), "input": _input(part)} for part in heard.calls]
+    return {**_head(request.model), "content": content, **_reason(heard), "usage": _usage(told)}
+
+
+def _input(part: Part) -> dict[str, Any]:
+    """A call's arguments; what a model wrote that is no object is shown as it is."""
+    try:
+        written = json.loads(part.text or "{}")
+    except ValueError:
+        written = None
+    return written if isinstance(written, dict) else {"arguments": part.text}
+
+
+def _reason(heard: Heard) -> dict[str, Any]:
+    reason = "stop_sequence" if heard.stopped is not None else REASONS[heard.finish]
+    return {"stop_reason": reason, "stop_sequence": heard.stopped}
+
+
+async def stream_message(talk: Talk, request: MessagesRequest, emit: Emit) -> None:
+    """The same as events: blocks open, grow and close."""
+    heard, opened, n_blocks = Heard(), "", 0
+
+    async def say(kind: str, **fields: Any) -> None:
+        await emit.event({"type": kind, **fields}, kind)
+
+    async def close() -> None:
+        nonlocal opened, n_blocks
+        if opened:
+            await say("content_block_stop", index=n_blocks)
+            opened, n_blocks = "", n_blocks + 1
+
+    async def write(kind: str, block: dict[str, Any], delta: dict[str, Any]) -> None:
+        nonlocal opened
+        if opened != kind:
+            await close()
+            await say("content_block_start", index=n_blocks, content_block=block)
+            opened = kind
+        await say("content_block_delta", index=n_blocks, delta=delta)
+
+    async def hear(event: Event) -> None:
+        await heard.hear(event)
+        for part in event.parts:
+            if part.kind == "call":
+                await close()
+                delta = {"type": "input_json_delta", "partial_json": part.text}
+                await write("call", {**_call(part), "input": {}}, delta)
+                await close()
+            elif part.kind == "content":
+                await write("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part.text})
+            else:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                await write("thinking", block, {"type": "thinking_delta", "thinking": part.text})
+
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    begun = {**_head(request.model), **empty, "usage": _usage(Told(len(talk.wanted.prompt)))}
+    await say("message_start", message=begun)
+    told = await talk.run(0, hear)
+    await close()
+    await say("message_delta", delta=_reason(heard), usage=_usage(told))
+    await say("message_stop")
+
+
+def body_of_error(error: ApiError) -> dict[str, Any]:
+    kind = {**KINDS, **BUSY}.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def refused(error: ApiError) -> Response:
+    """An error in Anthropic's form."""
+    return streams.refused(error, body_of_error(error))
+
+
+async def fail(emit: Emit, error: ApiError) -> None:
+    await emit.event(body_of_error(error), "error")

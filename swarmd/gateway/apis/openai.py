@@ -1,0 +1,434 @@
+"""OpenAI's chat completions and completions: their requests as ``Asked``, what comes of it in their form.
+
+Source: OpenAI's API reference; what its clients insist on is in ../shared/facts/gateway.md.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+
+from swarmd.gateway.apis.parts import Part
+from swarmd.gateway.apis.refusals import ApiError, bad
+from swarmd.gateway.apis.schema import ChatRequest, CompletionRequest, Message, Tool, length_of
+from swarmd.gateway.apis.streams import Emit
+from swarmd.gateway.apis.talk import Asked, Event, Talk
+from swarmd.gateway.generation.row import Told
+from swarmd.gateway.generation.sampling import Choice
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+TEXTS = ("text", "input_text", "output_text", "refusal")
+THOUGHTS = (
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+    "reasoning_text",
+)  # a model's own: no template wants them back
+DONE = b"[DONE]"
+MAX_PROMPTS = 64  # of one request for completions
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+def of_chat(request: ChatRequest, key: str) -> Asked:
+    """Raises ApiError for what is not done here."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+    tools = tuple(_tool(tool) for tool in request.tools or ())
+    messages = [message(m, i) for i, m in enumerate(request.messages)]
+    continues = request.continue_final_message is True
+    if continues and messages[-1]["role"] != "assistant":
+        raise bad("continue_final_message needs an assistant's message at the end", "continue_final_message")
+    max_tokens = length_of(request.max_completion_tokens, "max_completion_tokens")
+    if request.max_completion_tokens is None:
+        max_tokens = length_of(request.max_tokens, "max_tokens")
+    return Asked(
+        model=request.model,
+        sampled=request,
+        messages=messages,
+        max_tokens=max_tokens,
+        tells=bool(request.logprobs),
+        n_top=request.top_logprobs or 0,
+        schema=schema_of(request.response_format, "response_format"),
+        tools=tools,
+        tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
+        several_calls=request.parallel_tool_calls is True,
+        template={**thinking_of(request.thinking), **(request.chat_template_kwargs or {})},
+        continues=continues,
+        begins_answer=request.add_generation_prompt is not False,
+        key=key,
+    )
+
+
+def of_completion(request: CompletionRequest, key: str) -> list[Asked]:
+    """One for each prompt. Raises ApiError for what is not done here."""
+    if request.suffix:
+        raise bad("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
+    if request.echo and request.logprobs is not None:
+        raise bad(
+            "logprobs of a prompt are not told here: ask without echo, or without logprobs",
+            "echo",
+            "unsupported_parameter",
+        )
+    if request.best_of not in (None, 1, request.n):
+        raise bad("best_of is not supported here: ask for n", "best_of", "unsupported_parameter")
+    prompts: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
+        raise bad(f"prompt is a text, token ids, or 1 to {MAX_PROMPTS} of these", "prompt")
+    return [
+        Asked(
+            model=request.model,
+            sampled=request,
+            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            max_tokens=length_of(16 if request.max_tokens is None else request.max_tokens, "max_tokens"),
+            tells=request.logprobs is not None,
+            n_top=request.logprobs or 0,
+            key=key,
+        )
+        for prompt in prompts
+    ]
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt)
+
+
+def message(written: Message, index: int) -> dict[str, Any]:
+    """A turn as chat templates take it. Raises ApiError."""
+    where = f"messages[{index}]"
+    if written.role not in ROLES:
+        raise bad(f"{where}.role is one of {', '.join(ROLES)}, not {written.role[:32]!r}", f"{where}.role")
+    turn: dict[str, Any] = {"role": ROLES[written.role], "content": text_of(written.content, where)}
+    if written.tool_calls:
+        turn["tool_calls"] = [_past_call(call, where) for call in written.tool_calls]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(written, name)) is not None:
+            turn[name] = value
+    return turn
+
+
+def thinking_of(written: dict[str, Any] | None) -> dict[str, Any]:
+    """What a template is told of thinking: nothing, unless it is switched off."""
+    is_off = written is not None and written.get("type") == "disabled"
+    return {"enable_thinking": False, "thinking": False} if is_off else {}
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad(f"{where}.content is text, or a list of parts", where)
+    texts: list[str] = []
+    for part in content:
+        kind = str(part.get("type"))
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind in THOUGHTS:
+            continue
+        if kind not in TEXTS or not isinstance(text, str):
+            raise bad(f"{where}.content: only parts of text are taken, not {kind[:32]!r}", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f"{where}.tool_calls: expected objects with a function and its name", where)
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    if tool.type not in ("function", None):
+        raise bad(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
+    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as chat templates take it. Raises ApiError."""
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise bad(f"tools: a function's name has 1 to 128 letters, digits and -_.:, not {str(name)[:140]!r}", "tools")
+    if not isinstance(parameters, dict | None) or not isinstance(description, str | None):
+        raise bad(f"tools: {name} needs a JSON schema, and a description that is text", "tools")
+    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": function}
+
+
+def tool_choice_of(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
+    """Raises ApiError."""
+    if choice is None:
+        return "auto" if has_tools else "none"
+    if isinstance(choice, dict):
+        name = (
+            choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else choice.get("name")
+        )
+        if not isinstance(name, str):
+            raise bad('tool_choice names a function: {"type": "function", "function": {"name": ...}}', "tool_choice")
+        choice = f"={name}"
+    elif choice not in ("none", "auto", "required"):
+        raise bad(f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}", "tool_choice")
+    if not has_tools and choice not in ("none", "auto"):
+        raise bad("tool_choice needs tools", "tool_choice")
+    return choice
+
+
+def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    """The schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
+    kind = (written or {"type": "text"}).get("type")
+    if written is None or kind == "text":
+        return None
+    if kind == "json_object":  # llama.cpp and Together take a schema with it
+        schema = written.get("schema")
+        if not isinstance(schema, dict | None):
+            raise bad(f"{param}.schema is a JSON schema", param)
+        return dict(schema or {})
+    inner = written.get("json_schema")
+    if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise bad(f"{param} is text, json_object, or json_schema with a schema", param)
+    return dict(inner["schema"])
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer, put together of its events."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Part] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    finish: str = "stop"
+    stopped: str | None = None
+
+    async def hear(self, event: Event) -> None:
+        for part in event.parts:
+            if part.kind == "call":
+                self.calls.append(part)
+            elif part.kind == "reasoning":
+                self.reasoning += part.text
+            else:
+                self.content += part.text
+        self.choices += event.choices
+        self.finish, self.stopped = event.finish or self.finish, event.stopped or self.stopped
+
+
+async def all_of(talks: Sequence[Talk], n: int) -> tuple[list[Heard], list[Told]]:
+    """Every answer to every prompt, computed side by side. Raises ApiError."""
+    heard = [Heard() for _ in range(n * len(talks))]
+    told: list[Told | None] = [None] * len(heard)
+
+    async def one(place: int) -> None:
+        told[place] = await talks[place // n].run(place % n, heard[place].hear)
+
+    await together([partial(one, place) for place in range(len(heard))])
+    return heard, [t for t in told if t is not None]
+
+
+def usage(told: Sequence[Told], n_prompts: int = 1) -> dict[str, Any]:
+    """Tokens as OpenAI counts them: a prompt counts once, however many answers it has."""
+    n = max(1, len(told) // n_prompts)
+    prompt, written = sum(t.n_prompt for t in told[::n]), sum(t.n_generated for t in told)
+    cached = sum(t.n_cached for t in told[::n])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def extra(told: Sequence[Told]) -> dict[str, Any]:
+    """What the page and ``swarmd chat`` show under an answer."""
+    last = told[-1]
+    return {
+        "chain": list(last.chain),
+        "repairs": list(last.repairs),
+        "first_token_s": round(last.prefilled_s, 4),
+        "seconds": round(last.total_s, 4),
+        "longest_stall_s": round(last.longest_stall_s, 4),
+        "tried_ahead": last.n_sent_ahead,
+        "taken_ahead": last.n_taken_ahead,
+        "doubts": [
+            {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
+            for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token)
+        ],
+    }
+
+
+def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def chat(talk: Talk, request: ChatRequest) -> dict[str, Any]:
+    """The whole answer."""
+    heard, told = await all_of([talk], request.n or 1)
+    choices = [_chat_choice(i, h, talk) for i, h in enumerate(heard)]
+    head = envelope("chat.completion", "chatcmpl", request.model)
+    return {**head, "choices": choices, "usage": usage(told), "swarmd": extra(told)}
+
+
+def _chat_choice(index: int, heard: Heard, talk: Talk) -> dict[str, Any]:
+    content = heard.content or (None if heard.calls else "")
+    written: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if heard.reasoning:
+        written["reasoning_content"] = heard.reasoning
+    if heard.calls:
+        written["tool_calls"] = [call_of(part) for part in heard.calls]
+    told = _logprobs(heard.choices, talk) if talk.asked.tells else None
+    return {"index": index, "message": written, "logprobs": told, "finish_reason": heard.finish}
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.text},
+    }
+
+
+def _logprobs(choices: Sequence[Choice], talk: Talk) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = talk.engine.tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(talk.engine.token_bytes[token])}
+
+    content = [{**one(c.token, c.logprob), "top_logprobs": [one(*pair) for pair in c.top]} for c in choices]
+    return {"content": content, "refusal": None}
+
+
+async def stream_chat(talk: Talk, request: ChatRequest, emit: Emit) -> None:
+    """The same in pieces: role first, then what comes, then why it ended, then the usage if wanted."""
+    head = envelope("chat.completion.chunk", "chatcmpl", request.model)
+    wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+    told: list[Told] = []
+
+    async def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        await emit.event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+
+    async def one(index: int) -> None:
+        await chunk(index, {"role": "assistant", "content": ""})
+        n_calls = 0
+
+        async def hear(event: Event) -> None:
+            nonlocal n_calls
+            logprobs = _logprobs(event.choices, talk) if talk.asked.tells and event.choices else None
+            for part in event.parts:
+                if part.kind == "call":
+                    await chunk(index, {"tool_calls": [{"index": n_calls, **call_of(part)}]}, None, logprobs)
+                    n_calls += 1
+                else:
+                    name = "content" if part.kind == "content" else "reasoning_content"
+                    await chunk(index, {name: part.text}, None, logprobs)
+                logprobs = None
+            if logprobs is not None:
+                await chunk(index, {}, None, logprobs)
+            if event.repairs:  # as it happens, for whoever looks: other clients skip the field
+                news = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+                await emit.event({**head, "choices": [news], "usage": None, "swarmd": {"repairs": event.repairs}})
+            if event.finish:
+                await chunk(index, {}, event.finish)
+
+        told.append(await talk.run(index, hear))
+
+    await together([partial(one, index) for index in range(request.n or 1)])
+    if wants_usage:
+        await emit.event({**head, "choices": [], "usage": usage(told), "swarmd": extra(told)})
+    await emit.event(DONE)
+
+
+async def together(tasks: Sequence[Any]) -> None:
+    """Run all of them; the first ApiError ends the others and is raised."""
+    failures: list[ApiError] = []
+
+    async def guarded(task: Any) -> None:
+        try:
+            await task()
+        except ApiError as error:
+            failures.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for task in tasks:
+            nursery.start_soon(guarded, task)
+    if failures:
+        raise failures[0]
+
+
+async def completion(talks: Sequence[Talk], request: CompletionRequest) -> dict[str, Any]:
+    """The whole continuation, of every prompt."""
+    n = request.n or 1
+    heard, told = await all_of(talks, n)
+    choices = [
+        {
+            "index": i,
+            "text": (_echo(talks[i // n]) if request.echo else "") + h.content,
+            "logprobs": _old_logprobs(h.choices, talks[i // n]) if request.logprobs is not None else None,
+            "finish_reason": h.finish,
+        }
+        for i, h in enumerate(heard)
+    ]
+    head = envelope("text_completion", "cmpl", request.model)
+    return {**head, "choices": choices, "usage": usage(told, len(talks)), "swarmd": extra(told)}
+
+
+def _echo(talk: Talk) -> str:
+    prompt = talk.asked.prompt
+    return prompt if isinstance(prompt, str) else talk.engine.tokenizer.decode(list(prompt))
+
+
+def _old_logprobs(choices: Sequence[Choice], talk: Talk, offset: int = 0) -> dict[str, Any]:
+    texts = [talk.engine.tokenizer.decode([c.token], skip_special_tokens=False) for c in choices]
+    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    decode = talk.engine.tokenizer.decode
+    tops = [{decode([token], skip_special_tokens=False): value for token, value in c.top} for c in choices]
+    logprobs = [c.logprob for c in choices]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+async def stream_completion(talks: Sequence[Talk], request: CompletionRequest, emit: Emit) -> None:
+    head = envelope("text_completion", "cmpl", request.model)
+    wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+    n, told = request.n or 1, list[Told]()
+
+    async def one(place: int) -> None:
+        talk, n_characters = talks[place // n], 0
+
+        async def piece(text: str, finish: str | None = None, logprobs: Any = None) -> None:
+            choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
+            await emit.event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+
+        async def hear(event: Event) -> None:
+            nonlocal n_characters
+            text = "".join(part.text for part in event.parts)
+            shown = request.logprobs is not None and event.choices
+            logprobs = _old_logprobs(event.choices, talk, n_characters) if shown else None
+            n_characters += len(text)
+            if text or logprobs or event.finish:
+                await piece(text, event.finish, logprobs)
+
+        if request.echo:
+            await piece(_echo(talk))
+        told.append(await talk.run(place % n, hear))
+
+    await together([partial(one, place) for place in range(n * len(talks))])
+    if wants_usage:
+        await emit.event({**head, "choices": [], "usage": usage(told, len(talks)), "swarmd": extra(told)})
+    await emit.event(DONE)
+
+
+async def fail(emit: Emit, error: ApiError) -> None:
+    """What ends a stream that cannot go on."""
+    await emit.event(error.body)

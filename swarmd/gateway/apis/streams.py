@@ -1,0 +1,135 @@
+"""Answers over HTTP that end when whoever asked has gone, streamed or whole, and streams that never fall silent.
+
+hypercorn on trio cancels a streamed answer by itself, a plain one never, and ``request.is_disconnected`` is always
+False there (../shared/facts/gateway.md): both are done here alike, by a task that waits for the disconnect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import trio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from swarmd.gateway.apis.refusals import ApiError, bad, our_mistake
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 5.0  # of silence in a stream: proxies cut it after 50
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Emit:
+    """What a stream's author writes with: events, as JSON or as they are; a name where the API has names."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lock = trio.Lock()
+        self.last_s = trio.current_time()
+
+    async def event(self, value: Any, name: str = "") -> None:
+        data = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        await self.raw((f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n")
+
+    async def raw(self, data: bytes) -> None:
+        async with self._lock:
+            self.last_s = trio.current_time()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+class Stream(Response):
+    """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
+
+    def __init__(
+        self, produce: Callable[[Emit], Awaitable[None]], fail: Callable[[Emit, ApiError], Awaitable[None]]
+    ) -> None:
+        super().__init__()
+        self._produce = produce
+        self._fail = fail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        emit = Emit(send)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(_keep_alive, emit)
+            await emit.raw(b": one moment\n\n")
+            try:
+                await self._produce(emit)
+            except ApiError as error:
+                await self._fail(emit, error)
+            except Exception as mistake:
+                logger.error("a stream failed", exc_info=mistake)
+                await self._fail(emit, our_mistake())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel()
+
+
+class Whole(Response):
+    """One JSON answer, made by ``produce``; ``refuse`` puts an error into the API's form."""
+
+    def __init__(self, produce: Callable[[], Awaitable[Any]], refuse: Callable[[ApiError], Response]) -> None:
+        super().__init__()
+        self._produce = produce
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: Response | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            try:
+                response = json_response(await self._produce())
+            except ApiError as error:
+                response = self._refuse(error)
+            nursery.cancel_scope.cancel()
+        if response is not None:
+            await response(scope, receive, send)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
+    """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return json_response(error.body if body is None else body, error.status, headers)
+
+
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
+    failure: ApiError | None = None
+    is_done = False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+        try:
+            await work()
+            is_done = True
+        except ApiError as error:
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if not is_done:
+        raise bad("the client has gone")
+
+
+async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _keep_alive(emit: Emit) -> None:
+    while True:
+        await trio.sleep_until(emit.last_s + KEEP_ALIVE_S)
+        if trio.current_time() >= emit.last_s + KEEP_ALIVE_S:
+            await emit.raw(b": still there\n\n")

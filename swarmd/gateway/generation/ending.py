@@ -1,0 +1,40 @@
+"""Where a model's answers end: every token that its files name as an end, whichever of them it is.
+
+A configuration often knows the end of a text only, the tokenizer that of a turn. What its chat template writes after an
+assistant's turn is found by the child that makes prompts (``client.text.chat_template``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from swarmd.errors import ConfigError
+from swarmd.protocol.models.manifest import read_json
+
+FILES = ("tokenizer_config.json", "special_tokens_map.json")
+WORDS = ("eos_token", "eot_token", "eom_token")  # end of sequence, of a turn, of a message: names of files' own
+
+
+def ends_named(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ends that a tokenizer's own files name."""
+    found: set[int] = set()
+    for name in FILES:
+        settings = _read(folder / name)
+        for word in WORDS:
+            text = settings.get(word)
+            text = text.get("content") if isinstance(text, dict) else text
+            token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            if token is not None:
+                found.add(token)
+    return frozenset(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = read_json(path)
+    except (OSError, ConfigError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -1,0 +1,180 @@
+"""All running requests of one model: each has a session of its own over the swarm, they share one head.
+
+A session that ended well is kept for a while: the next turn of its conversation sends only what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import trio
+from tokenizers import Tokenizer
+
+from swarmd.client.links.link import Terms
+from swarmd.client.model.speculation import Costs
+from swarmd.client.sessions.session import ChainSession
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.client.text.prompts import Prompts
+from swarmd.errors import SwarmError
+from swarmd.gateway.generation import kept_sessions as keeping
+from swarmd.gateway.generation.answer import Piece, Wanted
+from swarmd.gateway.generation.ending import ends_named
+from swarmd.gateway.generation.grammars import Grammars
+from swarmd.gateway.generation.head import Head
+from swarmd.gateway.generation.kept_sessions import Kept
+from swarmd.gateway.generation.row import Row, Told
+from swarmd.gateway.generation.token_bytes import TokenBytes
+from swarmd.gateway.generation.turns import Turns
+from swarmd.net.api import TaskStatus
+from swarmd.values import ModelId
+
+logger = logging.getLogger(__name__)
+
+HEADROOM_TOKENS = 1_024  # of a session beyond what was asked for: the next turns of a conversation
+SWEEP_INTERVAL_S = 15.0  # between two looks for sessions that were kept long enough
+CLOSE_WITHIN_S = 2.0  # to tell the servers of a session that it is over, whatever happens
+
+
+Give = Callable[[Piece], Awaitable[None]]
+
+
+class Engine:
+    """One model for any number of requests."""
+
+    def __init__(
+        self, swarm: AsyncSwarm, terms: Terms, head: Head, tokenizer: Tokenizer, prompts: Prompts, turns: Turns
+    ) -> None:
+        self.head = head
+        self.ends = head.ends
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.turns = turns
+        self._swarm = swarm
+        self._terms = terms
+        self._kept: list[Kept] = []
+        self._costs = Costs()
+        self.token_bytes = TokenBytes(tokenizer)
+        ends = self.ends.eos | ends_named(prompts.folder, tokenizer)
+        self.eos = frozenset(token for token in ends if token < self.ends.vocabulary)
+        eos = min(self.eos, default=0)
+        self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
+
+    @property
+    def model(self) -> ModelId:
+        return self._terms.model
+
+    @property
+    def n_kept(self) -> int:
+        return len(self._kept)
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Compute for all rows, and give back what was kept long enough, until cancelled.
+
+        Raises ConfigError or SwarmUnavailable before it has started, for a tokenizer that cannot be read. That error
+        comes alone, not in a group: ``prompts`` is entered outside of the nursery.
+        """
+        async with self.prompts, self.grammars, trio.open_nursery() as nursery:
+            nursery.start_soon(self.head.run)
+            task_status.started()
+            try:
+                while True:
+                    await trio.sleep(SWEEP_INTERVAL_S)
+                    await self._sweep()
+            finally:
+                await self._give_back(self._kept)
+
+    async def write(self, wanted: Wanted, give: Give, told: Told) -> None:
+        """Generate; every piece goes to ``give`` as it comes, what becomes of it into ``told``.
+
+        Cancelled, the servers have their room back at once. Raises SwarmError, QueueFull.
+        """
+        asked_at = trio.current_time()
+        async with self.turns.turn(wanted.key):
+            told.queued_s = trio.current_time() - asked_at
+            await self._in_turn(wanted, give, told)
+
+    async def _in_turn(self, wanted: Wanted, give: Give, told: Told) -> None:
+        begun = trio.current_time()
+        row = self._take_kept(wanted)
+        if row is not None:
+            told.n_cached = row.start
+            try:
+                await self._write(row, give, told, begun)
+                return
+            except SwarmError as error:
+                if told.n_generated or told.prefilled_s:
+                    raise
+                logger.info("a conversation begins anew: %s", error)
+        told.n_cached = 0
+        await self._write(await self._open(wanted), give, told, begun)
+
+    async def _write(self, row: Row, give: Give, told: Told, begun: float) -> None:
+        is_whole = False
+        try:
+            work = await self.head(row)
+            while work.embedded is not None:
+                hidden = await row.step(work.ids, work.embedded)
+                told.prefilled_s = told.prefilled_s or trio.current_time() - begun
+                work = await self.head(row, hidden, row.session.layer_arity, row.offer(self.head.checks))
+                row.tell(told)
+                await give(row.answer.piece())
+            is_whole = True
+        finally:
+            told.total_s = trio.current_time() - begun
+            if is_whole:
+                now = trio.current_time()
+                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
+            else:
+                await self._close(row.session)
+
+    # --- sessions that are kept --------------------------------------------------------------------------------
+
+    def _take_kept(self, wanted: Wanted) -> Row | None:
+        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens, wanted.key)
+        if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
+            return None
+        chosen, n_shared = found
+        self._kept.remove(chosen)
+        assert isinstance(chosen.session, ChainSession)
+        row = self._row(chosen.session, chosen.max_tokens, wanted, chosen.tokens)
+        row.crop = len(chosen.tokens) - n_shared
+        return row
+
+    async def _open(self, wanted: Wanted) -> Row:
+        room = min(self.ends.max_tokens, len(wanted.prompt) + wanted.max_tokens + HEADROOM_TOKENS)
+        try:
+            session = await self._swarm.open_session(self._terms_of(room))
+        except SwarmError:
+            if not self._kept:
+                raise
+            await self._give_back(self._kept)
+            session = await self._swarm.open_session(self._terms_of(room))
+        return self._row(session, room, wanted)
+
+    def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
+        vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
+        return Row(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
+
+    def _terms_of(self, max_tokens: int) -> Terms:
+        kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)
+        return replace(self._terms, max_tokens=max_tokens, quantize=kind)
+
+    async def _sweep(self) -> None:
+        await self._give_back(keeping.outdated(self._kept, trio.current_time()))
+
+    async def _give_back(self, those: list[Kept]) -> None:
+        """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""
+        sessions = [one.session for one in those]
+        self._kept = [one for one in self._kept if one not in those]
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for session in sessions:
+                    assert isinstance(session, ChainSession)
+                    nursery.start_soon(self._close, session)
+
+    async def _close(self, session: ChainSession) -> None:
+        with trio.move_on_after(CLOSE_WITHIN_S) as scope:
+            scope.shield = True
+            await self._swarm.close_session(session)

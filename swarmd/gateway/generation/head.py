@@ -1,0 +1,143 @@
+"""One thread for the client's own part of a model: every pass takes all rows that wait, of whatever requests.
+
+Rows whose answers have come share the final norm, the head and the embedding of what they send next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import trio
+
+from swarmd.client.links.link import Given
+from swarmd.client.model.swarm_head import Checks
+from swarmd.client.sessions.session import ChainSession
+from swarmd.compute.model.ends import MOST_ROWS, Ends
+
+
+class Sends(Protocol):
+    """One of those that share a head."""
+
+    @property
+    def start(self) -> int:
+        """The position of what it sends next."""
+
+    def decide(self, logits: torch.Tensor | None) -> list[int]:
+        """Take logits [k, vocabulary], None at first; returns the tokens to send, none when it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Logits that a server gave a session, and whether they are computed here again."""
+
+    session: ChainSession
+    given: Given
+    is_checked: bool
+
+
+@dataclass(slots=True)
+class Work:
+    """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d].
+
+    ``wrong`` says what is wrong with the logits that were on ``offer``, if anything is.
+    """
+
+    row: Sends
+    hidden: torch.Tensor | None = None
+    arity: int = 0
+    offer: Offer | None = None
+    wrong: str = ""
+    ids: list[int] = field(default_factory=list)
+    embedded: torch.Tensor | None = None
+    error: Exception | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Head:
+    """Computes for whoever waits, as long as it runs. With ``checks`` servers' logits are taken, and looked at."""
+
+    def __init__(self, ends: Ends, checks: Checks | None = None) -> None:
+        self.ends, self.checks = ends, checks
+        self._waiting: list[Work] = []
+        self._wake = trio.Event()
+
+    async def __call__(
+        self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0, offer: Offer | None = None
+    ) -> Work:
+        """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
+
+        Raises what ``decide`` raised.
+        """
+        work = Work(row, hidden, arity, offer)
+        self._waiting.append(work)
+        self._wake.set()
+        await work.done.wait()
+        if work.error is not None:
+            raise work.error
+        return work
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            while self._waiting:
+                batch = self._next_batch()
+                await trio.to_thread.run_sync(self._compute, batch)
+                for work in batch:
+                    if work.offer is not None and work.wrong:  # whatever became of the request
+                        await work.offer.session.refute(work.offer.given, work.wrong)
+                    work.done.set()
+
+    def _next_batch(self) -> list[Work]:
+        n_rows = 0
+        for count, work in enumerate(self._waiting):
+            n_rows += 0 if work.hidden is None else len(work.hidden)
+            if n_rows > MOST_ROWS and count:
+                break
+        else:
+            count = len(self._waiting)
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return batch
+
+    def _compute(self, batch: list[Work]) -> None:
+        try:
+            with torch.inference_mode():
+                self._decide_all(batch)
+                rows = [work for work in batch if work.ids and work.error is None]
+                embedded = self.ends.embed([work.ids for work in rows], [work.row.start for work in rows])
+                for work, tensor in zip(rows, embedded, strict=True):
+                    work.embedded = tensor
+        except Exception as error:  # noqa: BLE001 - every row's own task raises it
+            for work in batch:
+                work.error = work.error or error
+
+    def _decide_all(self, batch: list[Work]) -> None:
+        answered = []
+        for work in batch:
+            if work.hidden is None:
+                _decide(work, None)
+            elif work.offer is not None and not work.offer.is_checked:
+                _decide(work, work.offer.given.top.filled(self.ends.vocabulary))
+            else:
+                answered.append(work)
+        for arity in {work.arity for work in answered}:
+            rows = [work for work in answered if work.arity == arity]
+            together = torch.cat([work.hidden for work in rows if work.hidden is not None])
+            logits = self.ends.logits(together, arity)
+            start = 0
+            for work in rows:
+                assert work.hidden is not None
+                own = logits[start : start + len(work.hidden)]
+                if work.offer is not None and self.checks is not None:
+                    work.wrong = self.checks.wrong(work.offer.given, own, work.hidden.dtype)
+                _decide(work, own)
+                start += len(work.hidden)
+
+
+def _decide(work: Work, logits: torch.Tensor | None) -> None:
+    try:
+        work.ids = work.row.decide(logits)
+    except Exception as error:  # noqa: BLE001 - one row's trouble is none of the others'
+        work.error = error

@@ -1,0 +1,68 @@
+"""What happens in the gateway, for Prometheus: vLLM's names (docs/design/metrics.md) with the prefix ``swarmd_``."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from swarmd.gateway.generation.row import Told
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKENS = (1, 8, 32, 128, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
+
+
+class Metrics:
+    """Counters of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.running = self._gauge("num_requests_running", "Requests being generated.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a turn.")
+        self.kept = self._gauge("num_sessions_kept", "Sessions that wait for a next turn.", "model_name")
+        self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generated = self._counter("generation_tokens", "Tokens generated.")
+        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that a session was looked for.")
+        self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that such a session had.")
+        self.tried = self._counter("spec_decode_num_draft_tokens", "Tokens tried ahead.")
+        self.taken = self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that were right.")
+        self.given = self._counter("tokens_with_given_logits", "Tokens, tried ones too, whose logits a server gave.")
+        self.repairs = self._counter("repairs", "Repairs of a chain during an answer.")
+        self.ended = self._counter("request_success", "Answers, by how they ended.", "finished_reason")
+        self.refused = Counter("swarmd_request_refused", "Refusals.", ["status"], registry=self._registry)
+        self.first = self._histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens.", SECONDS)
+        self.total = self._histogram("e2e_request_latency_seconds", "Of a whole answer.", SECONDS)
+        self.queued = self._histogram("request_queue_time_seconds", "Waiting for a turn.", SECONDS)
+        self.prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.answers = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"swarmd_{name}", text, labels, registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"swarmd_{name}", text, ["model_name", *labels], registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+
+    def answered(self, model: str, told: Told, finish: str) -> None:
+        """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error")."""
+        self.ended.labels(model, finish).inc()
+        self.prompt.labels(model).inc(told.n_prompt)
+        self.generated.labels(model).inc(told.n_generated)
+        self.queries.labels(model).inc(told.n_prompt)
+        self.hits.labels(model).inc(told.n_cached)
+        self.tried.labels(model).inc(told.n_sent_ahead)
+        self.taken.labels(model).inc(told.n_taken_ahead)
+        self.given.labels(model).inc(told.n_logits)
+        self.repairs.labels(model).inc(len(told.repairs))
+        self.prompts.labels(model).observe(told.n_prompt)
+        self.answers.labels(model).observe(told.n_generated)
+        self.queued.labels(model).observe(told.queued_s)
+        if told.n_generated:
+            self.first.labels(model).observe(told.queued_s + told.prefilled_s)
+            self.total.labels(model).observe(told.queued_s + told.total_s)
+        if told.n_generated > 1:
+            self.between.labels(model).observe((told.total_s - told.prefilled_s) / (told.n_generated - 1))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,194 @@
+"""Text out of tokens, as it grows: whole characters only, and nothing that may turn out to be a stop string.
+
+The text is what the tokenizer's decoder makes of all tokens together, prompt included, less what it makes of the
+prompt; nothing that was given is taken back. Any tokens have a text: those that make no character are U+FFFD, as the
+decoder has it. Pure but for the tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from swarmd.gateway.generation.token_bytes import TokenBytes
+
+UNKNOWN = "\ufffd"
+
+
+class Writer:
+    """One answer's text. ``stopped`` is the stop string that ended it, which is no part of it.
+
+    Special tokens are written if ``special``; if not they are still what a stop string may name.
+    """
+
+    def __init__(
+        self, tokens: TokenBytes, stops: Sequence[str], before: Sequence[int] = (), special: bool = False
+    ) -> None:
+        self._tokens = tokens
+        self._hides = frozenset() if special else frozenset(tokens.special)
+        self._stops = tuple(stops)
+        names = [tokens[token].decode(errors="replace") for token in self._hides]
+        self._minds_hidden = any(name in stop for stop in self._stops for name in names if name)
+        self._text = _text_after(tokens, [token for token in before if token not in self._hides])
+        self._held = ""  # the beginning of a stop string, perhaps
+        self._shown: list[bool] = []  # of its characters
+        self.stopped: str | None = None
+
+    def add(self, token: int) -> str:
+        """What the text grows by, for certain."""
+        if self.stopped is not None:
+            return ""
+        if token not in self._hides:
+            return self._release(self._text.add(token))
+        if not self._minds_hidden:
+            return ""
+        before = self._release(self._text.flush())
+        if self.stopped is not None:
+            return before
+        return before + self._release(self._tokens[token].decode(errors="replace"), is_shown=False)
+
+    def finish(self) -> str:
+        """The end of it: what was held back and is no stop string, and what is left of a character."""
+        if self.stopped is not None:
+            return ""
+        text = self._release(self._text.flush())
+        if self.stopped is None:
+            text += self._take(len(self._held))
+        return text
+
+    def _release(self, part: str, is_shown: bool = True) -> str:
+        self._held += part
+        self._shown += [is_shown] * len(part)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:  # the one that is whole first, however tokens cut the text
+            _, at, self.stopped = min(found)
+            return self._take(at)
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        return self._take(len(self._held) - keep)
+
+    def _take(self, n_characters: int) -> str:
+        """Let go of the first of those that were held."""
+        pairs = zip(self._held[:n_characters], self._shown[:n_characters], strict=True)
+        text = "".join(character for character, is_shown in pairs if is_shown)
+        self._held, self._shown = self._held[n_characters:], self._shown[n_characters:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the text's last characters begin ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+# --- the text of tokens, by kinds of decoders ----------------------------------------------------------------------
+
+
+class _Text(Protocol):
+    """Text after other tokens."""
+
+    def add(self, token: int) -> str:
+        """What is certain by now."""
+
+    def flush(self) -> str:
+        """What was not certain, as it is when nothing follows."""
+
+
+def _text_after(tokens: TokenBytes, before: Sequence[int]) -> _Text:
+    if not tokens.is_known:
+        return _Decoded(tokens, before)
+    return _Runs(tokens, before) if tokens.has_runs else _Utf8(tokens, before)
+
+
+class _Utf8:
+    """All bytes are one text; what is no UTF-8 in it is U+FFFD, once for each beginning of a character."""
+
+    def __init__(self, tokens: TokenBytes, before: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._is_first = not before
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in before:  # of which a character may not be whole yet
+            self._decoder.decode(tokens[token])
+
+    def add(self, token: int) -> str:
+        written = self._tokens.first(token) if self._is_first else self._tokens[token]
+        self._is_first = False
+        return self._decoder.decode(written)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Runs:
+    """Single bytes that follow each other are a text if all of them together are UTF-8, else U+FFFD for each.
+
+    So none is given before a token of another kind ends the run: the last byte decides about the first.
+    """
+
+    def __init__(self, tokens: TokenBytes, before: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._is_first = not before
+        self._drops_space = tokens.drops_first_space and not before
+        self._run = bytearray()
+        for token in before:
+            byte = tokens.single_byte(token)
+            self._run = bytearray() if byte is None else self._run + byte
+        self._n_before = len(self._run)
+
+    def add(self, token: int) -> str:
+        byte = self._tokens.single_byte(token)
+        if byte is not None:
+            self._run += byte
+            self._is_first = False
+            return ""
+        written = self._tokens.first(token) if self._is_first else self._tokens[token]
+        self._is_first = False
+        return self._begun(self._end_run() + written.decode())
+
+    def flush(self) -> str:
+        return self._begun(self._end_run())
+
+    def _end_run(self) -> str:
+        """The text of the run's bytes beyond the prompt's."""
+        run, n_before = bytes(self._run), self._n_before
+        self._run.clear()
+        self._n_before = 0
+        if len(run) == n_before:
+            return ""
+        try:
+            text = run.decode()
+        except UnicodeDecodeError:
+            return UNKNOWN * (len(run) - n_before)
+        return text[len(run[:n_before].decode(errors="ignore")) :]
+
+    def _begun(self, text: str) -> str:
+        """The same without the space that a text does not begin with."""
+        if text and self._drops_space:
+            self._drops_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _Decoded:
+    """By a decoder that nothing is known of: what decoding some tokens more makes longer, once it is whole."""
+
+    def __init__(self, tokens: TokenBytes, before: Sequence[int]) -> None:
+        self._decode = tokens.tokenizer.decode
+        self._ids = list(before)
+        self._n_given = len(self._ids)
+
+    def add(self, token: int) -> str:
+        self._ids.append(token)
+        return self._grown(is_last=False)
+
+    def flush(self) -> str:
+        return self._grown(is_last=True)
+
+    def _grown(self, is_last: bool) -> str:
+        given = self._decode(self._ids[: self._n_given], skip_special_tokens=False)
+        whole = self._decode(self._ids, skip_special_tokens=False)
+        if whole.endswith(UNKNOWN) and not is_last:
+            return ""
+        text: str = whole[len(given) :]
+        self._ids = self._ids[self._n_given :] if self._n_given < len(self._ids) else self._ids
+        self._n_given = len(self._ids)
+        return text

@@ -1,0 +1,70 @@
+"""Gathers what ``plan.owner.health`` judges: clocks, versions, who speaks as this machine, disk, device, workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+
+from swarmd.node.machine.presence import CARDS
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.owner.health import Facts, WorkerLife, findings
+from swarmd.protocol.wire.messages import Hello
+from swarmd.status import DirectoryStatus, HealthRow
+from swarmd.values import PeerId
+
+MAX_CLOCKS = 256  # of the members that were heard last
+CLONED_FOR_S = 600.0  # after its last word
+
+
+class Health:
+    """See the module. ``up_since``, in seconds since 1970, tells this daemon from another of the same key."""
+
+    def __init__(self, me: PeerId, version: str, wall_clock: Callable[[], float]) -> None:
+        self._me = me
+        self._version = version
+        self._wall_clock = wall_clock
+        self.up_since = self.now()
+        self._clocks: dict[PeerId, float] = {}
+        self._cloned_at = float("-inf")
+
+    def now(self) -> int:
+        """What this machine's clock says, in seconds since 1970."""
+        return int(self._wall_clock())
+
+    def heard(self, peer: PeerId, hello: Hello) -> None:
+        """A member has told its time."""
+        if hello.now:
+            self._clocks.pop(peer, None)
+            self._clocks[peer] = hello.now - self._wall_clock()
+            if len(self._clocks) > MAX_CLOCKS:
+                del self._clocks[next(iter(self._clocks))]
+
+    def look(self, view: SwarmView) -> None:
+        """Is there a record of this very peer, made since it runs, that it did not make?"""
+        own = view.peers.get(self._me)
+        if own is not None and own.issued_at > self.up_since and own.up_since != self.up_since:
+            self._cloned_at = self._wall_clock()
+
+    def snapshot(
+        self,
+        view: SwarmView,
+        directory: DirectoryStatus,
+        free_disk_bytes: int | None,
+        devices: Sequence[str],
+        workers: Sequence[WorkerLife],
+    ) -> tuple[HealthRow, ...]:
+        """Everything that was looked at, for people."""
+        self.look(view)
+        facts = Facts(
+            version=self._version,
+            versions=[r.version for peer, r in view.peers.items() if peer != self._me and r.version],
+            clocks_s=list(self._clocks.values()),
+            is_cloned=self._wall_clock() - self._cloned_at < CLONED_FOR_S,
+            free_disk_bytes=free_disk_bytes,
+            is_indexed=directory.is_indexed,
+            index=directory.index,
+            has_card=shutil.which(CARDS[0]) is not None,
+            devices=devices,
+            workers=workers,
+        )
+        return tuple(HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in findings(facts))

@@ -1,0 +1,302 @@
+"""What its owner allows this machine, followed: reads what is the case, decides, and has work stop and go on.
+
+What cannot be read is None, and ``plan.owner.policy`` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+import trio
+
+from swarmd.config import PolicyConfig, split
+from swarmd.errors import ConfigError
+from swarmd.folders import write_file
+from swarmd.hours import Hours
+from swarmd.net.api import TaskStatus
+from swarmd.net.traffic import Traffic
+from swarmd.node.worker.share import Share
+from swarmd.plan.links.traffic import MBIT, Limits
+from swarmd.plan.owner.policy import GIB, Pause, Rules, Sensors, Verdict, decide
+from swarmd.protocol.untrusted import read_json
+from swarmd.status import PolicyStatus
+
+logger = logging.getLogger(__name__)
+
+SENSE_INTERVAL_S = 5.0  # a person who sits down waits for so long at most, unless they say swarmd pause
+UNASKED_INTERVAL_S = 60.0  # where no rule asks for a sensor: only somebody who sets the clock could change anything
+CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
+POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
+SUPPLY = ("type", "scope", "status", "online")  # files in it
+SENSOR_TIMEOUT_S = 2.0  # for logind, or a card's driver, to answer
+CARDS = ("nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
+
+
+class _PauseFile(msgspec.Struct, frozen=True):
+    until: float | None  # seconds since 1970; None: until its owner says otherwise
+
+
+class Presence:
+    """See the module. ``act`` is told why nothing may work, or "" when it may; ``file`` keeps a pause over restarts."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        act: Callable[[str], None],
+        file: Path | None = None,
+        traffic: Traffic | None = None,
+        sense: Callable[[Rules], Awaitable[Sensors]] | None = None,
+    ) -> None:
+        self._act = act
+        self._file = file
+        self._read = sense or partial(trio.to_thread.run_sync, read_sensors)
+        self._traffic = traffic or Traffic(limits_of(config))
+        self._pause = recall(file)
+        self._sensors = Sensors(datetime.now())
+        self._changed = trio.Event()
+        self.rules = rules_of(config)
+        self.share = Share(config.compute_share)
+        self.kept_bytes = int(config.leave_free_gib * GIB)
+        self.verdict = Verdict("has not looked yet")
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look again and again, until cancelled; it has started once it has looked."""
+        await self._sense_and_look()
+        task_status.started()
+        while True:
+            with trio.move_on_after(self._for_s()):
+                await self._changed.wait()
+            self._changed = trio.Event()
+            await self._sense_and_look()
+
+    def _for_s(self) -> float:
+        """How long nothing can change that nobody says: only the time counts where no rule asks for a sensor."""
+        rules, changes_at = self.rules, self.verdict.changes_at
+        asks = rules.untouched_s or rules.not_while or rules.hottest_c or rules.month_bytes
+        if asks or (not rules.on_battery and has_battery()):
+            return SENSE_INTERVAL_S
+        until_s = (changes_at - self._sensors.now).total_seconds() if changes_at else UNASKED_INTERVAL_S
+        return min(max(0.0, until_s), UNASKED_INTERVAL_S)
+
+    async def _sense_and_look(self) -> None:
+        rules = self.rules
+        sensors = await self._sense(rules)
+        if rules is self.rules:  # else those that count now have been looked at meanwhile
+            self.look(sensors)
+
+    def look(self, sensors: Sensors) -> None:
+        """Decide, and act when that is another decision."""
+        self._sensors = sensors
+        before = self.verdict
+        self.verdict = decide(self.rules, sensors, self._pause, before.rule == "hottest_c")
+        if self.verdict.may_work != before.may_work:
+            logger.info("%s", self.verdict.reason)
+        is_other_reason = not self.verdict.may_work and self.verdict.reason != before.reason  # who rests says why
+        if self.verdict.rule != before.rule or is_other_reason:
+            self._act("" if self.verdict.may_work else self.verdict.reason)
+
+    async def follow(self, config: PolicyConfig) -> None:
+        """The owner has changed the rules. Raises ConfigError."""
+        rules = rules_of(config)
+        sensors = await self._sense(rules)
+        self.rules = rules
+        self._traffic.limits = limits_of(config)
+        self.share.set(config.compute_share)
+        self.kept_bytes = int(config.leave_free_gib * GIB)
+        self.look(sensors)
+        self._changed.set()  # other rules may ask for another look sooner
+
+    async def _sense(self, rules: Rules) -> Sensors:
+        return replace(await self._read(rules), month_bytes=self._traffic.used().n_bytes)
+
+    @property
+    def leaves_at(self) -> int:
+        """When work ends by the rules, in seconds since 1970; 0: no end is known."""
+        changes_at = self.verdict.changes_at
+        return int(changes_at.timestamp()) if changes_at and self.verdict.may_work else 0
+
+    @property
+    def is_paused(self) -> bool:
+        """By its owner's own word."""
+        return self.verdict.rule == "pause"
+
+    def pause(self, for_s: float | None) -> None:
+        """Stop at once, for so long or until ``resume``. Raises ConfigError when a restart would forget it."""
+        until = None if for_s is None else time.time() + for_s
+        self._set(_pause_of(until))
+        if self._file is not None:
+            write_file(self._file, msgspec.json.encode(_PauseFile(until)))
+
+    def resume(self) -> None:
+        """End a pause; the rules count again."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        self._set(None)
+
+    def _set(self, pause: Pause | None) -> None:
+        self._pause = pause
+        self.look(replace(self._sensors, now=datetime.now()))
+        self._changed.set()
+
+    def snapshot(self) -> PolicyStatus:
+        changes_at = self.verdict.changes_at
+        return PolicyStatus(
+            may_work=self.verdict.may_work,
+            why=self.verdict.reason,
+            changes_at=changes_at.timestamp() if changes_at else None,
+            month_bytes=self._traffic.used().n_bytes,
+            month_limit_bytes=int(self._traffic.limits.month_bytes),
+            up_bytes_per_s=self._traffic.limits.up_bytes_per_s,
+            down_bytes_per_s=self._traffic.limits.down_bytes_per_s,
+        )
+
+
+def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> Verdict:
+    """What is decided before, or without, a daemon. Raises ConfigError."""
+    rules = rules_of(config)
+    return decide(rules, replace(read_sensors(rules), month_bytes=traffic.used().n_bytes), recall(file))
+
+
+def rules_of(config: PolicyConfig) -> Rules:
+    """The settings as rules. Raises ConfigError."""
+    return Rules(
+        hours=Hours.parse(config.hours),
+        untouched_s=60.0 * config.idle_minutes,
+        on_battery=config.on_battery,
+        not_while=split(config.not_while),
+        hottest_c=config.hottest_c,
+        month_bytes=config.month_gib * GIB,
+    )
+
+
+def limits_of(config: PolicyConfig) -> Limits:
+    """The settings as limits of what goes to others and comes from them."""
+    return Limits(config.up_mbit * MBIT, config.down_mbit * MBIT, config.month_gib * GIB)
+
+
+def read_sensors(rules: Rules) -> Sensors:
+    """Read what the rules ask for."""
+    return Sensors(
+        now=datetime.now(),
+        untouched_s=_untouched_s() if rules.untouched_s else None,
+        on_battery=not rules.on_battery and _on_battery(),
+        programs=_programs() if rules.not_while else frozenset(),
+        hottest_c=_hottest_c() if rules.hottest_c else None,
+    )
+
+
+def has_battery() -> bool:
+    """Could this machine's power ever come from a battery?"""
+    if sys.platform != "linux":
+        return hasattr(psutil, "sensors_battery") and psutil.sensors_battery() is not None
+    return any(_said(folder / "type") == "Battery" for folder in POWER_SUPPLIES.glob("*"))
+
+
+def _on_battery() -> bool:
+    """Does a battery of the machine itself, not that of a mouse, give the power?"""
+    if sys.platform != "linux":
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        return battery is not None and battery.power_plugged is False
+    supplies = [{name: _said(folder / name) for name in SUPPLY} for folder in POWER_SUPPLIES.glob("*")]
+    own = [supply for supply in supplies if supply["scope"] != "Device"]
+    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in own)
+    return not is_plugged_in and any((s["type"], s["status"]) == ("Battery", "Discharging") for s in own)
+
+
+def _said(file: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return file.read_text().strip()
+    return ""
+
+
+def _programs() -> frozenset[str]:
+    names = (process.info["name"] or "" for process in psutil.process_iter(["name"]))
+    return frozenset(name.lower().removesuffix(".exe") for name in names)
+
+
+def _hottest_c() -> float | None:
+    """Of processor and cards."""
+    try:
+        sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    except (OSError, ValueError) as error:
+        logger.info("no temperature can be read: %s", error)
+        sensors = {}
+    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
+    return max([*found, *_cards_c()], default=None)
+
+
+def _cards_c() -> list[float]:
+    """NVIDIA's own tool comes with their driver; what is not supported there is no number."""
+    if shutil.which(CARDS[0]) is None:
+        return []
+    try:
+        done = subprocess.run(CARDS, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [float(line) for line in done.stdout.split() if line.isdigit()]
+
+
+def _untouched_s() -> float | None:
+    """Since somebody typed or moved a mouse: at a seat by logind, at terminals by when they were last read from."""
+    seat = _seat_untouched_s()
+    at_terminals = [_terminal_untouched_s(user.terminal) for user in psutil.users() if user.terminal]
+    known = [s for s in (seat, *at_terminals) if s is not None]
+    return min(known, default=None)
+
+
+def _seat_untouched_s() -> float | None:
+    """None where there is no logind; for ever at a machine without a seat."""
+    if shutil.which("loginctl") is None:
+        return None
+    command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    if done.returncode and "seat0" in done.stderr:
+        return math.inf
+    if said.get("IdleHint") == "no":
+        return 0.0
+    since_us = said.get("IdleSinceHint", "")
+    return time.time() - int(since_us) / 1e6 if said.get("IdleHint") == "yes" and since_us.isdigit() else None
+
+
+def _terminal_untouched_s(terminal: str) -> float | None:
+    with suppress(OSError):
+        return time.time() - os.stat(f"/dev/{terminal}").st_atime
+    return None
+
+
+def _pause_of(until: float | None) -> Pause:
+    return Pause(None if until is None else datetime.fromtimestamp(until))
+
+
+def recall(file: Path | None) -> Pause | None:
+    """The pause that was written down."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        kept = read_json(file, _PauseFile, "pause again, or resume")
+    except ConfigError as error:
+        logger.warning("%s; it stays paused until then", error)
+        return Pause()
+    try:
+        return _pause_of(kept.until)
+    except (ValueError, OverflowError, OSError):
+        logger.warning("%s names no time: it stays paused until swarmd resume", file)
+        return Pause()

@@ -1,0 +1,92 @@
+"""Joining: ask one member whether an invite still counts, before anything is written down."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmUnavailable
+from swarmd.net.api import Purpose
+from swarmd.net.exchange import Exchange
+from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class _Visitor:
+    """A guest that says hello and listens to nothing else."""
+
+    def __init__(self, exchange: Exchange, certificate: tuple[bytes, ...]) -> None:
+        self._exchange = exchange
+        self._certificate = certificate
+
+    def hello(self) -> Hello:
+        return Hello(certificate=self._certificate, agent="swarmd join")
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        self._exchange.admit(peer, hello)
+
+    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        return False
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedIn:
+    """What the swarm says: its catalog, or that a founder has to approve first."""
+
+    catalog: bytes | None = None
+    waits: bool = False
+
+
+async def check_in(
+    keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
+) -> CheckedIn:
+    """Exchange once with any of ``bootstrap``.
+
+    Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
+    """
+    network = Libp2pNetwork(identity, keys.psk, certificate=certificate)
+    exchange = Exchange(keys, time.time)
+    rpc = Rpc(network, _Visitor(exchange, certificate))
+    said: list[str] = []
+    mismatches, waits = 0, False
+    async with network.running(), trio.open_nursery() as nursery:
+        await nursery.start(rpc.run)
+        for peer, addresses in bootstrap.items():
+            network.learn(peer, addresses)
+            try:
+                await exchange.pull(rpc, peer)
+                said = []
+                break
+            except Refused as error:
+                if error.code == Code.WAITS:
+                    said, waits = [], True
+                    break
+                if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
+                    said = [f"refused: {error}"]
+                    mismatches = len(bootstrap)
+                    break
+                said.append(f"{', '.join(addresses)}: {error}")
+            except HandshakeFailed as error:
+                mismatches += 1
+                said.append(str(error))
+            except PeerError as error:
+                said.append(str(error))
+        nursery.cancel_scope.cancel()
+    if not said and bootstrap:
+        return CheckedIn(exchange.book.catalog_raw, waits)
+    if mismatches == len(bootstrap) and said:
+        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
+    raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")

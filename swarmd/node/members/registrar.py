@@ -1,0 +1,60 @@
+"""On a founder's machine: whoever came by an invite for so many is entered into the catalog, and so let in for good.
+
+Then everybody knows who has used the invite, and the member stays when the invite ends. Where another founder signed a
+catalog without knowing this one's latest, what it lost comes back. docs/trust.md, "Members".
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.net.exchange import Exchange
+from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, Admitted, Catalog, with_what_was_lost
+
+logger = logging.getLogger(__name__)
+
+ENTRY_INTERVAL_S = 2.0  # as often as members exchange: who comes in between shares one version of the catalog
+
+
+class Registrar:
+    """``admit`` signs a catalog with more members, and with what one before said and this one lost, and returns it;
+    None where no founder's key is here.
+
+    ``announce`` tells others soon that there is a newer one.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        admit: Callable[[dict[bytes, Admitted], Catalog], bytes | None],
+        announce: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self._rng = rng
+        self._admit = admit
+        self._before = exchange.book.catalog
+        self._exchange = exchange
+        self._announce = announce
+
+    async def run(self) -> None:
+        while True:
+            await trio.sleep(ENTRY_INTERVAL_S * self._rng.uniform(0.5, 1.5))  # two founders seldom sign in one second
+            arrivals, catalog = self._arrivals(), self._exchange.book.catalog
+            is_new = catalog is not self._before
+            is_lost = is_new and with_what_was_lost(catalog, self._before, self._exchange.now()) is not None
+            try:
+                raw = self._admit(arrivals, self._before) if arrivals or is_lost else None
+                if raw is not None and self._exchange.merge_catalog_untrusted(raw):
+                    self._announce()
+                self._before = self._exchange.book.catalog
+            except (SwarmError, OSError) as error:
+                logger.warning("%d newcomers are not in the catalog yet: %s", len(arrivals), error)
+
+    def _arrivals(self) -> dict[bytes, Admitted]:
+        ends_at = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
+        return {key: Admitted(ends_at, invite, terms.may) for key, invite, terms in self._exchange.doors.arrived()}

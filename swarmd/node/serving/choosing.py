@@ -1,0 +1,114 @@
+"""Which blocks a worker of this machine takes, beside the swarm's other servers and this daemon's other workers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import trio
+
+from swarmd.books import Books
+from swarmd.config import Config, Serve
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Rpc
+from swarmd.node.machine.presence import Presence
+from swarmd.node.machine.store import Store
+from swarmd.node.members.directory import Directory
+from swarmd.node.members.order import Order
+from swarmd.node.serving.balancer import Turnover, holders_of
+from swarmd.node.serving.trials import Trials, of
+from swarmd.node.worker.worker_link import Starter
+from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
+from swarmd.plan.chains.placement import Holder, choose_span
+from swarmd.plan.chains.routing import STAYS_S, stays_s
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.understanding import Understanding
+from swarmd.values import Decision, ModelId, PeerId, Span
+
+FIRST_LOOK_S = 4.0  # to see who else is there before choosing
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a hosting chose: others of the same daemon choose beside it, and leave it its memory."""
+
+    model: ModelId
+    span: Span
+    n_bytes: int
+    is_loaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+
+    identity: Identity
+    rpc: Rpc
+    exchange: Exchange
+    directory: Directory
+    store: Store
+    config: Config
+    start_worker: Starter
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    turnover: Turnover
+    understands: Understanding
+    presence: Presence
+    books: Books
+    order: Order
+    trials: Trials
+    spill_folder: str = ""
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    @property
+    def me(self) -> PeerId:
+        return self.rpc.network.peer_id
+
+
+async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, model: ModelId) -> Decision[Span]:
+    """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
+    if wanted.span is not None:
+        return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
+    with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
+        while len(around.directory.view().peers) < 2:
+            await trio.sleep(0.2)
+    manifest = await around.store.supply.manifest(model)
+    n_blocks, (blocks, head_bytes) = manifest.n_blocks, group_bytes(manifest, wanted.dtype, wanted.quantize)
+    coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
+    own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
+    free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
+    free_bytes = max(0, free_bytes - around.presence.kept_bytes - wanted.head * head_bytes)
+    n_fit = blocks_that_fit(free_bytes, blocks)
+    n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
+    spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
+    others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
+    answering = await around.directory.answering({PeerId(s.peer) for s in others})
+    there = [s for s in others if s.peer in answering]
+    serving = await around.trials.serving(s for s in there if s.state == "online" and s.peer != around.me)
+    now = around.wall_clock()
+    counted = [s for s in there if s.peer == around.me or s.state != "online" or of(s) in serving]
+    holders = holders_of(s for s in counted if stays_s(s, now) > STAYS_S)
+    speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
+    beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
+    holders += [Holder(around.me, span, speed) for span in beside]
+    decision = choose_span(holders, n_blocks, n_fit, speed)
+    n_bytes = sum(blocks[decision.action.start : decision.action.end])
+    n_bytes += head_bytes if wanted.head and decision.action.end == n_blocks else 0
+    around.choices[slot] = Choice(model, decision.action, n_bytes)
+    return decision
+
+
+async def fetch_blocks(around: Around, wanted: Serve, model: ModelId, span: Span, slot: int | None = None) -> Path:
+    """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
+    groups = frozenset(span.blocks())
+    if slot is not None:
+        around.store.hold(slot, model, groups)
+    if wanted.head and span.end == (n_blocks := (await around.store.supply.manifest(model)).n_blocks):
+        groups |= {n_blocks}
+        if slot is not None:
+            around.store.hold(slot, model, groups)
+    return (await around.store.supply.ensure(model, groups)).folder

@@ -1,0 +1,470 @@
+"""One thing that a daemon serves: it chooses blocks, has them fetched and loaded, serves, drains, pauses, and says why.
+
+Everything about one worker is here, and nothing about the others: the daemon holds a list of these (``hosts``). What is
+best to serve is ``plan.chains.placement``'s; when to look again is the balancer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+import swarmd.status as status
+from swarmd.config import Serve
+from swarmd.errors import ConfigError, SwarmError
+from swarmd.net.api import Purpose, TaskStatus
+from swarmd.net.rpc import Channel
+from swarmd.node.serving.balancer import Balancer
+from swarmd.node.serving.choosing import Around, choose_blocks, fetch_blocks
+from swarmd.node.serving.hops import Deliver
+from swarmd.node.serving.lanes import Lanes
+from swarmd.node.serving.leaving import Hold, leave
+from swarmd.node.serving.served import Served
+from swarmd.node.serving.server import Server
+from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerStatus
+from swarmd.plan.chains.admission import CacheLedger
+from swarmd.plan.chains.placement import Target, choose_model
+from swarmd.plan.owner.health import WorkerLife
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, Refusal
+from swarmd.protocol.wire.tensors import ITEM_BYTES
+from swarmd.protocol.wire.worker import Loaded, LoadSpan
+from swarmd.values import Decision, ModelId, PeerId, Span
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.5  # a model that is added is served as soon as a person looks
+RETRY_S = 5.0  # after blocks could not be had
+ROUND_TRIPS_IN_RECORD = 8  # a record has 8 KiB for everything; chains need the links to neighbours only
+FIXED = status.BalanceStatus(
+    last_move=None, last_look="its blocks are given, or balance = false in config.toml", moves_left=0
+)
+NEWS_SHARE = 0.2  # of what was announced last: a change that others should know
+
+
+class State(StrEnum):
+    """What a hosting does now."""
+
+    CHOOSING = "choosing"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    ONLINE = "online"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What is served while it is served."""
+
+    model: ModelId
+    placement: Decision[Span]
+    server: Server
+    lanes: Lanes
+    worker: WorkerLink
+
+
+class Hosting:
+    """See the module. ``slot`` is its number in this daemon's list; ``deliver`` takes frames for this very peer."""
+
+    def __init__(self, around: Around, wanted: Serve, slot: int, deliver: Deliver) -> None:
+        self.wanted = wanted
+        self.slot = slot
+        self.state = State.CHOOSING
+        self.why = "has not looked yet"
+        self._around = around
+        self._deliver = deliver
+        self._serving: _Serving | None = None
+        self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
+        self._next: tuple[ModelId, Decision[Span]] | None = None  # what a move decided
+        self._held: dict[Hold, str] = {}  # why nothing is to be served here
+        self._is_urgent = trio.Event()  # its owner wants the machine now
+        self._changed_mind = trio.Event()
+        self._left_record: list[dict[str, Any]] = []
+        self._at_most = 0  # blocks; lower once a worker could not load as many
+        self._announced = (-1, 0)  # free cache tokens, sessions that decode
+        view, interval_s = around.directory.view, around.config.balance_interval_s
+        own = (around.me, slot)
+        world = (view, own, around.wall_clock, around.rng, interval_s, around.turnover)
+        self.balancer = Balancer(*world, around.trials, self._move)
+
+    # --- what the daemon asks --------------------------------------------------------------------------------
+
+    @property
+    def server(self) -> Server | None:
+        return self._serving.server if self._serving else None
+
+    @property
+    def is_online(self) -> bool:
+        return self._serving is not None and self._serving.worker.is_online
+
+    @property
+    def worker_life(self) -> WorkerLife | None:
+        """How its worker fares, if there is one."""
+        if self._serving is None:
+            return None
+        worker = self._serving.worker.snapshot()
+        return WorkerLife(worker.state == "online", worker.restarts, worker.last_end)
+
+    @property
+    def device(self) -> Loaded | None:
+        """What the worker says of its device, once it is loaded."""
+        return self._serving.worker.loaded if self._serving else None
+
+    @property
+    def _may_move(self) -> bool:
+        return self._around.config.balance and self.wanted.span is None
+
+    def n_decoding(self) -> int:
+        return self._serving.server.n_decoding() if self._serving else 0
+
+    def starts_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session, or lane, start here at a block?"""
+        now = self._serving
+        return now is not None and (now.server.starts_at(session, block) or now.lanes.starts_at(session, block))
+
+    def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session, or lane, end here at a block?"""
+        now = self._serving
+        return now is not None and (now.server.ends_at(session, block) or now.lanes.ends_at(session, block))
+
+    def holds(self, model: str, start: int, end: int) -> bool:
+        """Are these blocks of a model ("" is any) served here?"""
+        served = self._serving.server.served if self._serving else None
+        if served is None or model not in ("", served.model):
+            return False
+        return served.span.start <= start < end <= served.span.end
+
+    @property
+    def takes_sessions(self) -> bool:
+        """Is it online, and does not leave?"""
+        return self._serving is not None and self.is_online and not self._serving.server.is_draining
+
+    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+        """Act on one message about sessions or fine-tuning; False when it is none. Raises Refused."""
+        serving = self._serving
+        if serving is None:
+            return False
+        return await serving.lanes.handle(peer, message, frame, channel) or await serving.server.handle(
+            peer, message, frame, channel
+        )
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """The last channel of one purpose to a peer has ended."""
+        if self._serving is not None and purpose == "interactive":
+            self._serving.server.peer_gone(peer)
+        elif self._serving is not None and purpose == "training":
+            self._serving.lanes.peer_gone(peer)
+
+    def hold(self, hold: Hold, reason: str) -> int:
+        """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
+        if hold not in self._held:
+            self._changed_mind.set()
+        self._held[hold] = reason
+        if hold is Hold.POLICY:
+            self._is_urgent.set()
+        if self._serving is None:
+            self._set(State.PAUSED, reason)
+            return 0
+        return len(self._serving.server.sessions())
+
+    def is_held(self, hold: Hold) -> bool:
+        return hold in self._held
+
+    def release(self, hold: Hold) -> None:
+        """Serve again, unless something else is against it."""
+        if self._held.pop(hold, ""):
+            self._changed_mind.set()
+        if Hold.POLICY not in self._held:
+            self._is_urgent = trio.Event()
+
+    async def drain(self) -> None:
+        """Have live sessions taken over by other holders, or replayed by their clients, within a bounded time."""
+        serving = self._serving  # it may end, by another drain, while this one waits
+        if serving is None:
+            return
+        n = len(serving.server.sessions())
+        self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
+        self._around.directory.announce_soon()  # as draining
+        await leave(serving.server, serving.lanes, serving.worker, self._is_urgent)
+
+    # --- serving ---------------------------------------------------------------------------------------------
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve one span after the other: a move or a pause ends one."""
+        async with trio.open_nursery() as nursery:
+            if self._may_move:
+                nursery.start_soon(self.balancer.run)
+            task_status.started()
+            while True:
+                self._changed_mind = trio.Event()
+                if self._held:
+                    self._set(State.PAUSED, next(iter(self._held.values())))
+                    await self._changed_mind.wait()
+                    continue
+                await self._until_changed_mind(self._choose_and_serve)
+
+    async def _until_changed_mind(self, serve: Callable[[], Any]) -> None:
+        """Get ready and serve; getting ready is given up as soon as something else is wanted."""
+        async with trio.open_nursery() as nursery:
+            changed_mind = self._changed_mind
+
+            async def give_up() -> None:
+                await changed_mind.wait()
+                if self._serving is None:  # else what is served ends in its own way
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(give_up)
+            await serve()
+            nursery.cancel_scope.cancel()
+
+    async def _choose_and_serve(self) -> None:
+        try:
+            model = self._next[0] if self._next else await self._choose_model()
+            placement = self._next[1] if self._next else await self._choose_span(model)
+            self._next, self._coming = None, (model, placement.action)
+            self._set(State.FETCHING, placement.reason)
+            self._around.directory.announce_soon()
+            folder = await fetch_blocks(self._around, self.wanted, model, placement.action, self.slot)
+        except SwarmError as error:  # a disk that is full, blocks that nobody gives or has: it may get better
+            logger.warning("cannot serve yet: %s", error)
+            self._set(State.FAILED, str(error))
+            self._next = self._coming = None
+            self._around.directory.announce_soon()
+            with trio.move_on_after(RETRY_S):
+                await self._changed_mind.wait()
+        else:
+            logger.info("serving %s", placement.reason)
+            await self._serve(model, placement, folder)
+        finally:
+            self._coming = None
+            self._around.choices.pop(self.slot, None)
+            self._around.store.release(self.slot)
+
+    async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
+        """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
+        around, wanted, config = self._around, self.wanted, self._around.config
+        mine = (around.identity, around.books, model, placement.action, wanted.dtype)
+        served = Served(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
+        worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
+        ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
+        server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)
+        lanes = Lanes(*world, server, worker, self._deliver)
+
+        async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:
+            if not lanes.take_worker_refusal(refusal, frame):
+                await server.on_worker_refusal(refusal)
+
+        handlers: Handlers = {**server.worker_handlers(), **lanes.worker_handlers(), Refusal: on_refusal}
+        self._set(State.LOADING, f"loading blocks {placement.action}")
+        self._serving = _Serving(model, placement, server, lanes, worker)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.run)
+                await nursery.start(lanes.run)
+                await nursery.start(worker.run, handlers, self._on_worker_change)
+                await self._changed_mind.wait()
+                await self.drain()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._serving = None
+            around.directory.announce_soon()
+
+    def _load_request(self, served: Served, folder: Path) -> LoadSpan:
+        wanted, config = self.wanted, self._around.config
+        return LoadSpan(
+            path=str(folder),
+            model=served.model,
+            start=served.span.start,
+            end=served.span.end,
+            dtype=wanted.dtype,
+            quantize=wanted.quantize,
+            kv_cache=wanted.kv_cache,
+            head=wanted.head,
+            threads=wanted.threads,
+            device=wanted.device,
+            history_bytes=config.history_mib << 20,
+            tuning_bytes=served.limit_bytes,
+            tuning_share=config.tuning_share,
+            leave_free_bytes=self._around.presence.kept_bytes,
+            spill_folder=self._around.spill_folder,
+        )
+
+    async def _choose_model(self) -> ModelId:
+        """Wait until the catalog lists the model asked for, or any; then the one that needs servers most."""
+        while True:
+            view, wanted = self._around.directory.view(), self.wanted.model
+            here = frozenset(self._around.store.library.folders)
+            choice = choose_model(view.spans, view.catalog.models, wanted, here)
+            if choice.action is not None:
+                model, n_blocks = choice.action
+                if self.wanted.span is not None and self.wanted.span.end > n_blocks:
+                    raise ConfigError(f"--blocks {self.wanted.blocks} exceeds the model's {n_blocks} blocks")
+                return model
+            if choice.reason != self.why:
+                self._set(State.CHOOSING, choice.reason)
+                logger.warning("%s", choice.reason)
+            await trio.sleep(LOOK_INTERVAL_S)
+
+    async def _choose_span(self, model: ModelId) -> Decision[Span]:
+        return await choose_blocks(self._around, self.wanted, self.slot, self._at_most, model)
+
+    async def _move(self, target: Decision[Target]) -> bool:
+        """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
+        if self._serving is None:
+            return False
+        logger.info("moving: %s", target.reason)
+        model, span = target.action.model, target.action.span
+        try:
+            placement = Decision(span, target.reason) if span else await self._choose_span(model)
+            await fetch_blocks(self._around, self.wanted, model, placement.action)
+        except SwarmError as error:
+            logger.warning("not moving: %s", error)
+            return False
+        self._next = model, Decision(placement.action, target.reason)
+        self._changed_mind.set()
+        return True
+
+    # --- what the worker and the server tell ------------------------------------------------------------------
+
+    async def _on_worker_change(self) -> None:
+        serving = self._serving
+        if serving is None:
+            return
+        worker, server = serving.worker.snapshot(), serving.server
+        is_too_much = worker.state == "failed" and self.wanted.span is None
+        if is_too_much and len(server.served.span) > 1:  # a device may have less memory than the machine
+            self._at_most = len(server.served.span) // 2
+            self._changed_mind.set()
+        if (chosen := self._around.choices.get(self.slot)) is not None:
+            chosen.is_loaded = worker.loaded is not None
+        if worker.loaded is not None:
+            server.ledger.total_tokens = self._tokens_that_fit(worker.loaded)
+        if self.state is not State.DRAINING:
+            states = {"online": State.ONLINE, "failed": State.FAILED}
+            self._set(states.get(worker.state, State.LOADING), worker.reason)
+        if worker.state != "online":
+            reason = f"the worker of this hop ended: {worker.reason}"
+            server.worker_lost(reason)
+            serving.lanes.worker_lost(reason)
+        self._announced = server.ledger.room_tokens, server.n_decoding()
+        self._around.directory.announce_soon()
+
+    def _tokens_that_fit(self, loaded: Loaded) -> int:
+        """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
+        free = (loaded.device_memory_bytes or psutil.virtual_memory().available) - self._around.presence.kept_bytes
+        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.wanted.dtype] * loaded.hidden  # history too
+        return min(self.wanted.cache_tokens, max(0, free) // 2 // max(1, per_token))
+
+    def _on_server_change(self) -> None:
+        """Room or load may be other than what was announced: tell when that is worth it."""
+        if self._serving is None:
+            return
+        server, (announced, said) = self._serving.server, self._announced
+        free, load = server.ledger.room_tokens, server.n_decoding()
+        is_room_news = abs(free - announced) > NEWS_SHARE * server.ledger.total_tokens
+        if is_room_news or abs(load - said) > max(1, NEWS_SHARE * said):
+            self._announced = free, load
+            self._around.directory.announce_soon()
+
+    def _set(self, state: State, why: str) -> None:
+        self.state, self.why = state, why
+
+    # --- what it says of itself -------------------------------------------------------------------------------
+
+    def records(self) -> list[dict[str, Any]]:
+        """This hosting's SpanRecord, without what all records share."""
+        serving, wanted = self._serving, self.wanted
+        always = {"kind": "span", "slot": self.slot, "dtype": wanted.dtype, "quantize": wanted.format}
+        if serving is None:
+            if self._coming is None:
+                return self._left_record  # else its last record would be believed until it expires
+            model, blocks = self._coming
+            return [{**always, "state": "joining", "model": model, "start": blocks.start, "end": blocks.end}]
+        server, loaded, config = serving.server, serving.worker.loaded, self._around.config
+        likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
+        nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
+        span = {
+            **always,
+            "model": serving.model,
+            "start": server.served.span.start,
+            "end": server.served.span.end,
+            "state": self._announced_state(),
+            "numerics": loaded.numerics if loaded else "",
+            "quantization_error": loaded.quantization_error if loaded else None,
+            "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,
+            "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
+            "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
+            "head": bool(loaded and loaded.has_head),
+            "n_decoding": server.n_decoding(),
+            "moves_left": self.balancer.moves_left if self._may_move else 0,
+            "any_model": self._may_move and not wanted.model,
+            "free_cache_tokens": server.ledger.room_tokens,
+            "training_bytes": config.tuning_mib << 20,
+            "training_share": config.tuning_share,
+            "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
+            "leaves_at": self._around.presence.leaves_at,
+        }
+        self._left_record = [{**span, "state": "draining"}]
+        return [span]
+
+    def _announced_state(self) -> str:
+        """Blocks that cannot be loaded are promised to nobody: others then fill the gap."""
+        if self.state in (State.DRAINING, State.FAILED):
+            return "draining"
+        return "online" if self.is_online else "joining"
+
+    def likely_next(self) -> set[PeerId]:
+        """Who serves the block after this server's last, or the one before its first: the links that chains need."""
+        if self._serving is None:
+            return set()
+        model, span = self._serving.model, self._serving.server.served.span
+        wanted = {span.end, span.start - 1}
+        spans = self._around.directory.view().spans
+        return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
+
+    def snapshot(self) -> status.HostingStatus:
+        serving = self._serving
+        return status.HostingStatus(
+            slot=self.slot,
+            wanted=self.wanted.model or "whatever the swarm lacks",
+            state=str(self.state),
+            why=serving.worker.snapshot().reason if serving and self.state is State.LOADING else self.why,
+            serving=self._serving_status(serving) if serving else None,
+            worker=_worker_status(serving.worker.snapshot()) if serving else None,
+            server=serving.server.snapshot() if serving else None,
+            tuning=serving.lanes.snapshot() if serving else None,
+            balance=self.balancer.snapshot() if self._may_move else FIXED,
+        )
+
+    def _serving_status(self, serving: _Serving) -> status.ServingStatus:
+        catalog, span = self._around.directory.view().catalog, serving.placement.action
+        return status.ServingStatus(
+            model=serving.model,
+            name=catalog.name_of(serving.model),
+            blocks=(span.start, span.end),
+            why=serving.placement.reason,
+        )
+
+    def sessions(self) -> tuple[status.SessionRow, ...]:
+        """One row for each hop that is served."""
+        return self._serving.server.sessions() if self._serving else ()
+
+
+def _worker_status(worker: WorkerStatus) -> status.WorkerStatus:
+    return status.WorkerStatus(
+        state=worker.state,
+        pid=worker.pid,
+        restarts=worker.restarts,
+        why=worker.reason,
+        batching=worker.loaded.batching if worker.loaded else None,
+        kernels=worker.loaded.kernels if worker.loaded else None,
+    )

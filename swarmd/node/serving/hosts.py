@@ -1,0 +1,154 @@
+"""All that a daemon serves: a list of hostings, and which of them a message is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import trio
+
+import swarmd.status as status
+from swarmd.errors import Code, ConfigError, Refused
+from swarmd.net.api import Purpose, TaskStatus
+from swarmd.net.rpc import Channel
+from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.hosting import Hosting
+from swarmd.node.serving.leaving import Hold
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import (
+    AnyMessage,
+    CachePart,
+    HandOver,
+    Op,
+    OpenSession,
+    Progress,
+    Refusal,
+    Replay,
+    Reroute,
+)
+from swarmd.protocol.wire.tuning import Backward, Forward, OpenLane, PutTuned
+from swarmd.values import PeerId
+
+PAUSED_BY_DRAIN = "drained by its owner: swarmd resume serves again"
+NEEDS_A_HOP = (OpenSession, OpenLane, PutTuned, Op, Reroute, Replay, HandOver, CachePart, Forward, Backward)
+"""What asks something of a hop: refused where there is none. The rest only tells, and may come late."""
+
+
+TO_WHERE_IT_ENDS = (Progress, Backward)
+"""What names the block where the hop that it is for ends; all else names where that one starts."""
+
+
+class Hosts:
+    """See the module."""
+
+    def __init__(self, around: Around) -> None:
+        self._around = around
+        wanted = enumerate(around.config.to_host())
+        self._hostings = [Hosting(around, serve, slot, self.deliver) for slot, serve in wanted]
+
+    def __iter__(self) -> Iterator[Hosting]:
+        return iter(self._hostings)
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve all of it until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for hosting in self._hostings:
+                await nursery.start(hosting.run)
+            task_status.started()
+
+    async def leave(self) -> None:
+        """Have all live sessions taken over elsewhere, within a bounded time."""
+        async with trio.open_nursery() as nursery:
+            for hosting in self._hostings:
+                nursery.start_soon(hosting.drain)
+
+    # --- what peers send -------------------------------------------------------------------------------------
+
+    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+        """Give a message to the hosting that it is for; False when it is for none. Raises Refused."""
+        session = getattr(message, "session", None)
+        if session is None and not isinstance(message, PutTuned):
+            return False
+        hosting = self._for(message)
+        if hosting is not None and await hosting.handle(peer, message, frame, channel):
+            return True
+        if isinstance(message, NEEDS_A_HOP):
+            raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
+        return True
+
+    async def deliver(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
+        """Hand a frame of this very peer to the hop that it is for. Raises Refused."""
+        await self.handle(peer, message, frame, None)
+
+    def _for(self, message: AnyMessage) -> Hosting | None:
+        """The hosting that a message is for; the first that serves where no one has a claim on it."""
+        serving = [h for h in self._hostings if h.server is not None]
+        if len(serving) < 2:
+            return serving[0] if serving else None
+        if isinstance(message, OpenSession | OpenLane | PutTuned):
+            able = [h for h in serving if h.holds(message.model, message.start, message.end)]
+            return next((h for h in able if h.takes_sessions), (able or serving)[0])
+        session, block = getattr(message, "session", b""), getattr(message, "start", 0)
+        by_end = next((h for h in serving if h.ends_at(session, block)), None)
+        if isinstance(message, TO_WHERE_IT_ENDS):
+            return by_end or serving[0]
+        by_start = next((h for h in serving if h.starts_at(session, block)), None)
+        return (by_end or by_start if isinstance(message, Refusal) else by_start) or serving[0]
+
+    def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """The last channel of one purpose to a peer has ended."""
+        for hosting in self._hostings:
+            hosting.gone(peer, purpose)
+
+    # --- what the owner asks ---------------------------------------------------------------------------------
+
+    def drain(self, model: str = "") -> int:
+        """Stop serving a model ("": all) until ``resume``; returns how many sessions are to be taken over."""
+        chosen = [h for h in self._named(model) if not h.is_held(Hold.DRAIN)]
+        if not chosen:
+            raise ConfigError("this daemon serves no blocks: there is nothing to drain")
+        return sum(hosting.hold(Hold.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
+
+    def resume(self, model: str = "") -> None:
+        """Serve again after a drain."""
+        if not self._hostings:
+            raise ConfigError("this daemon was started with --no-serve: start it without")
+        for hosting in self._named(model):
+            hosting.release(Hold.DRAIN)
+
+    def rest(self, reason: str) -> None:
+        """Stop all at once for a reason; "" serves again."""
+        for hosting in self._hostings:
+            if reason:
+                hosting.hold(Hold.POLICY, reason)
+            else:
+                hosting.release(Hold.POLICY)
+
+    def _named(self, model: str) -> list[Hosting]:
+        if not model:
+            return self._hostings
+        rows = [(h, h.snapshot()) for h in self._hostings]
+        catalog = self._around.directory.view().catalog
+        names = {model, *catalog.names_of(catalog.models[model][0] if model in catalog.models else model)}
+        found = [h for h, row in rows if h.wanted.model in names or (row.serving and row.serving.name in names)]
+        if not found:
+            known = ", ".join(row.serving.name or row.serving.model if row.serving else row.wanted for _, row in rows)
+            raise ConfigError(f"this daemon serves no model {model!r}; it serves: {known or 'nothing'}")
+        return found
+
+    # --- what they say of themselves ---------------------------------------------------------------------------
+
+    def n_decoding(self) -> int:
+        return sum(hosting.n_decoding() for hosting in self._hostings)
+
+    def records(self) -> list[dict[str, Any]]:
+        return [record for hosting in self._hostings for record in hosting.records()]
+
+    def likely_next(self) -> set[PeerId]:
+        return set().union(*(hosting.likely_next() for hosting in self._hostings))
+
+    def snapshot(self) -> tuple[status.HostingStatus, ...]:
+        return tuple(hosting.snapshot() for hosting in self._hostings)
+
+    def sessions(self) -> tuple[status.SessionRow, ...]:
+        return tuple(row for hosting in self._hostings for row in hosting.sessions())

@@ -1,0 +1,139 @@
+"""A server's receipts: what passed through a hop, signed for its client, and shown to it again when it asks.
+
+What is signed is ``protocol.accounts.receipt``'s; what clients do with it is ``client.sessions.audit``'s. docs/trust.md
+tells the story.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmd.errors import Code, Forged, IntegrityError, Refused
+from swarmd.net.exchange import Exchange
+from swarmd.net.tasks import Tasks
+from swarmd.node.serving.hops import Key, SessionHop
+from swarmd.node.serving.outbox import Outbox
+from swarmd.node.serving.served import Served
+from swarmd.node.worker.worker_link import Answer, WorkerLink, WorkerLost
+from swarmd.protocol.accounts import receipt, usage_receipt
+from swarmd.protocol.accounts.receipt import Receipt, Trail
+from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.fields import TensorMeta
+from swarmd.protocol.wire.messages import (
+    OpenSession,
+    ReceiptIs,
+    Refusal,
+    Taken,
+    TokensAre,
+    WantReceipt,
+    WantTokens,
+    framed,
+)
+from swarmd.values import PeerId
+
+OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
+
+
+class Receipts:
+    """Those of one server. ``outbox`` reaches clients."""
+
+    def __init__(self, exchange: Exchange, served: Served, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+        self._exchange = exchange
+        self._served = served
+        self._worker = worker
+        self._outbox = outbox
+        self._tasks = tasks
+
+    def trail(self, opening: OpenSession) -> Trail | None:
+        """What receipts of a session will be made of; None where its client wants none."""
+        loaded = self._worker.loaded
+        if loaded is None or not opening.receipts:
+            return None
+        return Trail(shape=(opening.batch, loaded.hidden), adapter=opening.adapter, tuned=opening.tuned)
+
+    def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
+        """An op has left a hop, or ended in it without output."""
+        if hop.trail is None:
+            return
+        hop.trail.leave(seq, tensor, payload)
+        if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
+            self._outbox.tell(hop.state.client, self._signed(key, hop))
+
+    def taken(self, hop: SessionHop, message: Taken, body: bytes) -> None:
+        """The client has signed a bill that it was given. Raises RemoteProtocolError."""
+        identity = self._served.identity
+        try:
+            said = usage_receipt.read_body_untrusted(body)
+            about = (said.giver, said.taker, said.session, said.start, said.end)
+            if about != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
+                raise IntegrityError("a bill of another session")
+            if hop.trail is None or said.n_tokens > hop.trail.n_computed:
+                raise IntegrityError(f"a bill for {said.n_tokens} tokens, more than were computed")
+            usage_receipt.verify_taken_untrusted(said, body, message.taken)
+        except IntegrityError as error:
+            raise Forged(str(error)) from None
+        hop.bill = said, Signed(body, usage_receipt.given_by(identity, body), message.taken)
+
+    def ended(self, hop: SessionHop) -> None:
+        """A session is over: what it came to goes into the books."""
+        if hop.bill is not None:
+            self._served.books.add(*hop.bill, self._exchange.voucher_of(hop.state.client))
+
+    async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
+        """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
+        if isinstance(request, WantTokens):
+            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+            self._tasks.start_soon(self._pass_on, hop.state.client, request, answer)
+            return
+        if hop.trail is None or hop.trail.is_broken:
+            raise Refused(Code.NOT_HELD, "no receipts of this session: its rows were reordered")
+        self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
+
+    async def _pass_on(self, client: PeerId, request: WantTokens, answer: Answer) -> None:
+        try:
+            said = await answer.wait()
+        except (Refused, WorkerLost) as error:
+            code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
+            self._outbox.tell(client, framed(Refusal(re=request.id, code=code.value, message=str(error)[:500])))
+            return
+        assert isinstance(said, TokensAre)
+        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=said.tensor), answer.payload))
+
+    def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
+        assert hop.trail is not None
+        first, entered, left, before = hop.trail.cut()
+        body, signature = receipt.sign(
+            Receipt(
+                peer=self._served.identity.peer_id,
+                client=hop.state.client,
+                session=key[0],
+                model=self._served.model,
+                start=hop.span.start,
+                end=hop.span.end,
+                seq=hop.trail.seq,
+                n_computed=hop.trail.n_computed,
+                at=int(self._exchange.now()),
+                numerics=self._worker.loaded.numerics if self._worker.loaded else "",
+                is_heir=hop.trail.is_heir,
+                adapter=hop.trail.adapter,
+                tuned=hop.trail.tuned,
+                first=first,
+                entered=entered,
+                left=left,
+                before=before,
+            ),
+            self._served.identity,
+        )
+        so_far = Bill(
+            giver=self._served.identity.peer_id,
+            taker=hop.state.client,
+            session=key[0],
+            model=self._served.model,
+            start=hop.span.start,
+            end=hop.span.end,
+            n_tokens=hop.trail.n_computed,
+            at=int(self._exchange.now()),
+        )
+        offered, given = usage_receipt.offer(so_far, self._served.identity)
+        at = ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=given)
+        return framed(at, body)

@@ -1,0 +1,48 @@
+"""What a server answers its clients once it knows: whether a hop reaches its successor, and what the worker said."""
+
+from __future__ import annotations
+
+from swarmd.net.rpc import Channel
+from swarmd.node.serving.hops import SessionHop
+from swarmd.node.serving.onward import Onward
+from swarmd.node.serving.outbox import Outbox
+from swarmd.node.worker.worker_link import Answer, WorkerLink
+from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, framed
+from swarmd.values import PeerId
+
+
+class Replies:
+    """Those of one server. ``outbox`` reaches its clients."""
+
+    def __init__(self, onward: Onward, worker: WorkerLink, outbox: Outbox) -> None:
+        self._onward = onward
+        self._worker = worker
+        self._outbox = outbox
+
+    async def opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
+        loaded = self._worker.loaded
+        await self._connect_onward(hop)
+        reply = Opened(
+            re=opening.id,
+            push=hop.push,
+            why=hop.why[:500],
+            numerics=loaded.numerics if loaded else "",
+            layer_arity=loaded.layer_arity if loaded else 0,
+        )
+        self._outbox.tell(channel.peer, framed(reply))
+
+    async def rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
+        await self._connect_onward(hop)
+        reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
+        self._outbox.tell(channel.peer, framed(reply))
+
+    async def replayed(self, peer: PeerId, message: Replay, answer: Answer) -> None:
+        def replayed(said: Replayed) -> Replayed:
+            return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
+
+        self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
+
+    async def _connect_onward(self, hop: SessionHop) -> None:
+        """Find out whether this server can push to its successor; ``hop.why`` says so."""
+        found = await self._onward.reach("interactive", hop.state.client, hop.successor)
+        hop.push, hop.why = found.action, found.reason

@@ -1,0 +1,123 @@
+"""Whether servers that claim blocks serve them: a session is opened with them, as a client does, and closed again.
+
+A record alone is a word. Members that claim blocks and are always full would make honest servers leave these blocks,
+come back when the claims change, and leave again. So each daemon tries some claims now and then, and all that matter
+before it acts on them. Who refuses twice, some time apart, is no cover in this daemon's eyes until it takes a session
+again; who is only busy for a while is not, and a server that stays full needs another beside it in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.errors import OUR_MEMBERSHIP, Code, PeerError, Refused
+from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Rpc
+from swarmd.node.serving.short_session import opening_of, short_session
+from swarmd.plan.chains.placement import Own
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.values import PeerId, Span
+
+TRIED_AT_ONCE = 16  # servers: most answer within a round trip
+TRIED_EACH_LOOK = 2  # of a swarm of 126 all are tried within an hour
+TRIAL_TOKENS = 64  # of a session: what a short question takes
+OPEN_TIMEOUT_S = 8.0  # as a client waits
+APART_S = 30.0  # between two refusals that count as two
+REFUSALS = 2  # in a row: any server is full now and then
+JOINING_S = 2 * 3_600.0  # that a claim counts which is said to be loading: none takes sessions meanwhile
+MAX_REMEMBERED = 4_096  # servers that were tried
+NO_WORD_ABOUT_IT = (*OUR_MEMBERSHIP, Code.BANNED, Code.UNSUPPORTED)  # of this peer, or its version
+
+
+@dataclass(slots=True)
+class _Tried:
+    at: float
+    n_refusals: int = 0
+
+
+def of(span: SpanRecord) -> Own:
+    """Whose claim it is."""
+    return span.peer, span.slot
+
+
+class Trials:
+    """What one daemon has tried."""
+
+    def __init__(self, rpc: Rpc, exchange: Exchange, rng: random.Random) -> None:
+        self._rpc = rpc
+        self._exchange = exchange
+        self._rng = rng
+        self._tried: dict[Own, _Tried] = {}
+        self._joining_since: dict[Own, float] = {}
+
+    def cover(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+        """Those whose claims count: all, but for who refused again and again, or loads for ever.
+
+        Where that leaves nobody else, the fault may be here: all count.
+        """
+        me, now = self._rpc.network.peer_id, trio.current_time()
+        there = {of(s) for s in spans}
+        self._joining_since = {own: at for own, at in self._joining_since.items() if own in there}
+        for span in spans:
+            if span.state == "joining":
+                self._joining_since.setdefault(of(span), now)
+        counted = [s for s in spans if s.peer == me or self._counts(s, now)]
+        return counted if any(s.peer != me for s in counted) else list(spans)
+
+    def _counts(self, span: SpanRecord, now: float) -> bool:
+        is_loading_for_ever = now - self._joining_since.get(of(span), now) > JOINING_S
+        return self._refusals(span) < REFUSALS and not (span.state == "joining" and is_loading_for_ever)
+
+    async def try_some(self, spans: Iterable[SpanRecord]) -> None:
+        """Try a few claims, those first that were not tried for longest."""
+        me = self._rpc.network.peer_id
+        others = [s for s in spans if s.peer != me and s.state == "online"]
+        self._rng.shuffle(others)
+        others.sort(key=lambda s: self._tried[of(s)].at if of(s) in self._tried else -1.0)
+        await self.serving(others[:TRIED_EACH_LOOK])
+
+    async def serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
+        """Try claims now; returns those that take a session."""
+        found, limit = set[Own](), trio.CapacityLimiter(TRIED_AT_ONCE)
+
+        async def attempt(span: SpanRecord) -> None:
+            async with limit:
+                is_serving = await self._takes_session(span)
+            self._note(span, is_serving)
+            if is_serving:
+                found.add(of(span))
+                self._joining_since.pop(of(span), None)
+
+        async with trio.open_nursery() as nursery:
+            for span in spans:
+                nursery.start_soon(attempt, span)
+        return found
+
+    async def _takes_session(self, span: SpanRecord) -> bool:
+        opening = opening_of(os.urandom(16), span, Span(span.start, span.end), TRIAL_TOKENS)
+        try:
+            async with short_session(self._rpc, self._exchange, PeerId(span.peer), opening, OPEN_TIMEOUT_S):
+                return True
+        except Refused as error:
+            return error.code in NO_WORD_ABOUT_IT
+        except PeerError:
+            return False
+
+    def _refusals(self, span: SpanRecord) -> int:
+        tried = self._tried.get(of(span))
+        return tried.n_refusals if tried is not None else 0
+
+    def _note(self, span: SpanRecord, is_serving: bool) -> None:
+        now, before = trio.current_time(), self._tried.pop(of(span), None)
+        n_refusals = 0 if is_serving else 1
+        if before is not None and not is_serving:
+            n_refusals = before.n_refusals + (now - before.at >= APART_S)
+        is_early = before is not None and not is_serving and now - before.at < APART_S
+        self._tried[of(span)] = _Tried(before.at if is_early and before is not None else now, n_refusals)
+        if len(self._tried) > MAX_REMEMBERED:
+            del self._tried[next(iter(self._tried))]

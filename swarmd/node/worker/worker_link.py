@@ -1,0 +1,436 @@
+"""The daemon's end of its worker: start it, load a span, ask and be answered, notice when it dies or stops.
+
+What the worker answers to a request (``ask``, ``call``) goes to whoever asked, by the one id space of this link; what
+it says by itself goes to the handler of its type. A worker is alive while it makes progress: with frames that it has
+not dealt with it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is
+killed and replaced; its sessions are lost and said to be.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.net.api import TaskStatus
+from swarmd.node.worker.forkserver import VARIABLE, Forked
+from swarmd.node.worker.share import Share
+from swarmd.protocol.fields import Message
+from swarmd.protocol.wire import messages, worker
+from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.messages import Refusal
+from swarmd.protocol.wire.worker import (
+    Ending,
+    Improved,
+    Loaded,
+    Loading,
+    LoadSpan,
+    Measured,
+    Tick,
+    Work,
+    WorkerFailed,
+    WorkerMessage,
+)
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pass may take as long on a slow CPU
+STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
+TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
+CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
+FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
+LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
+MAX_WAITING_BYTES = 64 * 2**20  # of frames for the worker: beyond it senders wait
+_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
+
+
+class WorkerLost(SwarmUnavailable):
+    """The worker ended or was ended."""
+
+
+class WorkerProcess(Protocol):
+    """A started worker: the real process, or a simulated one."""
+
+    pid: int
+
+    async def send(self, data: bytes) -> None:
+        """Raises WorkerLost."""
+
+    def received(self) -> AsyncIterator[bytes]:
+        """Bytes from the worker until it ends."""
+
+    def kill(self) -> None: ...
+
+
+Starter = Callable[[], Awaitable[WorkerProcess]]
+
+
+# Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
+# Ctrl-C at a terminal reaches the whole group: it means the daemon, which drains before it ends its workers.
+START = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); from {} import main; main()"
+# -P: the folder in which the daemon was started may be anybody's, and is no place to import from.
+COMMAND = (sys.executable, "-P", "-c")
+# A worker computes: it fetches nothing, least of all code.
+WORKER = "swarmd.compute.serving.worker"
+WITHOUT_A_HUB = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
+NOT_NEEDED = "not needed any more"  # no fault
+
+
+class SubprocessWorker:
+    """``module`` on the other end of a socketpair."""
+
+    def __init__(self, module: str = WORKER) -> None:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._process = _launch(module, theirs.fileno())
+        theirs.close()
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self.pid = self._process.pid
+
+    async def send(self, data: bytes) -> None:
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise WorkerLost("the worker is gone") from None
+
+    async def received(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                data = await self._stream.receive_some(_RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            yield data
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._stream.socket.close()
+
+
+def _launch(module: str, file: int) -> subprocess.Popen[bytes] | Forked:
+    """Start a worker that talks at ``file``: a new process, or one of the fork server where there is one."""
+    environment = {**os.environ, **WITHOUT_A_HUB}
+    if server := os.environ.get(VARIABLE):
+        return Forked(server, module, ["{0}"], [file], environment)
+    command = [*COMMAND, START.format(module), str(file)]
+    return subprocess.Popen(command, pass_fds=[file], stdin=subprocess.DEVNULL, env=environment)
+
+
+class Prestarted:
+    """Starts the first worker before it is known what for: importing torch takes longer than joining a swarm."""
+
+    def __init__(self, at_once: bool = True, module: str = WORKER) -> None:
+        self._module = module
+        self._first = SubprocessWorker(module) if at_once else None
+
+    async def start(self) -> WorkerProcess:
+        first, self._first = self._first, None
+        return first or SubprocessWorker(self._module)
+
+    def close(self) -> None:
+        """End the first worker if nobody took it."""
+        if self._first is not None:
+            self._first.kill()
+
+
+Handler = Callable[[Any, Frame, bool], Awaitable[None]]
+"""Takes what the worker says by itself; True: more was said in the same breath, and follows at once."""
+Handlers = Mapping[type[Message], Handler]
+
+
+class Answer:
+    """What a worker will say to a request that was handed to it."""
+
+    def __init__(self) -> None:
+        self._arrived = trio.Event()
+        self._message: WorkerMessage | None = None
+        self._lost = ""
+        self.payload = memoryview(b"")  # of what has arrived
+
+    def arrive(self, message: WorkerMessage, payload: memoryview = memoryview(b"")) -> None:
+        self._message, self.payload = message, payload
+        self._arrived.set()
+
+    def lose(self, reason: str) -> None:
+        self._lost = reason
+        self._arrived.set()
+
+    async def wait(self) -> WorkerMessage:
+        """Raises Refused when the worker said no, WorkerLost when it ended before it answered."""
+        await self._arrived.wait()
+        if self._message is None:
+            raise WorkerLost(self._lost)
+        if isinstance(self._message, Refusal):
+            raise Refused(Code(self._message.code), self._message.message)
+        return self._message
+
+    async def reply(self, call_id: int, make: Callable[[Any], Message]) -> Message:
+        """Wait, and give what a peer is told that asked for it: what ``make`` makes of the answer, or a refusal."""
+        try:
+            return make(await self.wait())
+        except Refused as error:
+            return Refusal(re=call_id, code=error.code.value, message=str(error)[:500])
+        except WorkerLost as error:
+            return Refusal(re=call_id, code=Code.SESSION_LOST.value, message=str(error)[:500])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What the link says of its worker: state is loading, online, failed or down."""
+
+    state: str
+    pid: int | None
+    restarts: int
+    loaded: Loaded | None
+    reason: str
+    last_end: str  # why the last worker did that ended by itself; empty: none did
+
+
+class WorkerLink:
+    """Supervises one worker that serves one span."""
+
+    def __init__(self, start: Starter, request: LoadSpan, share: Share | None = None) -> None:
+        self._loaded: Loaded | None = None
+        self._share = share or Share()
+        self._start = start
+        self._request = request
+        self._handlers: Handlers = {}
+        self._on_change: Callable[[], Awaitable[None]]
+        self._answers: dict[int, Answer] = {}
+        self._n_asked = 0
+        self._process: WorkerProcess | None = None
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._wake = trio.Event()
+        self._drained = trio.Event()
+        self._busy = trio.Event()
+        self._n_sent = 0
+        self._n_handled = 0
+        self.n_reused = 0
+        self._heard_at = 0.0
+        self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
+        self._told_at = 0.0
+        self._last_words = ""
+        self._last_end = ""  # why the last worker did that ended by itself
+        self._restarts = -1
+        self._state = "down"
+        self._reason = "not started"
+
+    @property
+    def is_online(self) -> bool:
+        return self._state == "online"
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What the worker said of itself, its speeds as its owner's share of the time leaves them."""
+        if self._loaded is None:
+            return None
+        return msgspec.structs.replace(self._loaded, speed=_shared(self._loaded.speed, self._share.value))
+
+    def snapshot(self) -> WorkerStatus:
+        pid = self._process.pid if self._process else None
+        return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
+
+    async def send(self, frame: bytes) -> None:
+        """Hand one frame to the worker. Raises WorkerLost."""
+        process = self._process
+        if process is None:
+            raise WorkerLost("no worker is running")
+        if self._n_sent == self._n_handled:
+            self._heard_at = trio.current_time()
+            self._busy.set()
+        self._n_sent += 1
+        self._waiting.append(frame)
+        self._waiting_bytes += len(frame)
+        self._wake.set()
+        while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
+            await self._drained.wait()
+
+    async def ask(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> Answer:
+        """Hand ``request(id)`` to the worker, after all that was handed to it before. Raises WorkerLost."""
+        self._n_asked += 1
+        call_id = self._n_asked
+        answer = self._answers[call_id] = Answer()
+        try:
+            await self.send(messages.framed(request(call_id), payload))
+        except BaseException:
+            self._answers.pop(call_id, None)
+            raise
+        return answer
+
+    async def call(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> WorkerMessage:
+        """Ask, and wait for the answer. Raises WorkerLost or Refused."""
+        return await (await self.ask(request, payload)).wait()
+
+    async def _pass_on(self, process: WorkerProcess) -> None:
+        """Write what waits, all at once: what arrived together is computed together."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            data, self._waiting = b"".join(self._waiting), []
+            await process.send(data)
+            self._waiting_bytes -= len(data)
+            self._drained.set()
+            self._drained = trio.Event()
+
+    async def run(
+        self,
+        handlers: Handlers,
+        on_change: Callable[[], Awaitable[None]],
+        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Keep a worker running until cancelled; pause longer after each failure, and stop on a hopeless load.
+
+        ``handlers`` take what the worker says by itself, ``on_change`` is told of every change of its state.
+        """
+        self._handlers, self._on_change = handlers, on_change
+        task_status.started()
+        pause_s = FIRST_PAUSE_S
+        while self._state != "failed":
+            self._restarts += 1
+            begun = trio.current_time()
+            await self._run_once()
+            pause_s = FIRST_PAUSE_S if trio.current_time() - begun > 60 else min(LONGEST_PAUSE_S, pause_s * 2)
+            if self._state != "failed":
+                await trio.sleep(pause_s)
+
+    async def _run_once(self) -> None:
+        self._process = await self._start()
+        self._n_sent, self._n_handled, self._heard_at = 0, 0, trio.current_time()
+        self._waiting, self._waiting_bytes, self._last_words = [], 0, ""
+        self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, nursery.cancel_scope)
+                nursery.start_soon(self._pass_on, self._process)
+                await self.send(messages.framed(self._request))
+                nursery.start_soon(self._follow_share)
+                await self._read(self._process)
+                nursery.cancel_scope.cancel()
+        except* (WorkerLost, RemoteProtocolError) as group:
+            self._reason = str(group.exceptions[0])
+        finally:
+            self._process.kill()
+            self._process, self._loaded = None, None
+            self._drained.set()
+            self._drained = trio.Event()
+            if self._state != "failed":
+                self._set("down", self._why_down())
+                self._last_end = "" if self._reason == NOT_NEEDED else self._reason
+            answers, self._answers = self._answers, {}
+            for answer in answers.values():
+                answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
+        await self._on_change()
+
+    async def _read(self, process: WorkerProcess) -> None:
+        decoder = FrameDecoder()
+        async for data in process.received():
+            self._heard_at = trio.current_time()
+            taken = [(worker.decode(f.header), f) for f in decoder.feed_untrusted(data)]
+            answers = [(message, frame) for message, frame in taken if not isinstance(message, Tick)]
+            for n, (message, frame) in enumerate(answers, 1):
+                await self._take(message, frame, n < len(answers))
+            for tick, _ in taken:
+                if isinstance(tick, Tick):
+                    self._n_handled, self.n_reused = tick.handled, tick.reused
+
+    async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
+        if isinstance(message, Loaded):
+            self._loaded = message
+            self._set("online", _serving(message))
+            await self._on_change()
+        elif isinstance(message, Improved) and self._loaded is not None:
+            about = {"kernels": message.kernels, "quantization_error": message.quantization_error}
+            self._loaded = msgspec.structs.replace(self._loaded, **about)
+            self._reason = _serving(self._loaded)
+            await self._on_change()
+        elif isinstance(message, Loading):
+            self._reason = self._progress(message)
+            if trio.current_time() >= self._told_at + TELL_INTERVAL_S:
+                self._told_at = trio.current_time()
+                logger.info("worker %s: %s", self._state, self._reason)
+        elif isinstance(message, Ending):
+            self._last_words = message.reason
+        elif isinstance(message, WorkerFailed):
+            self._set("failed", message.message)
+            await self._on_change()
+        elif isinstance(message, Measured) and self._loaded is not None:
+            self._loaded = msgspec.structs.replace(self._loaded, speed=message)
+            await self._on_change()
+        elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
+            answer.arrive(message, frame.payload)
+        elif (handle := self._handlers.get(type(message))) is not None:
+            await handle(message, frame, more)
+            self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
+
+    def _progress(self, loading: Loading) -> str:
+        """What it does and how much is left, by the time that parts took since it first told of this stage."""
+        now = trio.current_time()
+        if self._stage is None or self._stage[0] != loading.stage:
+            self._stage = loading.stage, loading.done, now
+        _, first, since = self._stage
+        text = f"loading blocks [{self._request.start},{self._request.end}): {loading.stage}"
+        text += f", {loading.done} of {loading.total}"
+        if loading.done <= first:
+            return text
+        left_s = (now - since) * (loading.total - loading.done) / (loading.done - first)
+        return f"{text}, {left_s:.0f} s left"
+
+    def _why_down(self) -> str:
+        if trio.current_effective_deadline() == -math.inf:
+            return NOT_NEEDED
+        if self._reason.startswith("no progress"):
+            return self._reason
+        return f"the worker ended: {self._last_words}" if self._last_words else "the worker ended"
+
+    async def _follow_share(self) -> None:
+        with suppress(WorkerLost):
+            while True:
+                await self.send(messages.framed(Work(share=self._share.value)))
+                await self._share.change()
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        while True:
+            if self._n_sent == self._n_handled:
+                self._busy = trio.Event()
+                await self._busy.wait()
+            await trio.sleep(CHECK_INTERVAL_S)
+            silent_s = trio.current_time() - self._heard_at
+            if self._n_sent > self._n_handled and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):
+                self._reason = f"no progress for {silent_s:.1f} s"
+                scope.cancel()
+
+    def _set(self, state: str, reason: str) -> None:
+        is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
+        logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
+        self._state, self._reason, self._told_at = state, reason, trio.current_time()
+
+
+def _serving(loaded: Loaded) -> str:
+    loss = loaded.quantization_error
+    rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
+    return f"serving on {loaded.device}{rounded}"
+
+
+def _shared(speed: Measured, share: float) -> Measured:
+    """What is left of a speed for whoever computes for a share of the time."""
+    return Measured(
+        decode_tokens_per_s=share * speed.decode_tokens_per_s,
+        prefill_tokens_per_s=share * speed.prefill_tokens_per_s,
+        batch_tokens_per_s={n: share * rate for n, rate in speed.batch_tokens_per_s.items()},
+    )

@@ -1,0 +1,145 @@
+"""What a worker computes next: every ready decode step together, and beside them as much prefill as they can bear.
+
+Decoding goes before prefill. One chunk of one client's prefill rides along, cut so that the pass gets longer by half
+at most; with nobody decoding, chunks are as long as a pass may be. Where one call computes steps, they get in between
+the layers of a prompt's pass instead, and neither waits long for the other. Clients take turns by what they were
+given so far, and so do sessions that cannot share a pass (exact grade, padded batches, families whose self-test
+failed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmd.plan.chains.prefixes import BLOCK_TOKENS
+from swarmd.values import Decision, count
+
+MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
+MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
+MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
+MIN_TOKENS_BETWEEN = 64  # in a pass between those of who decodes: 32 cost four streams 7 % of their tokens
+PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The next op of one session: rows ``b``, ``t`` tokens left of each, and when it came (a running number)."""
+
+    key: tuple[bytes, int]
+    client: bytes
+    b: int
+    t: int
+    order: int
+    can_share: bool
+    group: object = None
+    is_begun: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        return not self.is_begun and (self.t == 1 or self.b * self.t <= MAX_GUESSED_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What passes were measured to take: seconds of a pass without prefill, seconds a token of prefill adds."""
+
+    decode_pass_s: float
+    prefill_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """``t`` tokens of each row of one session's next op."""
+
+    key: tuple[bytes, int]
+    t: int
+
+
+def choose_pass(
+    ready: Sequence[Ready], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
+) -> Decision[tuple[Share, ...]]:
+    """Choose what one pass computes.
+
+    ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
+    pass may let steps in between its layers (``steps_of_call``), so that prefill needs not make room for them.
+    """
+    if not ready:
+        return Decision((), "nothing is ready")
+    decoding = [r for r in ready if r.is_decode]
+    busy = {r.group for r in decoding}
+    contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
+    turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
+    if not turn.can_share:
+        return Decision((Share(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
+    together = [r for r in decoding if r.can_share and r.group == turn.group]
+    shares = [Share(r.key, r.t) for r in together]
+    waiting = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
+    if not waiting:
+        return Decision(tuple(shares), f"{len(shares)} decode steps together")
+    longest = min(waiting, key=lambda r: (served.get(r.client, 0.0), r.order))
+    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    if not together and not n_active:
+        chunk = _longest(longest)
+        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
+    least = MIN_CHUNK_TOKENS if together and not lets_in else MIN_TOKENS_BETWEEN
+    chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
+    if lets_in:
+        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
+    shares.append(Share(longest.key, chunk))
+    return Decision(tuple(shares), f"{count(len(together), 'decode step')} and {chunk} tokens of prefill")
+
+
+def may_let_in(aside_s: float, own_s: float) -> bool:
+    """May steps get in between the layers of a prompt's pass? Beside them a third of the time is the prompt's."""
+    return own_s >= PREFILL_SHARE * aside_s
+
+
+def steps_of_call(steps: Sequence[Ready], n_tokens: int) -> tuple[Share, ...]:
+    """The decode steps that a call for so many tokens computes in the midst of a pass, the oldest first."""
+    shares = list[Share]()
+    for step in sorted(steps, key=lambda r: r.order):
+        if step.b * step.t <= n_tokens:
+            n_tokens -= step.b * step.t
+            shares.append(Share(step.key, step.t))
+    return tuple(shares)
+
+
+MAX_PATIENCE = 0.5  # of a decode pass: waiting longer for others costs more than it brings together
+ACTIVE_PASSES = 20  # without a step: a session that is not decoding any more is not waited for
+MIN_ACTIVE_S = 0.2  # passes of tiny models are so short that a client's round trip is many of them
+
+
+def patience_s(n_ready: int, n_active: int, waited_s: float, speed: Speed) -> float:
+    """How long an idle worker waits for more steps before it begins a pass.
+
+    Weights are read once for a pass, whatever is in it, so a pass of one is dear while many decode. With half of the
+    active sessions here the others keep another server of the chain busy: more would let one of the two idle. What
+    is waited for never takes longer than half a pass.
+    """
+    if not n_ready or 2 * n_ready >= n_active:
+        return 0.0
+    return max(0.0, MAX_PATIENCE * speed.decode_pass_s - waited_s)
+
+
+CHUNK_S = 0.05  # of the slowest hop: all hops of a chain compute at once, and none waits long for another
+MIN_OP_TOKENS = 64  # of 32 a prompt is there no sooner: they waste the matrix units
+MAX_OP_TOKENS = 2_048  # as much as a pass takes at once, four times
+
+
+def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
+    """How many tokens of each row a client puts in one op, so that the hops of a chain work at the same time.
+
+    An op should take the slowest hop about ``CHUNK_S``: long enough to be worth its way, short enough to fill a
+    pipeline. One hop alone is given everything at once. Ops end where shared beginnings do.
+    """
+    if len(prefill_tokens_per_s) < 2:
+        return t
+    n_tokens = min(MAX_OP_TOKENS, max(MIN_OP_TOKENS, int(min(prefill_tokens_per_s) * CHUNK_S)))
+    n_ops = max(1, round(b * t / n_tokens))
+    n_even = -(-t // min(n_ops, t))
+    return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
+
+
+def _longest(ready: Ready) -> int:
+    return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

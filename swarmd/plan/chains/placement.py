@@ -1,0 +1,265 @@
+"""Which blocks a server should hold: what a newcomer takes, and who moves where when the swarm is out of balance.
+
+A server of ``blocks_per_s`` that holds ``k`` blocks passes ``blocks_per_s / k`` tokens a second through each of them.
+The swarm is as fast as its slowest block (its *bottleneck*), and a block with fewer holders than the target is a risk.
+So placements compete first on uncovered blocks, then on blocks below the target, then on a soft minimum over all
+blocks' tokens/s, which rises with the bottleneck and also tells apart two placements that leave it as it is. Moves are
+decided by all members alike from the same view, so only the one whose move helps most moves. After Petals (Borzunov
+et al. 2023, section 3.2), which looks at the bottleneck alone.
+
+Over all models a block that nobody holds comes before more speed elsewhere: servers that may hold any model leave the
+one they serve, where each of their blocks has another holder, for one that lacks blocks (``rescues``).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmd.plan.chains.view import coverage
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.values import Decision, ModelId, PeerId, Span, count, ranges, some_of
+
+TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
+SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
+MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
+MOST_CONSIDERED = 256  # servers, for one move: a look at thousands must not hold up the daemon
+MAX_MOVES_PER_DAY = 4  # a move costs a download and its sessions' patience
+DAY_S = 86_400.0  # one day
+TAKEN = ("online", "joining")  # states of blocks that are, or will soon be, somebody's
+
+Models = Mapping[str, tuple[str, int]]
+"""Name of a model to its hash and number of blocks, as in the catalog."""
+Own = tuple[str, int]
+"""A server: its peer, and which of that peer's workers."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One server as placement sees it: what it holds, how fast it is, whether it may move and is ready."""
+
+    peer: PeerId
+    span: Span
+    blocks_per_s: float
+    is_online: bool = True
+    may_move: bool = True
+    slot: int = 0  # which of the peer's workers
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """``peer`` should hold ``span`` instead of what it holds."""
+
+    peer: PeerId
+    span: Span
+    slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a server should hold instead: blocks of a model, or (None) those of it that are needed most."""
+
+    model: ModelId
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Who could take the blocks of a model that nobody holds, the first in line first; nobody without the weights."""
+
+    model: ModelId
+    name: str
+    lacking: tuple[Span, ...]
+    servers: tuple[Own, ...]
+    is_given: bool = True
+
+    def __str__(self) -> str:
+        blocks = ", ".join(map(str, self.lacking))
+        if not self.is_given:
+            return (
+                f"blocks {blocks} are held by nobody, and no member that is up has their weights: start the daemon of "
+                f"one that has, or say swarmd models add FOLDER --name {shlex.quote(self.name)} where they are"
+            )
+        if not self.servers:
+            return (
+                f"blocks {blocks} are held by nobody, and no server that may choose its model can leave what it "
+                f"serves without a gap there: swarmd up --serve {self.name} on a machine that has room"
+            )
+        peers = some_of([peer[-8:] for peer, _ in self.servers])
+        return f"blocks {blocks} are held by nobody; {peers} can take them, the first within a few minutes"
+
+
+def choose_model(
+    spans: Sequence[SpanRecord], models: Models, wanted: str, here: frozenset[ModelId]
+) -> Decision[tuple[ModelId, int] | None]:
+    """Choose what a server that has just come serves: the model it was told (by name or hash), else the rarest one.
+
+    Among equally rare ones those come first that are on this disk already.
+    """
+    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    names = ", ".join(listed) or "none yet"
+    if not wanted and not listed:
+        return Decision(None, "waiting for the swarm's catalog to list a model: swarmd models add, by the founder")
+    if wanted:
+        found = next((m for name, m in listed.items() if wanted in (name, m[0])), None)
+        if found is None:
+            return Decision(None, f"waiting for the swarm's catalog to list a model {wanted!r}; it lists: {names}")
+        return Decision(found, f"{wanted}, as --serve says")
+
+    def rarity(name: str) -> tuple[int, bool]:
+        model, n_blocks = listed[name]
+        return min(coverage(spans, model, n_blocks)), model not in here
+
+    name = min(listed, key=rarity)
+    return Decision(listed[name], f"{name}: its rarest block has {count(rarity(name)[0], 'server')}")
+
+
+def rescues(
+    spans: Sequence[SpanRecord], models: Models, is_given: Callable[[ModelId, int], bool] = lambda model, block: True
+) -> list[Rescue]:
+    """For each model with blocks that nobody holds or loads: who could come from another model, without a gap there.
+
+    ``is_given`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
+    Those whose present blocks have most other holders come first; of two models that lack blocks each gets every
+    second of them.
+    """
+    by_model = {ModelId(model): (name, n) for name, (model, n) in sorted(models.items(), reverse=True)}
+    listed = {name: (model, n) for model, (name, n) in sorted(by_model.items(), key=lambda item: item[1])}
+    counts = {model: coverage(spans, model, n, TAKEN) for model, n in listed.values()}
+    lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
+    online = {model: coverage(spans, model, n) for model, n in listed.values()}
+
+    def spare(span: SpanRecord) -> int:
+        """Other holders of the rarest of its blocks."""
+        held = online.get(ModelId(span.model), [])[span.start : span.end]
+        return min(held, default=1) - 1
+
+    free = [s for s in spans if s.state == "online" and s.any_model and s.moves_left and spare(s) > 0]
+    free.sort(key=lambda s: (-spare(s), s.peer, s.slot))
+    found = []
+    for number, name in enumerate(lacking):
+        model, _ = listed[name]
+        able = [s for s in free if s.model != model]
+        servers = able[number :: len(lacking)] or able
+        gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
+        can_be_had = all(is_given(model, block) for gap in gaps for block in range(gap.start, gap.end))
+        able_peers = tuple((s.peer, s.slot) for s in servers) if can_be_had else ()
+        found.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
+    return found
+
+
+def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:
+    """Choose what a newcomer that has room for ``n_fit`` blocks should hold."""
+    counts, rates = _state(holders, n_blocks)
+    size = max(1, min(n_fit, n_blocks))
+    start = _best_window(counts, rates, size, blocks_per_s)[1]
+    span = Span(start, start + size)
+    lowest = int(counts[span.start : span.end].min())
+    held = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
+    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {held}, and {n_fit} fit this machine"
+    return Decision(span, reason)
+
+
+def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | None]:
+    """Choose the one move that helps most, or none. It never opens a gap, and nobody else moves meanwhile."""
+    counts, _ = _state([h for h in holders if h.is_online], n_blocks)
+    promised, promised_rates = _state(holders, n_blocks)  # those that still load will be there soon
+    before = _value(promised[None], promised_rates[None])[0]
+    best: tuple[tuple[float, float, float], Move] | None = None
+    for holder in _able_to_move(holders, counts):
+        span = holder.span
+        rest, rest_rates = promised.copy(), promised_rates.copy()
+        rest[span.start : span.end] -= 1
+        rest_rates[span.start : span.end] -= holder.blocks_per_s / len(span)
+        value, start = _best_window(rest, rest_rates, len(span), holder.blocks_per_s)
+        if best is None or value > best[0]:
+            best = value, Move(holder.peer, Span(start, start + len(span)), holder.slot)
+    if best is None:
+        return Decision(None, "nobody may move without opening a gap")
+    (gaps, thin, soft), move = best
+    if (gaps, thin) > before[:2]:
+        missing = ", ".join(map(str, ranges({int(b) for b in np.flatnonzero(promised < TARGET_REDUNDANCY)})))
+        return Decision(move, f"blocks {missing} have fewer than {TARGET_REDUNDANCY} holders; {move.span} helps most")
+    worth = max(MIN_GAIN, 1 / len(holders))
+    if (gaps, thin) == before[:2] and soft > before[2] * (1 + worth):
+        gain = 100 * (soft / before[2] - 1) if before[2] else 100.0
+        return Decision(move, f"the swarm gets {gain:.0f} % more through its thin blocks with {move.span}")
+    return Decision(None, f"no move gains {100 * worth:.0f} %")
+
+
+def _able_to_move(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
+    """Who may move and leaves no block to nobody; of very many those whose rarest block has most other holders."""
+    found: list[tuple[float, int, Holder]] = []
+    for holder in holders:
+        if holder.is_online and holder.may_move:
+            rarest = counts[holder.span.start : holder.span.end].min()
+            if rarest > 1:
+                found.append((-rarest, len(found), holder))
+    if len(found) > MOST_CONSIDERED:
+        found.sort()
+    return [holder for _, _, holder in found[:MOST_CONSIDERED]]
+
+
+def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
+    """Tokens a second through the slowest block, by holders that are online."""
+    return float(_state([h for h in holders if h.is_online], n_blocks)[1].min())
+
+
+def moves_left(moved_at: Sequence[float], now: float) -> int:
+    """How many moves a server may still make within this day."""
+    return MAX_MOVES_PER_DAY - sum(now - at < DAY_S for at in moved_at)
+
+
+def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float | None:
+    """The rate at which members leave: departures over all time observed; None before anybody left.
+
+    The maximum-likelihood estimate for exponential lifetimes with those still here as censored observations.
+    """
+    total = sum(lifetimes_s) + sum(ages_s)
+    return len(lifetimes_s) / total if lifetimes_s and total > 0 else None
+
+
+def gap_chance(holders: Iterable[frozenset[str]], hazard: float, within_s: float = 3_600.0) -> float:
+    """The chance that at least one block loses all its present holders within ``within_s``, if nobody comes or moves.
+
+    ``holders`` are those of each block. Members leave independently; blocks with the same holders go together and count
+    once, and a set that holds a smaller one adds nothing. Sets that overlap count as if apart: it errs upwards.
+    """
+    leave = -math.expm1(-hazard * within_s)
+    sets = set(holders)
+    least = [s for s in sets if not any(other < s for other in sets)]
+    return 1.0 - math.prod(1.0 - leave ** len(s) for s in least)
+
+
+def _state(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:
+    counts, rates = np.zeros(n_blocks), np.zeros(n_blocks)
+    for holder in holders:
+        counts[holder.span.start : holder.span.end] += 1
+        rates[holder.span.start : holder.span.end] += holder.blocks_per_s / len(holder.span)
+    return counts, rates
+
+
+def _best_window(
+    counts: Floats, rates: Floats, size: int, blocks_per_s: float
+) -> tuple[tuple[float, float, float], int]:
+    """The best (value, start) for a server of ``blocks_per_s`` and ``size`` blocks added to what there is."""
+    block, starts = np.arange(len(counts)), np.arange(len(counts) - size + 1)
+    inside = (block >= starts[:, None]) & (block < starts[:, None] + size)
+    values = _value(counts + inside, rates + inside * (blocks_per_s / size))
+    best = max(range(len(starts)), key=values.__getitem__)
+    return values[best], best
+
+
+def _value(counts: Floats, rates: Floats) -> list[tuple[float, float, float]]:
+    """What placements are worth, one a row: (-uncovered blocks, -missing holders, soft minimum of tokens/s)."""
+    gaps = -(counts < 0.5).sum(1)
+    thin = -np.maximum(0, TARGET_REDUNDANCY - counts).sum(1)
+    soft = np.mean(np.maximum(rates, 1e-9) ** -SHARPNESS, axis=1) ** (-1 / SHARPNESS)
+    return list(zip(gaps.tolist(), thin.tolist(), soft.tolist(), strict=True))

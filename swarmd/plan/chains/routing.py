@@ -1,0 +1,312 @@
+"""Which servers to ask: the cheapest chain over measured speed, load, round trips and cache room, and why.
+
+Block by block, ``best[p]`` is the least cost of having computed all blocks before with the last one on peer ``p``: a
+min-plus product with the trips between peers, so a chain may leave a span anywhere. A hop costs the trip to it (the
+server before pushes straight to it), its own overhead, and its share of the pass that its load makes; the last
+answers the client. Of very many servers only those that look best for some block are compared (``_shortlist``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmd.errors import NoRoute
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.values import PeerId, Span, count, ranges
+
+DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured
+DEFAULT_DECODE_TOKENS_PER_S = 10.0  # a slow CPU: who has measured nothing is not preferred
+HOP_OVERHEAD_S = 0.001  # a frame's way through daemon and worker
+MOST_TIMES = 100.0  # faster than the usual server: a card beside processors, and no more
+MANY = 400  # servers: up to so many are all compared, exactly
+N_FOR_A_BLOCK = 16  # of more than that: the fastest for each block, and as many of those whose trip is known
+NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
+STAYS_S = 600.0  # as long as a conversation: who leaves within it has its sessions move
+MOVING_S = 0.02  # a token: a second's pause over the fifty tokens of a short answer
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One peer and the blocks it computes in a chain."""
+
+    peer: PeerId
+    span: Span
+    numerics: str = ""
+    slot: int = 0  # which of the peer's workers: two of them make two hops
+
+    def __str__(self) -> str:
+        return f"{self.span} on {self.peer[-8:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A chain of hops, its expected seconds a token, and one line for each hop that explains it."""
+
+    hops: tuple[Hop, ...]
+    cost_s: float
+    why: tuple[str, ...]
+
+
+Trips = Mapping[tuple[str, str], float]
+"""One-way seconds between two peers, where known; the client goes by its own peer id."""
+TripsOf = Trips | Callable[[Sequence[SpanRecord]], Trips]
+"""Those, or what gathers them for some servers; for none it gives what the client measured itself."""
+
+
+def best_route(
+    spans: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: TripsOf,
+    eligible: Callable[[SpanRecord], bool] = lambda _: True,
+    from_peer: PeerId | None = None,
+    n_tokens: int = 0,
+    now: float = 0.0,
+) -> Route:
+    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
+
+    ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
+    """
+    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
+    costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
+    entry = _entry_s(usable, n_tokens, now)
+    return _cheapest(usable, wanted, client, trips, _believed(costs), from_peer or client, entry)
+
+
+def best_rejected(
+    chosen: Route,
+    spans: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: TripsOf,
+    eligible: Callable[[SpanRecord], bool] = lambda _: True,
+    now: float = 0.0,
+) -> Route | None:
+    """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
+    found = []
+    for peer in {hop.peer for hop in chosen.hops}:
+        try:
+            found.append(
+                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
+            )
+        except NoRoute:
+            continue
+    return min(found, key=lambda route: route.cost_s, default=None)
+
+
+def least_loaded(
+    spans: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: TripsOf,
+    eligible: Callable[[SpanRecord], bool],
+    n_tokens: int,
+    in_flight: Mapping[PeerId, int],
+) -> Route:
+    """Find the chain that would be done first with one more micro-batch of ``n_tokens``. Raises NoRoute.
+
+    ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
+    speed, and chains that share no peer work side by side.
+    """
+    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
+    costs = [
+        n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
+        for s in usable
+    ]
+    block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
+    return _cheapest(usable, wanted, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
+
+
+def _believed(block_s: Floats) -> Floats:
+    """Seconds a block, none less than a share of what most servers say: a claim alone must not draw everybody."""
+    return np.maximum(block_s, np.median(block_s) / MOST_TIMES)
+
+
+def pass_s(span: SpanRecord) -> float:
+    """Seconds of a decode pass over the whole span if one more session joins those that decode there now."""
+    single = 1.0 / (span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
+    if not span.n_decoding:
+        return single
+    known = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
+    points = [(1, single), *((n, s) for n, s in known if n > 1)]
+    n = span.n_decoding + 1
+    sizes, seconds = zip(*points, strict=True)
+    if n <= sizes[-1]:
+        return float(np.interp(n, sizes, seconds))
+    return float(seconds[-1] * n / sizes[-1])
+
+
+def trips_of(spans: Sequence[SpanRecord], client: PeerId, own_trips_s: Mapping[PeerId, float]) -> Trips:
+    """Gather one-way times from what servers announced and what the client measured."""
+    trips = {(s.peer, other): ms / 2000 for s in spans for other, ms in s.round_trip_ms.items()}
+    trips.update({(client, peer): seconds for peer, seconds in own_trips_s.items()})
+    return trips
+
+
+def _shortlist(
+    spans: Sequence[SpanRecord], wanted: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
+) -> list[SpanRecord]:
+    """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
+
+    What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
+    """
+    near = [s for s in spans if s.start < wanted.end and s.end > wanted.start]
+    if len(near) <= MANY:
+        return [s for s in near if eligible(s)]
+    known = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
+    order = np.argsort([_about_s(s) for s in near], kind="stable")
+    starts = np.array([s.start for s in near])[order]
+    ends = np.array([s.end for s in near])[order]
+    is_known = np.array([s.peer in known for s in near])[order]
+    kept: dict[int, bool] = {}
+    for block in range(wanted.start, wanted.end):
+        covers = (starts <= block) & (block < ends)
+        for candidates in (covers, covers & is_known):
+            n = 0
+            for i in order[candidates]:
+                if n == N_FOR_A_BLOCK:
+                    break
+                if i not in kept:
+                    kept[i] = eligible(near[i])
+                n += kept[i]
+    return [near[i] for i, is_eligible in kept.items() if is_eligible]
+
+
+def _about_s(span: SpanRecord) -> float:
+    """Seconds of one block in a pass beside those that decode there now, about."""
+    n, rate = span.n_decoding, span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+    if n and span.batch_tokens_per_s:
+        rate = min(rate, max(span.batch_tokens_per_s.values()) / (n + 1))
+    return (1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S) / (span.end - span.start)
+
+
+def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
+    """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
+    usable = sorted((s for s in spans if s.start < wanted.end and s.end > wanted.start), key=lambda s: s.start)
+    missing: set[int] = set()
+    reached = wanted.start
+    for start, end in [*((s.start, s.end) for s in usable), (wanted.end, wanted.end)]:
+        missing.update(range(reached, start))
+        reached = max(reached, end)
+    if missing:
+        gaps = ranges(missing)
+        of_wanted = "" if gaps == [wanted] else f" of {wanted}"
+        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_wanted}", tuple(gaps))
+    return usable
+
+
+def _cheapest(
+    usable: Sequence[SpanRecord],
+    wanted: Span,
+    client: PeerId,
+    trips: TripsOf,
+    block_s: Floats,
+    source: PeerId,
+    entry: Floats,
+) -> Route:
+    """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
+    n, length = len(usable), len(wanted)
+    between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
+    starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
+    best = np.full(n, np.inf)
+    came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
+    begins = np.zeros((length, n), dtype=bool)
+    held = slice(0, 0)  # where they are who computed the block before
+    for at in range(length):
+        covers = (starts <= wanted.start + at) & (wanted.start + at < ends)
+        here = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
+        if at == 0:
+            entering = first[here] + entry[here]
+        else:
+            arriving = best[held, None] + between[held, here]
+            before = arriving.argmin(0)
+            entering = arriving[before, np.arange(len(before))] + entry[here]
+            came_from[at, here] = before + held.start
+        staying = best[here]
+        begins[at, here] = new = entering < staying
+        cost = np.where(covers[here], np.where(new, entering, staying) + block_s[here], np.inf)
+        best[held] = np.inf
+        best[here] = cost
+        held = here
+    total = best + last
+    end = int(total.argmin())
+    return _trace(usable, wanted, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+
+
+def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
+    """What a hop costs beside its trip and its computing: room that lacks, and moving when its owner's hours end."""
+    room = np.array([0.0 if s.free_cache_tokens >= n_tokens else NO_ROOM_S for s in usable])
+    moving = np.array([MOVING_S * max(0.0, 1.0 - stays_s(s, now) / STAYS_S) for s in usable])
+    entry: Floats = room + moving + HOP_OVERHEAD_S
+    return entry
+
+
+def stays_s(span: SpanRecord, now: float) -> float:
+    """For how long yet a server's owner lets it work, as far as is known."""
+    return max(0.0, span.leaves_at - now) if span.leaves_at and now else math.inf
+
+
+def _trace(
+    usable: Sequence[SpanRecord],
+    wanted: Span,
+    begins: NDArray[np.bool_],
+    came_from: NDArray[np.int64],
+    server: int,
+    cost_s: float,
+    trips: tuple[Floats, Floats, Floats],
+    block_s: Floats,
+) -> Route:
+    between, first, last = trips
+    hops: list[Hop] = []
+    why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
+    end = at = wanted.end
+    while at > wanted.start:
+        at -= 1
+        if not begins[at - wanted.start, server]:
+            continue
+        span, part = usable[server], Span(at, end)
+        before = int(came_from[at - wanted.start, server])
+        trip = first[server] if before < 0 else between[before, server]
+        load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
+        unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
+        why.append(
+            f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "
+            f"ms{load}{unknown}"
+        )
+        hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
+        end, server = at, before
+    return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
+
+
+def _trip_matrix(
+    usable: Sequence[SpanRecord], trips: Trips, source: PeerId, client: PeerId
+) -> tuple[Floats, Floats, Floats]:
+    """Trips between servers, from the source to each, and from each to the client; one way stands for both.
+
+    Two workers of one peer are servers of their own, with no trip between them.
+    """
+    index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
+    of = np.array([index[s.peer] for s in usable])
+    between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
+    known = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
+    if known:
+        rows, columns, seconds = (np.array(values) for values in zip(*known, strict=True))
+        between[columns, rows] = seconds
+        between[rows, columns] = seconds
+    np.fill_diagonal(between, 0.0)
+
+    def to_and_fro(other: PeerId) -> Floats:
+        if other in index:
+            row: Floats = between[index[other]][of]
+            return row
+        found = (trips.get((other, s.peer), trips.get((s.peer, other), DEFAULT_TRIP_S)) for s in usable)
+        return np.fromiter(found, np.float64, len(usable))
+
+    return between[np.ix_(of, of)], to_and_fro(source), to_and_fro(client)

@@ -1,0 +1,295 @@
+"""The swarm as one peer knows it: a frozen picture made of verified records, and the book it is made from."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeVar
+
+import msgspec
+
+from swarmd.config import MAX_HOSTED
+from swarmd.errors import ConfigError, NoRoute
+from swarmd.plan.links.dialing import IpNetwork, leads_there
+from swarmd.protocol.membership.catalog import MAX_USES, Catalog, Right
+from swarmd.protocol.membership.identity import Membership
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, Verified
+from swarmd.protocol.wire.tensors import ITEM_BYTES
+from swarmd.values import Decision, ModelId, PeerId, RunId, Span, count, ranges
+
+MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
+MAX_RUNS = 7  # that one daemon takes part in at a time
+MAX_RECORDS_OF_A_PEER = 1 + MAX_HOSTED + MAX_RUNS  # itself, what it serves and the runs it takes part in
+MAX_PEERS_OF_A_VOUCHER = MAX_USES  # that announce themselves at a time: a larger group takes several invites
+MAX_RECORDS_OF_A_VOUCHER = 512  # of all whom one invite, or one member, has brought in
+MAX_SENT = 4_096  # records in one exchange; the rest follows in the next
+MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
+
+
+def coverage(
+    spans: Iterable[SpanRecord], model: ModelId, n_blocks: int, states: Container[str] = ("online",)
+) -> list[int]:
+    """Count for each block of a model the servers, in one of ``states``, that hold it."""
+    counts = [0] * n_blocks
+    for span in spans:
+        if span.model == model and span.state in states:
+            for block in range(span.start, min(span.end, n_blocks)):
+                counts[block] += 1
+    return counts
+
+
+def _listed(spans: Iterable[Span]) -> str:
+    return ", ".join(map(str, spans))
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """All records that count at one moment. Free to read, never changes.
+
+    ``out_of_reach`` is served by members that nobody can connect to from here: it counts for nothing.
+    """
+
+    peers: Mapping[PeerId, PeerRecord]
+    spans: tuple[SpanRecord, ...]
+    catalog: Catalog
+    runs: tuple[RunRecord, ...] = ()
+    out_of_reach: tuple[SpanRecord, ...] = ()
+
+    def in_run(self, run: RunId) -> list[RunRecord]:
+        """Who takes part in a training run."""
+        return [r for r in self.runs if r.run == run]
+
+    def serving(self, model: ModelId) -> list[SpanRecord]:
+        """Spans of a model that take new sessions."""
+        return [s for s in self.spans if s.model == model and s.state == "online"]
+
+    def listed(self) -> list[SpanRecord]:
+        """Spans of the catalog's models: of others anybody could announce as many as he likes."""
+        models = {model for model, _ in self.catalog.models.values()}
+        return [s for s in self.spans if s.model in models]
+
+    def coverage(self, model: ModelId, n_blocks: int) -> list[int]:
+        """Count for each block the servers that hold it."""
+        return coverage(self.spans, model, n_blocks)
+
+    def holders(self, model: ModelId, n_blocks: int) -> list[frozenset[str]]:
+        """The peers that serve each block."""
+        found: list[set[str]] = [set() for _ in range(n_blocks)]
+        for span in self.serving(model):
+            for block in range(span.start, min(span.end, n_blocks)):
+                found[block].add(span.peer)
+        return [frozenset(peers) for peers in found]
+
+    def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
+        return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
+
+    def served_dtype(self, model: ModelId, n_blocks: int, wanted: str = "auto") -> str:
+        """The dtype in which every block is served: ``wanted``, or the first of several. Raises NoRoute."""
+        asked = [*ITEM_BYTES] if wanted == "auto" else [wanted]
+        for dtype in asked:
+            if not self._gaps(model, n_blocks, dtype):
+                return dtype
+        if missing := self.missing(model, n_blocks):
+            n_hidden = sum(span.model == model for span in self.out_of_reach)
+            hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
+            raise NoRoute(f"no live server holds blocks {_listed(missing)} of {n_blocks}{hidden}", tuple(missing))
+        gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
+        whole = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
+        others = f"can be asked for: {', '.join(whole)}" if whole else "every block is served, but not in one dtype"
+        lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in asked)
+        raise NoRoute(f"no live server holds blocks {lacking} of {n_blocks}; {others}", tuple(gaps[asked[0]]))
+
+    def _gaps(self, model: ModelId, n_blocks: int, dtype: str) -> list[Span]:
+        """The blocks that nobody serves in a dtype."""
+        counts = coverage((span for span in self.spans if span.dtype == dtype), model, n_blocks)
+        return ranges({block for block, n in enumerate(counts) if n == 0})
+
+    def is_given(self, model: ModelId, block: int) -> bool:
+        """Can the weights of a block be fetched: from a member that has them, or from the hub?"""
+        if model in self.catalog.sources:
+            return True
+        held = (record.holds.get(model, ()) for record in self.peers.values())
+        return any(start <= block < end for groups in held for start, end in groups)
+
+    def peer_ending(self, ending: str) -> PeerId:
+        """The one peer whose id ends so. Raises ConfigError."""
+        matches = [peer for peer in self.peers if peer.endswith(ending)] if ending else []
+        if len(matches) != 1:
+            raise ConfigError(f"{len(matches)} known peers have an id that ends in {ending!r}: see swarmd peers")
+        return matches[0]
+
+    def model_named(self, name: str) -> tuple[ModelId, int] | None:
+        """Resolve a name of the catalog, or a hash that it lists, to (hash, number of blocks)."""
+        for known, (model, n_blocks) in self.catalog.models.items():
+            if name in (known, model):
+                return ModelId(model), n_blocks
+        return None
+
+
+T = TypeVar("T")
+
+
+def _count_down(counter: Counter[T], key: T) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
+def _allowed(record: AnyRecord, may: Container[Right]) -> AnyRecord | None:
+    """What counts of a record of somebody who may do so much."""
+    if isinstance(record, PeerRecord):
+        return record if "give" in may else msgspec.structs.replace(record, holds={}, relays=False)
+    return record if ("serve" if isinstance(record, SpanRecord) else "train") in may else None
+
+
+Naming = Callable[[str], str]
+"""What stands for a record's key in a digest."""
+
+
+@lru_cache(maxsize=2 * MAX_RECORDS)
+def short_name(key: str) -> str:
+    """11 letters for a key of about 90: who wants two keys to have the same name tries 2^64."""
+    return base64.urlsafe_b64encode(hashlib.blake2b(key.encode(), digest_size=8).digest()).rstrip(b"=").decode()
+
+
+@dataclass(slots=True)
+class RecordBook:
+    """Every record that was verified and has not expired. The only mutable thing here; owned by one task."""
+
+    entries: dict[str, Verified] = field(default_factory=dict)
+    catalog: Catalog = field(default_factory=Catalog)
+    catalog_raw: bytes | None = None
+    talked_with: Container[str] = ()
+    _n_of_peer: Counter[str] = field(default_factory=Counter)
+    _n_of_voucher: Counter[bytes] = field(default_factory=Counter)
+    _peers_of_voucher: Counter[bytes] = field(default_factory=Counter)
+    _next_expiry: float = math.inf
+
+    def wants(self, key: str, sequence: int, peer: str, vouchers: Iterable[bytes]) -> Decision[bool]:
+        """Would such a record be taken? What is said here need not be true: it is cheap to ask, and checked later."""
+        known = self.entries.get(key)
+        if known is not None:
+            is_newer = sequence > known.record.sequence
+            return Decision(is_newer, f"sequence {sequence} after {known.record.sequence}")
+        if self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
+            return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
+        for voucher in vouchers:
+            n_peers, n_records = self._peers_of_voucher[voucher], self._n_of_voucher[voucher]
+            is_new = not self._n_of_peer[peer]
+            if (is_new and n_peers >= MAX_PEERS_OF_A_VOUCHER) or n_records >= MAX_RECORDS_OF_A_VOUCHER:
+                who = f"{n_peers} peers with {n_records} records"
+                return Decision(False, f"whoever brought in {peer} has brought in {who} that are here now")
+        return Decision(True, "new")
+
+    def add(self, verified: Verified) -> Decision[bool]:
+        """Take a record if it is newer than what is known under its key, and its voucher has not too many here."""
+        peer, vouchers = verified.record.peer, verified.membership.vouchers
+        wanted = self.wants(verified.key, verified.record.sequence, peer, vouchers)
+        if not wanted.action:
+            return wanted
+        if verified.key in self.entries:
+            self._drop([verified.key])
+        elif len(self.entries) >= MAX_RECORDS and not self._make_room(vouchers):
+            return Decision(False, f"{MAX_RECORDS} records are known already")
+        for voucher in vouchers:
+            self._n_of_voucher[voucher] += 1
+            self._peers_of_voucher[voucher] += not self._n_of_peer[peer]
+        self._n_of_peer[peer] += 1
+        self.entries[verified.key] = verified
+        self._next_expiry = min(self._next_expiry, verified.record.expires_at)
+        return wanted
+
+    def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
+        """Let a record go of whoever has brought in most, but of nobody whom this peer has talked with."""
+        crowd, n = next(iter(self._n_of_voucher.most_common(1)), (b"", 0))
+        if n <= 1 + max((self._n_of_voucher[v] for v in vouchers), default=0):
+            return False
+        for key in reversed(self.entries):
+            entry = self.entries[key]
+            if crowd in entry.membership.vouchers and entry.record.peer not in self.talked_with:
+                self._drop([key])
+                return True
+        return False
+
+    def add_catalog(self, catalog: Catalog, raw: bytes) -> Decision[bool]:
+        if self.catalog_raw is not None and catalog.rank <= self.catalog.rank:
+            return Decision(False, f"version {catalog.rank} is not newer than {self.catalog.rank}")
+        self.catalog, self.catalog_raw = catalog, raw
+        return Decision(True, f"version {catalog.version}")
+
+    def keep_members(self, counts: Callable[[Membership], bool]) -> None:
+        """Drop the records of everybody whose membership does not count any more."""
+        self._drop([k for k, v in self.entries.items() if not counts(v.membership)])
+
+    def expire(self, now: float) -> list[str]:
+        """Drop what has expired; returns the keys."""
+        if now < self._next_expiry:
+            return []
+        gone = [k for k, v in self.entries.items() if v.record.expires_at <= now]
+        self._drop(gone)
+        self._next_expiry = min((v.record.expires_at for v in self.entries.values()), default=math.inf)
+        return gone
+
+    def _drop(self, keys: list[str]) -> None:
+        for key in keys:
+            dropped = self.entries.pop(key)
+            peer = dropped.record.peer
+            _count_down(self._n_of_peer, peer)
+            for voucher in dropped.membership.vouchers:
+                _count_down(self._n_of_voucher, voucher)
+                if peer not in self._n_of_peer:
+                    _count_down(self._peers_of_voucher, voucher)
+
+    def digest(self, naming: Naming = str) -> dict[str, int]:
+        """Sequence numbers by key, or by what stands for it."""
+        return {naming(key): v.record.sequence for key, v in self.entries.items()}
+
+    def compare(self, other: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
+        """Return (records that the other lacks, names of records that it has and this book lacks)."""
+        send: list[bytes] = []
+        size, own = 0, self.digest(naming)
+        for key, entry in self.entries.items():
+            if other.get(naming(key), -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
+                send.append(entry.raw)
+                size += len(entry.raw)
+        want = [name for name, sequence in other.items() if sequence > own.get(name, -1)]
+        return send[:MAX_SENT], want[:MAX_SENT]
+
+    def pick(self, names: set[str], naming: Naming = str) -> list[bytes]:
+        """The records under ``names`` that are known, as many as fit one frame."""
+        picked: list[bytes] = []
+        size = 0
+        for key in sorted(key for key in self.entries if naming(key) in names):
+            entry = self.entries[key]
+            if size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
+                picked.append(entry.raw)
+                size += len(entry.raw)
+        return picked
+
+    def view(
+        self,
+        networks: Callable[[], Iterable[IpNetwork]] = tuple,
+        may: Callable[[Membership], Container[Right]] | None = None,
+    ) -> SwarmView:
+        """The picture for a machine on these networks. What somebody ``may`` not do counts as not said."""
+        records: list[AnyRecord] = [v.record for v in self.entries.values()]
+        if may is not None:
+            allowed = (_allowed(v.record, may(v.membership)) for v in self.entries.values())
+            records = [record for record in allowed if record is not None]
+        peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
+        sizes = dict(self.catalog.models.values())
+        possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
+        closed = {p: r for p, r in peers.items() if r.reach == "closed"}
+        near = tuple(networks()) if closed else ()
+        hidden = {p for p, r in closed.items() if not leads_there(r.addresses, near)}
+        spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
+        away = tuple(span for span in spans if span.peer in hidden)
+        spans = tuple(span for span in spans if span.peer not in hidden) if away else spans
+        runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
+        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs, away)

@@ -1,0 +1,84 @@
+"""How often one address is dialled for peers that were never met there: records name whatever address they like.
+
+A member invents a hundred peers whose records all name one victim, and every daemon that looks for them knocks there.
+So each place (host and port) and each host has a budget, which fills again slowly; a dial takes from both. Who was
+met at a place, with its key, is dialled there as often as need be: that nobody else can bring about. Private hosts
+have budgets for their places only: many peers of a test are on one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmd.plan.links.dialing import host_of, is_private, origin_of
+
+OF_PLACE = 4.0  # dials at once: a peer that was made anew, and its predecessor, twice
+PLACE_AGAIN_S = 15.0  # until one more
+OF_HOST = 16.0  # dials at once: of a household behind one router
+HOST_AGAIN_S = 10.0  # until one more
+MAX_REMEMBERED = 4_096  # places, and peers that were met
+
+
+@dataclass(slots=True)
+class _Budget:
+    left: float
+    at: float
+
+
+class DialBudget:
+    """See the module. Addresses are multiaddrs that name no relay."""
+
+    def __init__(self) -> None:
+        self._budgets: dict[str, _Budget] = {}
+        self._met: dict[tuple[str, str], None] = {}
+
+    def take(self, address: str, peer: str, now: float) -> float:
+        """Take one dial of ``peer`` at an address: 0, or how many seconds until there is one."""
+        place = _place_of(address)
+        if (place, peer) in self._met:
+            return 0.0
+        budgets = [self._at(place, OF_PLACE, PLACE_AGAIN_S, now)]
+        waits_s = [(1 - budgets[0].left) * PLACE_AGAIN_S]
+        host = host_of(address)
+        if host is None or not is_private(host):
+            budgets.append(self._at(_host_key(address), OF_HOST, HOST_AGAIN_S, now))
+            waits_s.append((1 - budgets[1].left) * HOST_AGAIN_S)
+        if max(waits_s) > 0:
+            return max(waits_s)
+        for budget in budgets:
+            budget.left -= 1
+        return 0.0
+
+    def met(self, address: str, peer: str) -> None:
+        """``peer`` is at that address, with its key: its dial cost nothing, and none will."""
+        place = _place_of(address)
+        if (place, peer) in self._met:
+            return
+        self._met[place, peer] = None
+        for key, most in ((place, OF_PLACE), (_host_key(address), OF_HOST)):
+            if (budget := self._budgets.get(key)) is not None:
+                budget.left = min(most, budget.left + 1)
+        if len(self._met) > MAX_REMEMBERED:
+            del self._met[next(iter(self._met))]
+
+    def _at(self, key: str, most: float, again_s: float, now: float) -> _Budget:
+        budget = self._budgets.pop(key, None) or _Budget(most, now)
+        budget.left = min(most, budget.left + (now - budget.at) / again_s)
+        budget.at = now
+        self._budgets[key] = budget  # the last that is forgotten
+        if len(self._budgets) > MAX_REMEMBERED:
+            del self._budgets[next(iter(self._budgets))]
+        return budget
+
+
+def _place_of(address: str) -> str:
+    return address.split("/p2p/")[0]
+
+
+def _host_key(address: str) -> str:
+    """A host; of IPv6 a whole network, and of a name its domain: who has it makes as many as it likes."""
+    host = host_of(address)
+    if host is not None:
+        return origin_of(str(host))
+    name = [*address.split("/"), "", "", ""][2]
+    return ".".join(name.lower().rsplit(".", 2)[-2:])

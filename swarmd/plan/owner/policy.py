@@ -1,0 +1,144 @@
+"""When this machine works for the swarm: what its owner allows, held against what is the case.
+
+A rule that cannot be checked here counts as broken: the owner asked for it, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from swarmd.hours import Hours
+from swarmd.plan.links.traffic import REST_SHARE, next_month
+
+GIB = 2**30  # bytes
+MOVING = timedelta(seconds=30)  # before its hours end: sessions have moved when they do
+COOLER_C = 10.0  # than the limit, before a machine that was too hot works again
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the owner allows; 0 is no rule. ``not_while``: names of programs; ``month_bytes``: to and from others."""
+
+    hours: Hours = field(default_factory=Hours)
+    untouched_s: float = 0.0
+    on_battery: bool = False
+    not_while: tuple[str, ...] = ()
+    hottest_c: float = 0.0
+    month_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sensors:
+    """What is the case, in local time; None: cannot be read here. ``untouched_s``: since keyboard or mouse was used."""
+
+    now: datetime
+    untouched_s: float | None = None
+    on_battery: bool = False
+    programs: frozenset[str] = frozenset()
+    hottest_c: float | None = None
+    month_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The owner wants the machine for themselves; ``until`` None: until they say otherwise."""
+
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why it may work or not, which rule is against it (""), and when that changes next if time alone can change it."""
+
+    reason: str
+    rule: str = ""
+    changes_at: datetime | None = None
+
+    @property
+    def may_work(self) -> bool:
+        return not self.rule
+
+
+def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> Verdict:
+    """Work unless the owner or one of their rules says no; the first that does is the reason."""
+    now = sensors.now
+    if pause is not None and (pause.until is None or now < pause.until):
+        until = "swarmd resume" if pause.until is None else told(pause.until, now)
+        return Verdict(f"paused by its owner until {until}", "pause", pause.until)
+    for verdict in (
+        _hours(rules, now),
+        _battery(rules, sensors),
+        _programs(rules, sensors),
+        _untouched(rules, sensors),
+        _heat(rules, sensors, was_too_hot),
+        _month(rules, sensors),
+    ):
+        if verdict is not None:
+            return verdict
+    change = rules.hours.next_change(now)
+    why = f"may serve until {told(change, now)}" if change else "may serve: no rule of its owner forbids it"
+    return Verdict(why, changes_at=change - MOVING if change else None)
+
+
+def _hours(rules: Rules, now: datetime) -> Verdict | None:
+    hours = rules.hours
+    change = hours.next_change(now)
+    if hours.include(now):
+        if change is None or change - now > MOVING:
+            return None
+        change = hours.next_change(change)
+    when = f": next {told(change, now)}" if change else ""
+    return Verdict(f"outside its hours ({hours.text}){when}", "hours", change)
+
+
+def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if sensors.on_battery and not rules.on_battery:
+        return Verdict("on battery: works again when it is plugged in", "on_battery")
+    return None
+
+
+def _programs(rules: Rules, sensors: Sensors) -> Verdict | None:
+    running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
+    if not running:
+        return None
+    return Verdict(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
+
+
+def _untouched(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if not rules.untouched_s:
+        return None
+    if sensors.untouched_s is None:
+        return Verdict("only when nobody uses it, and whether somebody does cannot be read here", "idle_minutes")
+    left_s = rules.untouched_s - sensors.untouched_s
+    if left_s <= 0:
+        return None
+    at = sensors.now + timedelta(seconds=left_s)
+    return Verdict(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
+
+
+def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> Verdict | None:
+    if not rules.hottest_c:
+        return None
+    if sensors.hottest_c is None:
+        return Verdict(f"not above {rules.hottest_c:g} °C, and no temperature can be read here", "hottest_c")
+    again_c = rules.hottest_c - COOLER_C
+    if sensors.hottest_c <= (again_c if was_too_hot else rules.hottest_c):
+        return None
+    reason = f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}"
+    return Verdict(reason, "hottest_c")
+
+
+def _month(rules: Rules, sensors: Sensors) -> Verdict | None:
+    if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
+        return None
+    again = next_month(sensors.now)
+    used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
+    return Verdict(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
+
+
+def told(at: datetime, now: datetime) -> str:
+    """A time as a person says it now: with the day only when it is another one."""
+    if at.date() == now.date():
+        return at.strftime("%H:%M")
+    return at.strftime("%a %H:%M" if at - now < timedelta(days=6) else "%Y-%m-%d %H:%M")

@@ -1,0 +1,159 @@
+"""The chain of a run's commits: what has been counted, what may follow, how the loss went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swarmd.errors import IntegrityError
+from swarmd.plan.runs.contributions import LEAST_MEMBERS, Weighed, radius
+from swarmd.protocol.runs.commit import Commit, Counted, Sealed
+from swarmd.protocol.runs.recipe import Run
+
+LOSS_WINDOW = 10  # updates: the loss of one is noise
+MOST_TARGETS = 4  # what one peer may count at once
+RATE_TOLERANCE = 1e-6  # relative; all compute the rate from the same recipe, in float64
+
+
+@dataclass(slots=True)
+class Ledger:
+    """See the module. ``steps`` counts updates as the optimizer does: a restored state brings back its own count.
+
+    ``n_contributions``: in how many commits each peer was counted.
+    """
+
+    run: Run
+    sealed: list[Sealed] = field(default_factory=list)
+    next_draw: dict[str, int] = field(default_factory=dict)
+    n_contributions: dict[str, int] = field(default_factory=dict)
+    _steps: list[int] = field(default_factory=lambda: [0])
+    _epochs: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        return len(self.sealed)
+
+    @property
+    def head(self) -> bytes:
+        """The digest that the next commit names as its parent."""
+        return self.sealed[-1].digest if self.sealed else self.run.genesis
+
+    @property
+    def steps(self) -> int:
+        return self._steps[-1]
+
+    def digest_at(self, epoch: int) -> bytes:
+        return self.sealed[epoch - 1].digest if epoch else self.run.genesis
+
+    def knows(self, digest: bytes) -> bool:
+        """Is this what any commit of the run names as its parent, or the newest?"""
+        return digest == self.run.genesis or digest in self._epochs
+
+    def steps_at(self, epoch: int) -> int:
+        return self._steps[epoch]
+
+    def add(self, sealed: Sealed) -> bool:
+        """Append what follows the head; False when it is known already. Raises IntegrityError."""
+        commit = sealed.commit
+        if commit.epoch <= self.epoch and self.digest_at(commit.epoch) == sealed.digest:
+            return False
+        self.check_next(commit)
+        for counted in commit.contributors:
+            self.next_draw[counted.peer] = counted.first + counted.n
+            self.n_contributions[counted.peer] = self.n_contributions.get(counted.peer, 0) + 1
+        self.sealed.append(sealed)
+        self._epochs[sealed.digest] = self.epoch
+        restored = self.restored_epoch(commit)
+        self._steps.append(self._steps[restored] if restored is not None else self.steps + 1)
+        return True
+
+    def check_next(self, commit: Commit) -> None:
+        """Refuse what cannot follow the head: another parent, samples counted twice, a wrong rate. IntegrityError."""
+        if commit.run != self.run.genesis:
+            raise IntegrityError("a commit of another run")
+        if commit.epoch != self.epoch + 1 or commit.parent != self.head:
+            parent = commit.parent.hex()[:12]
+            raise IntegrityError(
+                f"commit {commit.epoch} with parent {parent}; expected {self.epoch + 1} after {self.head.hex()[:12]}"
+            )
+        if self.sealed and commit.generation < self.sealed[-1].commit.generation:
+            raise IntegrityError("a commit by anchors that its owner has replaced")
+        for counted in commit.contributors:
+            self.check_counted(counted)
+        if commit.restores:
+            self.restored_epoch(commit)
+            return
+        if commit.late and not self.may_be_late:
+            raise IntegrityError("a commit with draws on a state before its own, which this run does not count")
+        rate = self.run.recipe.learning_rate(self.steps + 1)
+        if not math.isclose(commit.learning_rate, rate, rel_tol=RATE_TOLERANCE):
+            raise IntegrityError(f"a learning rate of {commit.learning_rate}; the recipe says {rate}")
+
+    @property
+    def may_be_late(self) -> bool:
+        """May draws on the state before the newest be counted by the next commit?"""
+        return self.run.recipe.overlaps and bool(self.sealed) and not self.sealed[-1].commit.restores
+
+    def check_counted(self, counted: Counted) -> None:
+        """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""
+        expected, who = self.next_draw.get(counted.peer, 0), counted.peer[-8:]
+        if counted.first < expected:
+            raise IntegrityError(f"samples of {who} would be counted twice")
+        batch = self.run.recipe.batch
+        if counted.first > expected or counted.n > MOST_TARGETS * batch.target + batch.micro or counted.loss < 0:
+            raise IntegrityError(
+                f"{who} counts {counted.n} samples from {counted.first} with a loss of {counted.loss:.3g}; expected "
+                f"them from {expected}, at most {MOST_TARGETS} times the target, and a loss that is not negative"
+            )
+
+    def restored_epoch(self, commit: Commit) -> int | None:
+        """The epoch whose state a commit brings back. Raises IntegrityError when it names none."""
+        if not commit.restores:
+            return None
+        found = 0 if commit.restores == self.run.genesis else self._epochs.get(commit.restores)
+        if found is None:
+            raise IntegrityError("a commit restores a state that no commit of this run made")
+        return found
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples all commits have counted."""
+        return sum(sealed.commit.n_samples for sealed in self.sealed)
+
+    def losses(self) -> list[float]:
+        """Mean loss of each update, nats a token."""
+        return [s.commit.loss for s in self.sealed if s.commit.contributors]
+
+    def finished(self) -> str:
+        """Why the run has come to its end; "" while it has not."""
+        stop = self.run.recipe.stop
+        if self.steps >= stop.steps:
+            return f"{stop.steps} updates are done"
+        recent = self.losses()[-LOSS_WINDOW:] if stop.loss else []
+        if len(recent) == LOSS_WINDOW and sum(recent) / LOSS_WINDOW <= stop.loss:
+            return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
+        return ""
+
+    @property
+    def is_clipped(self) -> bool:
+        """Are contributions clipped round the momentum?"""
+        return self.run.recipe.robust == "clip"
+
+    def radius(self, n_samples: int, before: int | None = None) -> float:
+        """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
+        if not self.is_clipped:
+            return math.inf
+        return radius(self._latest(LEAST_MEMBERS, before), n_samples)
+
+    def contributions(self, n: int) -> list[Weighed]:
+        """The latest ones that were counted, as the outlier rule wants them."""
+        return self._latest(n)[:n]
+
+    def _latest(self, n: int, before: int | None = None) -> list[Weighed]:
+        """Those of the newest commits (``before`` an update), as many as it takes for ``n`` of them."""
+        found: list[Weighed] = []
+        for sealed in reversed(self.sealed[: None if before is None else before - 1]):
+            found += [Weighed(c.n, c.norm) for c in sealed.commit.contributors]
+            if len(found) >= n:
+                break
+        return found

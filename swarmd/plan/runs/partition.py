@@ -1,0 +1,253 @@
+"""Who reduces which part of the vector: DeDLOC's linear program (Diskin et al. 2021, section 3.2) with HiGHS.
+
+Numbers go up and down a tree for each who reduces (plan.runs.topology): a member sends its contribution, or the
+subtotal of all below it, to its parent, and results to those below. With parts streamed, all of what a peer sends
+shares its uplink and what it receives its downlink; machines of one site share theirs, and what passes between them
+does not count. The program chooses the shares of the vector so that the slowest direction of the slowest link takes as
+little time as can be. Who cannot be dialled reduces nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmd.values import Decision, PeerId
+
+UNKNOWN_BYTES_PER_S = 12.5e6  # 100 Mbit/s, where no link is measured
+UNKNOWN_REDUCE_BYTES_PER_S = 1e9  # summing is never the limit before it is measured
+LEAST_SHARE = 0.01  # of the vector: less is not worth a connection
+TOLERANCE = 1e-6  # of the linear program's solution
+CHUNK_BYTES = 512 * 1024  # of a part that is added up while the next one travels
+Shares = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer of a group as the program sees it; None: not measured."""
+
+    peer: PeerId
+    contributes: bool = True
+    receives: bool = True
+    can_reduce: bool = True
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    reduce_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what travels: ``contribution`` is a whole one; the others as many times as large.
+
+    ``result``: as many as there are contributors, where these are ``forwarded``, and subtotals likewise.
+    """
+
+    contribution: int
+    result: float = 1.0
+    subtotal: float = 1.0
+    forwarded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """``parents`` of each member in the tree of each who reduces, by place; ``sites``: of each member, if known."""
+
+    parents: Mapping[int, Sequence[int]]
+    sites: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shares of the vector in the order of the members, and what the slowest peer is expected to take.
+
+    ``moved_bytes``: what all send over their lines together.
+    """
+
+    shares: tuple[float, ...]
+    expected_s: float
+    moved_bytes: float
+
+
+def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> Decision[Plan]:
+    """Choose shares; without ``ways`` all talk to all. Raises ValueError when nobody can reduce."""
+    able = [i for i, m in enumerate(members) if m.can_reduce]
+    if not able:
+        raise ValueError("nobody in the group can be dialled: no one can reduce")
+    loads = _loads(members, sizes, ways or talk_to_all(members))
+    equal = _equal(members)
+    shares = _solve(loads, len(members), set(able))
+    if loads.takes_s(equal, sizes) <= loads.takes_s(shares, sizes) * (1 + TOLERANCE):
+        shares = equal  # the program stops at a corner; where links are alike, all should work
+    shares = np.where(shares < _least_share(len(able)), 0.0, shares)
+    shares = shares / shares.sum()
+    plan = loads.plan(shares, sizes)
+    n = sum(s > 0 for s in plan.shares)
+    return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
+
+
+def only_server(members: Sequence[Member]) -> list[Member]:
+    """The same members, of whom only the one with the best link reduces."""
+
+    def slowest_bytes_per_s(member: Member) -> float:
+        return min(member.up_bytes_per_s or UNKNOWN_BYTES_PER_S, member.down_bytes_per_s or UNKNOWN_BYTES_PER_S)
+
+    best = max((m for m in members if m.can_reduce), key=slowest_bytes_per_s, default=None)
+    return [replace(m, can_reduce=m is best) for m in members]
+
+
+def talk_to_all(members: Sequence[Member]) -> Ways:
+    """Everybody right below each who can reduce."""
+    return Ways({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
+
+
+def equal_parts(members: Sequence[Member], sizes: Sizes) -> Plan:
+    """What the program is compared with: the same share for all who can reduce."""
+    return _loads(members, sizes, talk_to_all(members)).plan(_equal(members), sizes)
+
+
+def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
+    """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
+    edges = [0]
+    for total in np.cumsum(shares):
+        edges.append(min(n_elements, multiple * round(n_elements * float(total) / multiple)))
+    last = max(i for i, share in enumerate(shares) if share > 0)
+    edges[last + 1 :] = [n_elements] * (len(edges) - last - 1)
+    return list(pairwise(edges))
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Seconds that each link's direction, and each processor, takes for the whole vector, by who reduces it.
+
+    ``gathering``, ``spreading``: [links, members], what goes up the trees and what comes down; ``owners``: whose link
+    or processor each is; ``up``: bytes that each member sends over its line.
+    """
+
+    gathering: Shares
+    spreading: Shares
+    owners: Sequence[frozenset[int]]
+    up: Shares
+
+    @property
+    def seconds(self) -> Shares:
+        return self.gathering + self.spreading
+
+    def plan(self, shares: Shares, sizes: Sizes) -> Plan:
+        """What such shares come to."""
+        return Plan(tuple(float(s) for s in shares), self.takes_s(shares, sizes), float((self.up @ shares).sum()))
+
+    def slowest_s(self, shares: Shares) -> float:
+        """Of the slowest link, if it never waits."""
+        return float((self.seconds @ shares).max(initial=0.0))
+
+    def takes_s(self, shares: Shares, sizes: Sizes) -> float:
+        """The same, with the first chunk of the largest part before whose sum nothing comes down, and the last."""
+        gathering, spreading = (float((s @ shares).max(initial=0.0)) for s in (self.gathering, self.spreading))
+        n_chunks = math.ceil(sizes.contribution * float(shares.max()) / CHUNK_BYTES) or 1
+        return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
+
+
+def _loads(members: Sequence[Member], sizes: Sizes, ways: Ways) -> _Loads:
+    n = len(members)
+    sites = ways.sites or range(n)
+    moved = {direction: (np.zeros((n, n)), np.zeros((n, n))) for direction in (True, False)}  # sent, received
+    reduced = np.zeros((n, n))
+    for root, parents in ways.parents.items():
+        for child, parent, is_up, size in _sendings(members, sizes, root, parents):
+            source, target = (child, parent) if is_up else (parent, child)
+            if sites[source] != sites[target]:
+                moved[is_up][0][source, root] += size
+                moved[is_up][1][target, root] += size
+            if is_up:
+                reduced[parent, root] += size
+    groups = [[i for i in range(n) if sites[i] == site] for site in sorted(set(sites))]
+    ups = [max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
+    downs = [max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
+    processors = [reduced[i] / (m.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S) for i, m in enumerate(members)]
+    seconds = {
+        is_up: [
+            *(sent[here].sum(0) / rate for here, rate in zip(groups, ups, strict=True)),
+            *(received[here].sum(0) / rate for here, rate in zip(groups, downs, strict=True)),
+            *(processors if is_up else np.zeros((n, n))),
+        ]
+        for is_up, (sent, received) in moved.items()
+    }
+    owners = [*map(frozenset, groups), *map(frozenset, groups), *(frozenset([i]) for i in range(n))]
+    scale = sizes.contribution
+    sent = moved[True][0] + moved[False][0]
+    return _Loads(np.array(seconds[True]) * scale, np.array(seconds[False]) * scale, owners, sent * scale)
+
+
+def _sendings(
+    members: Sequence[Member], sizes: Sizes, root: int, parents: Sequence[int]
+) -> list[tuple[int, int, bool, float]]:
+    """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
+    depth = {root: 0}
+    for place in range(len(parents)):
+        way = [place]
+        while way[-1] not in depth:
+            way.append(parents[way[-1]])
+        for step in reversed(way[:-1]):
+            depth[step] = depth[parents[step]] + 1
+    given = [int(m.contributes) for m in members]
+    wants = [m.receives for m in members]
+    below = list(given)
+    found = []
+    for place in sorted(depth, key=lambda p: -depth[p]):
+        if place == root:
+            continue
+        parent = parents[place]
+        if below[place]:
+            alone = below[place] == given[place]
+            size = 1.0 if alone else float(below[place]) if sizes.forwarded else sizes.subtotal
+            found.append((place, parent, True, size))
+            below[parent] += below[place]
+        if wants[place]:
+            found.append((place, parent, False, sizes.result))
+            wants[parent] = True
+    return found
+
+
+def _solve(loads: _Loads, n: int, able: set[int]) -> Shares:
+    """The program, again and again without those whom it leaves no part: it balances the others then."""
+    from scipy.optimize import linprog  # slow to import, and only leaders need it
+
+    while True:
+        matrix = np.hstack([loads.seconds, -np.ones((len(loads.seconds), 1))])
+        bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(n)] + [(0.0, None)]
+        total = np.array([[1.0] * n + [0.0]])
+        cost = np.array([0.0] * n + [1.0])
+        counts = [i for i, owners in enumerate(loads.owners) if owners & able]
+        solved = linprog(cost, A_ub=matrix[counts], b_ub=[0.0] * len(counts), A_eq=total, b_eq=[1.0], bounds=bounds)
+        if not solved.success:
+            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(n)])
+        shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
+        alone = {i for i in able if _least_s(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
+        if not alone or alone == able:
+            return shares
+        able = able - alone
+
+
+def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
+    """What a peer takes at least that reduces nothing, by any of the others."""
+    own = [i for i, owners in enumerate(loads.owners) if owners == {member}]
+    others = sorted(able - {member})
+    return float(loads.seconds[np.ix_(own, others)].min(axis=1).max(initial=0.0)) if others and own else 0.0
+
+
+def _equal(members: Sequence[Member]) -> Shares:
+    n = sum(m.can_reduce for m in members)
+    return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
+
+
+def _least_share(n_able: int) -> float:
+    """Less than that is not worth a connection."""
+    return min(LEAST_SHARE, 0.5 / n_able)

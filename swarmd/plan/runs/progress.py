@@ -1,0 +1,119 @@
+"""What a member of a run should do now: compute on, join a round, or catch up. No peer decides for another.
+
+DeDLOC (Diskin et al. 2021, section 3.1): all look at the same records and come to the same view of how many samples
+the swarm has gathered since the last commit; between two records, the speeds that they name fill the gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from swarmd.values import Decision, PeerId
+
+LONGEST_HOLD_S = 1.5  # a micro-batch takes about a second (train.gradients.computing)
+MAX_AGE_S = 30.0  # beyond this a peer's speed says nothing any more
+
+
+class Action(Enum):
+    CONTINUE = "continue"
+    JOIN_ROUND = "join_round"
+    CATCH_UP = "catch_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One member as its record shows it; ``age_s`` is how old that is. ``head``: the commit that it builds on.
+
+    ``audit_left``: samples of others that it computes again before more of its own.
+    """
+
+    peer: PeerId
+    epoch: int
+    head: bytes
+    n_samples: int
+    samples_per_s: float
+    age_s: float = 0.0
+    audit_left: int = 0
+
+    def n_expected(self, in_s: float = 0.0) -> float:
+        """Samples that it has by then if it went on at its speed, with what it audits first."""
+        computed = self.samples_per_s * (min(self.age_s, MAX_AGE_S) + in_s)
+        return self.n_samples + max(0.0, computed - self.audit_left)
+
+    @property
+    def audits_for_s(self) -> float:
+        """How long it computes nothing of its own yet."""
+        left = self.audit_left - self.samples_per_s * min(self.age_s, MAX_AGE_S)
+        return max(0.0, left) / self.samples_per_s if self.samples_per_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the swarm has gathered towards the next round, and when it will be enough (None: never)."""
+
+    n_samples: float
+    samples_per_s: float
+    left_s: float | None
+
+
+def forecast(members: Iterable[Progress], head: bytes, target: int) -> Forecast:
+    """Add up those that build on the same commit."""
+    same = [m for m in members if m.head == head]
+    n, rate = sum(min(target, m.n_expected()) for m in same), sum(m.samples_per_s for m in same)
+    return Forecast(n, rate, _left_s(same, max(0.0, target - n)))
+
+
+def _left_s(members: Sequence[Progress], lacking: float) -> float | None:
+    """When members will have gathered so many more samples: each begins when it has audited."""
+    if not lacking:
+        return 0.0
+    now_s, rate = 0.0, 0.0
+    for member in sorted((m for m in members if m.samples_per_s), key=lambda m: m.audits_for_s):
+        gathered = rate * (member.audits_for_s - now_s)
+        if gathered >= lacking:
+            break
+        now_s, lacking, rate = member.audits_for_s, lacking - gathered, rate + member.samples_per_s
+    return now_s + lacking / rate if rate else None
+
+
+def decide(me: Progress, others: Sequence[Progress], target: int) -> Decision[Action]:
+    """Choose what to do. ``others`` are the fresh records of the run's other members."""
+    ahead = [o for o in others if o.epoch > me.epoch]
+    if ahead:
+        newest = max(o.epoch for o in ahead)
+        return Decision(Action.CATCH_UP, f"others are past update {me.epoch} ({len(ahead)}), the newest at {newest}")
+    elsewhere = [o for o in others if o.epoch == me.epoch and o.head != me.head]
+    if elsewhere:  # no two commits share a parent: somebody lies, or its anchors were replaced
+        return Decision(Action.CATCH_UP, f"others name another commit {me.epoch} ({len(elsewhere)})")
+    total = forecast([me, *others], me.head, target)
+    if total.n_samples >= target:
+        return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")
+    when = "nobody computes" if total.left_s is None else f"the rest takes about {total.left_s:.1f} s"
+    return Decision(Action.CONTINUE, f"{total.n_samples:.0f} of {target} samples are gathered, {when}")
+
+
+def hold_s(mine: float, others: Sequence[float], has_samples: bool) -> float:
+    """For how long a round waits for a micro-batch that a member is at; ``mine``, ``others``: samples/s.
+
+    All wait meanwhile. Among alike members each brings as much as its share of the wait costs; of one that is slower
+    the rest costs the others more than it brings: it is waited for as much less. Without any samples of the one there
+    would be one contributor alone, which does not count: that one is waited for.
+    """
+    computing = [speed for speed in (mine, *others) if speed > 0]
+    if not has_samples and len(computing) <= 2:
+        return math.inf
+    if not mine:
+        return LONGEST_HOLD_S
+    return LONGEST_HOLD_S * min(1.0, mine * len(computing) / sum(computing))
+
+
+def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:
+    """Who leads the round after a commit, and who if that one fails: the same list for all who know the same peers.
+
+    Rendezvous hashing (Thaler & Ravishankar 1998): a newcomer or a leaver moves nobody else.
+    """
+    return sorted(candidates, key=lambda peer: hashlib.sha256(head + peer.encode()).digest())

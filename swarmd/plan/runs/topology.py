@@ -1,0 +1,238 @@
+"""By which way the numbers of a round come together and their average goes back: one tree for each who reduces.
+
+A member gives its numbers to its *parent*. Who has members below adds up what they give and its own, and passes that
+*subtotal* on; the root, who reduces the part, makes the average, which goes down the same tree. Whatever the trees, all
+get the same bits, and nobody sends more than it would to the roots themselves; what differs is who talks to whom:
+
+- ``parts``: all are right below each root (all-reduce by parts, DeDLOC; with one root it is one server);
+- ``rows``: of each row, one collects for a root in another: rows are the machines of a site, so that its numbers leave
+  it once (two levels, as hierarchical all-reduce and Gaia), or a grid, so that nobody talks to more than a row and a
+  column (Moshpit SGD 2021, 2103.03239, whose grids send everything once in each dimension);
+- ``ring``: each talks to two, row by row.
+
+Pure. Trees follow from the group alone, so all members know the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from swarmd.plan.runs.partition import Member, Ways, only_server
+from swarmd.protocol.wire.rounds import Group
+from swarmd.values import Decision, count
+
+Kind = Literal["parts", "rows", "ring"]
+MOST_IN_ONE_ROW = 32  # members that all talk to all: above, a grid saves more connections than a relay costs
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose numbers a member adds up: a member's own, or those of all ``n_contributors`` at and below one."""
+
+    place: int
+    n_contributors: int
+    is_subtotal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One root's. ``parents`` by place, the root is its own. ``sources``: what each adds up, its own included.
+
+    ``receivers``: whom each passes results on to.
+    """
+
+    root: int
+    parents: tuple[int, ...]
+    sources: Mapping[int, tuple[Source, ...]]
+    receivers: Mapping[int, tuple[int, ...]]
+
+    def passes_on(self, place: int) -> bool:
+        """Does a member send a subtotal to its parent, and not its own numbers alone?"""
+        return place != self.root and any(source.place != place for source in self.sources.get(place, ()))
+
+
+Edge = tuple[int, int]
+"""A member and its parent, by place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Who gives its ``own`` numbers to whom, who gives ``subtotals``, and who has ``kept`` some of its own.
+
+    By place: ``givers`` and ``passers`` give their own numbers and subtotals to it; it gives those to ``parents``
+    (itself included, if it keeps some) and ``heads``.
+    """
+
+    own: frozenset[Edge]
+    subtotals: frozenset[Edge]
+    kept: frozenset[int]
+    givers: Mapping[int, list[int]]
+    passers: Mapping[int, list[int]]
+    parents: Mapping[int, list[int]]
+    heads: Mapping[int, list[int]]
+
+    def adding(self) -> set[int]:
+        """Who adds up something."""
+        return self.givers.keys() | self.passers.keys() | self.kept
+
+
+def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: int) -> tuple[int, ...]:
+    """The parent of each member in one root's tree, by place; only those who may collect have somebody below."""
+    n = len(rows)
+    if kind == "ring":
+        circle = sorted((p for p in range(n) if collects[p] or p == root), key=lambda p: rows[p])
+        after = {p: circle[(i + 1) % len(circle)] for i, p in enumerate(circle)}
+        return tuple(p if p == root else after.get(p, root) for p in range(n))
+    if kind == "rows":
+        able: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            if collects[place] or place == root:
+                able.setdefault(row, []).append(place)
+        turn = able[rows[root]].index(root)
+        collectors = {row: those[turn % len(those)] for row, those in able.items()} | {rows[root]: root}
+        return tuple(
+            root if place == (chosen := collectors.get(row, root)) else chosen for place, row in enumerate(rows)
+        )
+    return (root,) * n
+
+
+def ways_of(kind: Kind, rows: Sequence[int], members: Sequence[Member], sites: Sequence[int]) -> Ways:
+    """The parents in the tree of everybody who can reduce, for who divides the work."""
+    collects = [may_collect(m) for m in members]
+    able = [place for place, m in enumerate(members) if m.can_reduce]
+    return Ways({root: parents_of(kind, rows, collects, root) for root in able}, sites)
+
+
+def may_collect(member: Member) -> bool:
+    """May a member stand between others? It must be found by them, and hold what it passes on."""
+    return member.can_reduce and member.receives
+
+
+@functools.lru_cache(maxsize=16)
+def trees_of(group: Group) -> Mapping[int, Tree]:
+    """The tree of each member that reduces something, by its place."""
+    rows, collects = [m.row for m in group.members], [m.collects for m in group.members]
+    counted = [bool(m.n and m.is_counted) for m in group.members]
+    receives = [m.receives for m in group.members]
+    roots = sorted({p.reducer for p in group.parts})
+    return {root: _tree(parents_of(group.topology, rows, collects, root), root, counted, receives) for root in roots}
+
+
+@functools.lru_cache(maxsize=16)
+def edges_of(group: Group) -> Edges:
+    """Between whom numbers go in a group, in any of its trees."""
+    own, subtotals, kept = set[Edge](), set[Edge](), set[int]()
+    for tree in trees_of(group).values():
+        for place, sources in tree.sources.items():
+            if place != tree.root and not tree.passes_on(place):
+                continue
+            for source in sources:
+                if source.place == place:
+                    kept.add(place)
+                else:
+                    (subtotals if source.is_subtotal else own).add((source.place, place))
+    itself = {(place, place) for place in kept}
+    return Edges(
+        frozenset(own),
+        frozenset(subtotals),
+        frozenset(kept),
+        givers=_by_end(own, 1),
+        passers=_by_end(subtotals, 1),
+        parents=_by_end(own | itself, 0),
+        heads=_by_end(subtotals, 0),
+    )
+
+
+def _by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
+    """The other ends of edges, by one of them: 0 the child, 1 the parent."""
+    found: dict[int, list[int]] = {}
+    for edge in sorted(edges):
+        found.setdefault(edge[end], []).append(edge[1 - end])
+    return found
+
+
+def _tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives: Sequence[bool]) -> Tree:
+    children: dict[int, list[int]] = {}
+    for place, parent in enumerate(parents):
+        if place != root:
+            children.setdefault(parent, []).append(place)
+    order = [root]
+    for place in order:
+        order += children.get(place, [])
+    below: dict[int, int] = {}  # contributors at a member and under it
+    wants = dict[int, bool]()
+    sources, receivers = dict[int, tuple[Source, ...]](), dict[int, tuple[int, ...]]()
+    for place in reversed(order):
+        found = []
+        for child in sorted([*children.get(place, []), place]):
+            n = int(counted[place]) if child == place else below[child]
+            if n:
+                found.append(Source(child, n, child != place and n != counted[child]))
+        below[place] = sum(source.n_contributors for source in found)
+        receivers[place] = tuple(child for child in children.get(place, ()) if wants[child])
+        wants[place] = receives[place] or bool(receivers[place])
+        if found:
+            sources[place] = tuple(found)
+    return Tree(root, parents, sources, receivers)
+
+
+# --- which one -----------------------------------------------------------------------------------------------------
+
+
+def sites_of(near: Mapping[int, frozenset[int]], n: int) -> list[int]:
+    """The site of each of ``n`` members, by who is near whom, as both say: near to near is near."""
+    site = list(range(n))
+    for place in range(n):
+        for other in near.get(place, frozenset()):
+            if place in near.get(other, frozenset()):
+                low, high = sorted((site[place], site[other]))
+                site = [low if s == high else s for s in site]
+    order = {s: i for i, s in enumerate(dict.fromkeys(site))}
+    return [order[s] for s in site]
+
+
+def grid(n: int) -> list[int]:
+    """The row of each of ``n`` members in a grid that is as square as can be."""
+    side = max(1, math.isqrt(n))
+    return [place * side // n for place in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A topology for some members: their rows by place, who of them may reduce, and by which ways."""
+
+    kind: Kind
+    rows: list[int]
+    members: Sequence[Member]
+    ways: Ways
+
+
+def lay_out(asked: str, members: Sequence[Member], sites: Sequence[int]) -> Decision[Layout]:
+    """What a recipe's ``asked`` comes to for these members."""
+    chosen = choose(asked, sites)
+    kind, rows = chosen.action
+    able = only_server(members) if asked == "server" else members
+    return Decision(Layout(kind, rows, able, ways_of(kind, rows, able, sites)), chosen.reason)
+
+
+def choose(asked: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:
+    """Kind and rows of a group, as its recipe asks, or (``auto``) by its sites and size. ``sites``: by place."""
+    n, n_sites = len(sites), len(set(sites))
+    n_shared = sum(size > 1 for size in Counter(sites).values())
+    one_row = [0] * n
+    if asked == "ring":
+        return Decision(("ring", list(sites)), "the recipe asks for a ring: site by site")
+    if asked == "grid":
+        return Decision(("rows", grid(n)), "the recipe asks for a grid")
+    if asked == "sites" or (asked == "auto" and n_shared > 1):
+        if n_sites in (1, n):
+            return Decision(("parts", one_row), "no two sites of several machines: all talk to all")
+        return Decision(("rows", list(sites)), f"{n} members at {count(n_sites, 'site')}: numbers leave each once")
+    if asked == "auto" and n > MOST_IN_ONE_ROW:
+        return Decision(("rows", grid(n)), f"{count(n, 'member')}: a grid, so that nobody talks to all")
+    return Decision(("parts", one_row), "all talk to all")

@@ -1,0 +1,117 @@
+"""Whom the founders' catalog lets in, by which invite, until when and for what.
+
+Pure rules over verified certificates. A certificate proves who brought somebody in; the catalog says what that is
+worth: an invite for one machine lets in the first that comes, one that waits lets in who was approved. A founder's
+daemon enters into the catalog who came (node.members.registrar); until it does, each member counts whom it saw first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from swarmd.errors import Code, Refused
+from swarmd.protocol.membership.catalog import RIGHTS, Admitted, Catalog, Right, Terms
+from swarmd.protocol.membership.charter import Founders
+from swarmd.protocol.membership.identity import Membership, peer_id_of
+from swarmd.values import PeerId
+
+MAX_WAITING_OF_AN_INVITE = 16  # of a leaked one no more, so that others are seen
+MAX_WAITING = 64  # who knocked lately; more people than a founder answers in an evening
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a membership is worth now: until when (unix seconds), and for what."""
+
+    ends_at: int
+    may: tuple[Right, ...] = RIGHTS
+
+
+class Doors:
+    """The doors of one swarm as one process sees them. Owned by one task."""
+
+    def __init__(self, founders: Founders) -> None:
+        self.founders = founders
+        self.waiting: dict[PeerId, tuple[bytes, float]] = {}
+        self._catalog = Catalog()
+        self._revoked: frozenset[bytes] = frozenset()
+        self._n_admitted: Counter[bytes] = Counter()
+        self._came: dict[bytes, list[bytes]] = {}
+
+    @property
+    def are_limited(self) -> bool:
+        """May anybody do less than everything?"""
+        entries: list[Terms | Admitted] = [*self._catalog.invites.values(), *self._catalog.admitted.values()]
+        return any(set(entry.may) != set(RIGHTS) for entry in entries)
+
+    def follow(self, catalog: Catalog, founders: Founders) -> None:
+        """Let in by a newer catalog from now on."""
+        self._catalog, self.founders, self._revoked = catalog, founders, frozenset(catalog.revoked)
+        self._n_admitted = Counter(entry.invite for entry in catalog.admitted.values())
+        self._came = {i: self._still(i, guests) for i, guests in self._came.items() if i in catalog.invites}
+        settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
+        self.waiting = {peer: entry for peer, entry in self.waiting.items() if peer not in settled}
+
+    def require(self, membership: Membership, now: float) -> Pass:
+        """What a membership is worth. Raises Refused (REVOKED, WAITS or NOT_A_MEMBER) where that is nothing."""
+        if self._revoked.intersection(membership.keys):
+            raise Refused(Code.REVOKED, f"the membership of {membership.peer} was revoked by the founder")
+        admitted = self._catalog.admitted.get(membership.member)
+        if admitted is not None:
+            below = membership.ends[1:] if membership.invite else membership.ends
+            worth = Pass(min(admitted.ends_at, *below), admitted.may)
+        else:
+            worth = self._by_invite(membership, now)
+        if worth.ends_at <= now:
+            text = f"the membership of {membership.peer} expired {int(now - worth.ends_at)} s ago"
+            raise Refused(Code.NOT_A_MEMBER, text)
+        return worth
+
+    def arrived(self) -> list[tuple[bytes, bytes, Terms]]:
+        """Who came by an invite for so many and is not in the catalog: keys of member and invite, its terms."""
+        return [(k, invite, self._catalog.invites[invite]) for invite, guests in self._came.items() for k in guests]
+
+    def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
+        """Who of those that came by an invite may still be let in by it."""
+        left = self._catalog.invites[invite].uses - self._n_admitted[invite]
+        return [key for key in guests if key not in self._catalog.admitted][: max(0, left)]
+
+    def _by_invite(self, membership: Membership, now: float) -> Pass:
+        if membership.keys[0] not in self.founders.charter.issuers:
+            text = "was let in by a key that founds this swarm no more: ask a founder for a new invite"
+            raise Refused(Code.REVOKED, f"{membership.peer} {text}")
+        if not self._catalog.version and membership.invite:  # nothing is known yet of who was admitted for good
+            return Pass(min(membership.ends[1:], default=membership.expires_at))
+        terms = self._catalog.invites.get(membership.invite)
+        if terms is None or membership.expires_at <= now:
+            return Pass(membership.expires_at)
+        if terms.waits:
+            if membership.role == "member":
+                self._note_waiting(membership, now)
+            raise Refused(Code.WAITS, f"{membership.peer} waits for a founder: swarmd members approve")
+        if terms.uses:
+            self._take_use(membership, terms)
+        return Pass(membership.expires_at, terms.may)
+
+    def _note_waiting(self, membership: Membership, now: float) -> None:
+        """Who knocks once more is the latest; of one invite, and of all, the earliest are forgotten."""
+        self.waiting.pop(membership.peer, None)
+        self.waiting[membership.peer] = (membership.invite, now)
+        of_invite = [peer for peer, (invite, _) in self.waiting.items() if invite == membership.invite]
+        if len(of_invite) > MAX_WAITING_OF_AN_INVITE:
+            del self.waiting[of_invite[0]]
+        if len(self.waiting) > MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
+
+    def _take_use(self, membership: Membership, terms: Terms) -> None:
+        """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
+        guests = self._came.setdefault(membership.invite, [])
+        left = terms.uses - self._n_admitted[membership.invite]
+        is_new = bool(membership.member) and membership.member not in guests
+        if left <= 0 or (is_new and len(guests) >= left):
+            times = "once" if terms.uses == 1 else f"{terms.uses} times"
+            text = f"its invite was for {times}, and others came first: ask for a new one"
+            raise Refused(Code.NOT_A_MEMBER, f"{membership.peer} is no member: {text}")
+        if is_new:
+            guests.append(membership.member)

@@ -1,0 +1,189 @@
+"""What holders of the same blocks say of each other, and whether a server may be routed to.
+
+Each probes some others: the same seeded input through the same blocks. Whom no more vouchers found wrong than right is
+proven; whom two found wrong, and fewer right, is doubted; who alone holds its blocks, and nobody could ask, is not held
+back. What is announced is a word without evidence, so it counts from servers of the same model only, which could have
+computed it; and who calls several wrong that others found right weighs the less against each of them: two members
+cannot have every honest server doubted by saying so.
+Blame climbs: whoever brings in liars again and again has all his guests doubted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+from swarmd.protocol.membership.records import Found, PeerRecord, SpanRecord
+from swarmd.values import PeerId, Span
+
+PROBES_OF_EACH = 2  # holders that probe a server: one may be wrong itself
+OTHERS_TURN_S = 60.0  # that the first have to probe a server and say so: records travel in seconds
+MOST_PROBERS = 8  # of a server of which nobody says anything: a swarm of many is not to probe all day
+PROBE_LIFETIME_S = 3_600.0  # memory breaks, and so do members
+MAX_BLOCKS = 1_024  # of a model, as catalogs have them
+WRONG_GUESTS = 3  # of one voucher: one may have bad memory, and two
+AGREEING = 2  # vouchers who say so: nobody's guests are banned by one member's word
+VOUCHER_BYTES = 8  # of a voucher's key, in records
+
+
+NOTHING_UNSAID: Mapping[tuple[str, bytes], float] = MappingProxyType({})
+
+
+class Trust(IntEnum):
+    """How a server is regarded; the higher, the better."""
+
+    DOUBTED = 0
+    UNKNOWN = 1
+    PROVEN = 2
+
+
+def name_of(span: SpanRecord) -> bytes:
+    """What a finding is about: these blocks, by these numerics."""
+    about = f"{span.model}/{span.slot}/{span.start}:{span.end}/{span.numerics}"
+    return hashlib.blake2b(about.encode(), digest_size=8).digest()
+
+
+def shared(one: SpanRecord, other: SpanRecord) -> Span | None:
+    """The blocks that two servers can be compared on; None when they compute other things."""
+    is_alike = (one.model, one.dtype, one.quantize) == (other.model, other.dtype, other.quantize)
+    start, end = max(one.start, other.start), min(one.end, other.end)
+    return Span(start, end) if is_alike and start < end and one.peer != other.peer else None
+
+
+def to_probe(
+    me: PeerId,
+    spans: Sequence[SpanRecord],
+    voucher_of: Callable[[PeerId], bytes],
+    done: Mapping[tuple[str, bytes], float],
+    now: float,
+    unsaid_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
+) -> list[tuple[SpanRecord, SpanRecord]]:
+    """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
+
+    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``done``
+    says when (peer, name) was probed, ``unsaid_s`` for how long fewer than enough have said anything of it: the next in
+    order probe then, too, for the first may hold these blocks only in their records.
+    """
+    own = [span for span in spans if span.peer == me and span.state == "online"]
+    kinds = {(span.model, span.dtype, span.quantize) for span in own}
+    online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
+    chosen = []
+    for target in online:
+        mine = next((span for span in own if shared(span, target) is not None), None)
+        if mine is None or now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
+            continue
+        rank, better = _rank(me, target, voucher_of), set[str]()
+        n_late = int(unsaid_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
+        n_probers = min(MOST_PROBERS, PROBES_OF_EACH + n_late)
+        for other in online:  # most often two are found soon
+            if other.peer not in better and shared(other, target) and _rank(other.peer, target, voucher_of) < rank:
+                better.add(other.peer)
+                if len(better) == n_probers:
+                    break
+        else:
+            chosen.append((target, mine))
+    return chosen
+
+
+def _rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) -> tuple[bool, bytes]:
+    is_kin = voucher_of(PeerId(peer)) == voucher_of(PeerId(target.peer))
+    return is_kin, hashlib.blake2b(f"{peer}/{target.peer}".encode(), digest_size=8).digest()
+
+
+def trust_in(
+    spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], voucher_of: Callable[[PeerId], bytes]
+) -> dict[tuple[str, int], Trust]:
+    """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything.
+
+    Who came by the same voucher counts where nobody else says anything. Of whom nothing is known nothing is believed:
+    ``voucher_of`` must give what a finding says.
+    """
+    speaking = [record for record in peers if record.found]
+    if not speaking:
+        return {}
+    said: dict[tuple[str, bytes], Said] = defaultdict(Said)
+    guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
+    accused_by: dict[bytes, set[str]] = defaultdict(set)
+    names = [(span.peer, name_of(span)) for span in spans]
+    model_of = {name: span.model for name, span in zip(names, spans, strict=True)}
+    models_of: dict[str, set[str]] = defaultdict(set)
+    for span in spans:
+        models_of[span.peer].add(span.model)
+    for record in speaking:
+        speaker = voucher_of(PeerId(record.peer))
+        for found in record.found:
+            host = voucher_of(PeerId(found.peer))
+            served, model = models_of[record.peer], model_of.get((found.peer, found.name))
+            could_compute = model in served if model is not None else bool(served)  # of who left, any server
+            if found.peer == record.peer or not could_compute:
+                continue
+            if not found.is_right:
+                accused_by[speaker].add(found.peer)
+            said[found.peer, found.name].add(found.is_right, speaker, is_kin=host == speaker)
+            if not found.is_right and found.voucher and host[:VOUCHER_BYTES] == found.voucher and host != speaker:
+                guests[found.voucher][speaker].add(found.peer)
+    if not said:
+        return {}
+    leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
+    n_holders, trust = _holders(spans), {}
+    for span, name in zip(spans, names, strict=True):
+        kind = (span.model, span.dtype, span.quantize)
+        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
+        is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
+        about = said.get(name, Said())
+        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
+    return trust
+
+
+@dataclass(slots=True)
+class Said:
+    """Vouchers that found a server right, and wrong; of its own voucher apart."""
+
+    right: set[bytes] = field(default_factory=set)
+    wrong: set[bytes] = field(default_factory=set)
+    kin: set[bool] = field(default_factory=set)
+
+    def add(self, is_right: bool, speaker: bytes, is_kin: bool) -> None:
+        if is_kin:
+            self.kin.add(is_right)
+        else:
+            (self.right if is_right else self.wrong).add(speaker)
+
+    def trust(self, is_alone: bool, accused_by: Mapping[bytes, set[str]]) -> Trust:
+        """One word against a server is no proof: then it is as if nobody had looked."""
+        n_right, n_wrong = len(self.right), len(self.wrong)
+        if not n_right and not n_wrong:
+            is_known_right = self.kin == {True}
+            return Trust.PROVEN if is_known_right or (is_alone and not self.kin) else Trust.UNKNOWN
+        weight = sum(1 / len(accused_by[voucher]) for voucher in self.wrong) if n_right else n_wrong
+        if n_wrong >= AGREEING and weight > n_right:
+            return Trust.DOUBTED
+        return Trust.PROVEN if n_right >= n_wrong or n_right > weight else Trust.UNKNOWN
+
+
+def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
+    """How many peers hold each block, of one model, dtype and format."""
+    holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
+    for span in spans:
+        for block in range(span.start, min(span.end, MAX_BLOCKS)):
+            holders[span.model, span.dtype, span.quantize, block].add(span.peer)
+    return {where: len(peers) for where, peers in holders.items()}
+
+
+def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
+    """How many others say something of each server, by (peer, name)."""
+    n_said = {(span.peer, name_of(span)): 0 for span in spans}
+    for record in peers:
+        for about in {(found.peer, found.name) for found in record.found if found.peer != record.peer}:
+            if about in n_said:
+                n_said[about] += 1
+    return n_said
+
+
+def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> Found:
+    """What is announced of a server."""
+    return Found(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])

@@ -1,0 +1,179 @@
+"""Receipts: what a hop says, with its key, of the tokens that entered it and left it. docs/trust.md tells what for.
+
+Of each token's hidden states, as they travelled, there is a digest. What left one hop entered the next, so that two
+receipts that differ name a link; and what is shown later of a token must have the digest that was signed at the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import IntegrityError, RemoteProtocolError
+from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
+from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
+from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.messages import Op, cropped, is_reordered
+from swarmd.protocol.wire.tensors import layout_untrusted, token_parts
+
+DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
+UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
+MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
+MAX_FIRST = 2**22  # the tokens of the longest session
+_DOMAIN = b"swarmd receipt 2\0"
+Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """``peer`` computed blocks [start, end) of ``model`` for a client's session, up to op ``seq``, by ``at`` (unix s).
+
+    The cache holds ``first`` tokens and those whose digests are here, as they ``entered`` and ``left``;
+    ``n_computed`` counts all that was computed in this session, what was cropped again included. An ``adapter``, or
+    the client's own parameters (``tuned``), took part. An heir has its cache from another server. ``before`` is the
+    digest of the ``first`` tokens' digests (``digest_before``): so nobody can show receipts and leave one out between,
+    of tokens that were cropped, or of another opening of the same session, and have the others look wrong.
+    """
+
+    peer: Name
+    client: Name
+    session: SessionKey
+    model: Name
+    start: Block
+    end: Block
+    seq: Count
+    n_computed: Count
+    at: Count
+    numerics: Name
+    is_heir: bool
+    adapter: Name
+    tuned: Digest
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_FIRST)]
+    entered: Digests
+    left: Digests
+    before: Digest
+
+
+def sign(receipt: Receipt, identity: Identity) -> tuple[bytes, bytes]:
+    """The body of a receipt, and its signature."""
+    body = msgspec.msgpack.encode(receipt)
+    return body, identity.sign(_DOMAIN, body)
+
+
+def read_untrusted(body: bytes, signature: bytes) -> Receipt:
+    """Check a receipt's signature, and that it is whole. Raises IntegrityError."""
+    receipt = decode(body, Receipt, "a receipt", IntegrityError)
+    verify(public_key_of_untrusted(receipt.peer), _DOMAIN, body, signature, f"a receipt of {receipt.peer}")
+    if len(receipt.entered) != len(receipt.left) or len(receipt.entered) % DIGEST_BYTES:
+        raise IntegrityError("a receipt has one digest for each token, as it entered and as it left")
+    return receipt
+
+
+def digest_before(entered: bytes | bytearray, left: bytes | bytearray, first: int) -> bytes:
+    """What a receipt that tells of tokens from ``first`` on says of those before it."""
+    end = first * DIGEST_BYTES
+    return hashlib.blake2b(bytes(entered[:end]) + bytes(left[:end]), digest_size=DIGEST_BYTES).digest()
+
+
+def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
+    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError."""
+    layout_untrusted(meta, len(payload))
+    if meta.t == 1:
+        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
+    whole, parts, found = memoryview(payload), token_parts(meta), bytearray()
+    for token in range(meta.t):
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for at, size in parts:
+            for row in range(meta.b):
+                begin = at + (row * meta.t + token) * size
+                digest.update(whole[begin : begin + size])
+        found += digest.digest()
+    return bytes(found)
+
+
+@dataclass(slots=True)
+class _Under:
+    """An op that entered, until its tokens have left."""
+
+    seq: int
+    n_cropped: int
+    n_tokens: int
+
+
+@dataclass(slots=True)
+class Trail:
+    """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
+
+    Ops are of ``shape``: so many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
+    """
+
+    entered: bytearray = field(default_factory=bytearray)
+    left: bytearray = field(default_factory=bytearray)
+    shape: tuple[int, int] = (1, 0)
+    adapter: str = ""
+    tuned: bytes = b""
+    n_computed: int = 0
+    n_ops: int = 0  # that left since the last receipt
+    seq: int = 0  # the last that left
+    is_broken: bool = False
+    is_heir: bool = False
+    _under: deque[_Under] = field(default_factory=deque)
+    _first: int = 0  # tokens that no op touched since the last receipt
+
+    def inherit(self, n_tokens: int, seq: int) -> None:
+        """The cache came from elsewhere: of its tokens nothing is known here."""
+        self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
+        self.seq, self._first, self.is_heir = seq, n_tokens, True
+
+    def enter(self, op: Op, payload: memoryview | bytes) -> None:
+        """An op was accepted."""
+        is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
+        self.is_broken |= is_other or is_reordered(op.edits)
+        if self.is_broken:
+            return
+        n_cropped = min(cropped(op.edits), self.n_entered)
+        self._drop(self.entered, n_cropped)
+        n_tokens = 0 if op.tensor is None else op.tensor.t
+        try:
+            self.entered += b"" if op.tensor is None else digests_of(op.tensor, payload)
+        except RemoteProtocolError:  # whoever computes it will say so
+            self.is_broken = True
+        self._under.append(_Under(op.seq, n_cropped, n_tokens))
+
+    def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
+        """The next op that entered has left, with the last of its tokens, or with none that anybody was given."""
+        if self.is_broken or not self._under or self._under[0].seq != seq:
+            return  # said again
+        under = self._under.popleft()
+        self._drop(self.left, under.n_cropped)
+        digests = b"" if meta is None else digests_of(meta, payload)
+        self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
+        self.n_computed += under.n_tokens
+        self.seq, self.n_ops = seq, self.n_ops + 1
+
+    @property
+    def n_entered(self) -> int:
+        return len(self.entered) // DIGEST_BYTES
+
+    @property
+    def n_left(self) -> int:
+        return len(self.left) // DIGEST_BYTES
+
+    def cut(self, most: int = MAX_TOKENS) -> tuple[int, bytes, bytes, bytes]:
+        """What a receipt says of the tokens since the last one: (first, entered, left, before)."""
+        first = max(self._first, self.n_left - most)
+        # what entered beyond has not left; what an op under way has cropped is no more
+        end = min(self.n_left, self.n_entered - sum(under.n_tokens for under in self._under))
+        end = max(first, end)
+        self._first, self.n_ops = end, 0
+        window = slice(first * DIGEST_BYTES, end * DIGEST_BYTES)
+        before = digest_before(self.entered, self.left, first)
+        return first, bytes(self.entered[window]), bytes(self.left[window]), before
+
+    def _drop(self, digests: bytearray, n_tokens: int) -> None:
+        if n_tokens:
+            del digests[-n_tokens * DIGEST_BYTES :]
+            self._first = min(self._first, len(digests) // DIGEST_BYTES)

@@ -1,0 +1,93 @@
+"""Invites: one line of text (protocol.membership.lines) that lets whoever holds it join a private swarm."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.membership import lines
+from swarmd.protocol.membership.charter import MAX_CHARTERS, founders_untrusted
+from swarmd.protocol.membership.identity import (
+    Identity,
+    PublicKey,
+    certify,
+    read_links_untrusted,
+    verify_certificate_untrusted,
+)
+
+_PREFIX = "swarmd"
+_VERSION = "1"
+Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
+    """What every member knows of its swarm: name, the first founder's public key, the pre-shared key of the gate.
+
+    ``charters`` lead to those who found it by now (protocol.membership.charter); later ones come with the catalog.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    founder_key: PublicKey
+    psk: Seed
+    charters: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_CHARTERS)] = ()
+
+    @property
+    def swarm_id(self) -> str:
+        return hashlib.sha256(b"swarmd swarm\0" + self.founder_key).hexdigest()[:32]
+
+
+class Invite(msgspec.Struct, frozen=True, array_like=True):
+    """A swarm's keys, addresses of members, and a key that the founder certified to let others in."""
+
+    swarm: SwarmKeys
+    addresses: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
+    seed: Seed
+    certificate: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4)]
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.seed)
+
+    @property
+    def expires_at(self) -> int:
+        return min((link.expires_at for link in read_links_untrusted(self.certificate)), default=2**53)
+
+    def admit(self, key: bytes, role: str, expires_at: int) -> tuple[bytes, ...]:
+        """Certify ``key`` with this invite's key; returns the whole certificate.
+
+        It counts no longer than the invite, unless a founder admits the member for good (plan.trust.doors).
+        """
+        return (*self.certificate, certify(self.identity, key, role, expires_at))
+
+
+def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expires_at: int) -> Invite:
+    key = Identity.generate()
+    return Invite(swarm, addresses, key.seed, (certify(founder, key.public_key, "invite", expires_at),))
+
+
+def encode(invite: Invite) -> str:
+    return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(invite))
+
+
+def decode_untrusted(text: str, now: float) -> Invite:
+    """Read an invite as typed or pasted. Raises ConfigError that says which part is wrong."""
+    body = lines.decode_untrusted(text, _PREFIX, _VERSION, "an invite")
+    try:
+        invite = msgspec.msgpack.decode(body, type=Invite)
+        founders = founders_untrusted(invite.swarm.founder_key, invite.swarm.charters)
+        verify_certificate_untrusted(invite.certificate, founders.ever, invite.identity.peer_id, 0.0)
+    except (msgspec.DecodeError, IntegrityError) as error:
+        raise ConfigError(f"the invite's certificate is not valid: {error}") from None
+    if invite.expires_at <= now:
+        raise ConfigError(f"the invite expired {_age(now - invite.expires_at)} ago: ask for a new one")
+    return invite
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,261 @@
+"""Signed, expiring records: what a peer says of itself. Only the peer named inside can make one.
+
+A record is ``Envelope(body, signature)``; the signature is checked over the bytes received. Within a key
+(peer, kind, model) the higher sequence number wins. See docs/protocol.md, "Records".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
+from swarmd.protocol.membership.identity import (
+    Identity,
+    Membership,
+    Signature,
+    follow_untrusted,
+    public_key_of_untrusted,
+    verify,
+)
+from swarmd.protocol.untrusted import decode
+
+MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
+RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
+MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
+MAX_SKEW_S = 120  # volunteers' clocks differ
+MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's honest word
+_DOMAIN = b"swarmd record 1\0"
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
+BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
+
+
+FIRST_NEEDS = ("adapter", "codec", "crop", "exact", "padding", "record_past", "reorder", "replay", "tuned")
+
+
+class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
+    """What all records share. Times are unix seconds; ``sequence`` grows with every announcement."""
+
+    peer: Name
+    sequence: Count
+    issued_at: Count
+    expires_at: Count
+    certificate: Certificate
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What a member found of another's blocks, by computing the same (plan.trust.reputation says what ``name`` is of).
+
+    Of who was wrong ``voucher`` is the beginning of the key that brought it in: whose guests are wrong again and again
+    is known by it.
+    """
+
+    peer: Name
+    name: Annotated[bytes, msgspec.Meta(max_length=8)]
+    is_right: bool
+    voucher: Annotated[bytes, msgspec.Meta(max_length=8)] = b""
+
+
+class PeerRecord(Record, tag="peer", frozen=True):
+    """A machine: where it is and what it can do. Unmeasured values are None and shown as unknown.
+
+    ``minor``, ``codecs`` and ``needs`` say what it understands, so that others use nothing else with it; the defaults
+    are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
+    [start, end) (weights.folder says what a group is). ``reach``: whether others can dial it (unknown, open or closed,
+    as measured); ``relays``: it connects members that nobody can dial to others. ``found``: whose blocks it has probed.
+    """
+
+    addresses: Addresses = ()
+    version: Name = ""
+    minor: Count = 0
+    codecs: Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)] = ("raw", "float16", "bfloat16", "int8")
+    needs: Needs = FIRST_NEEDS
+    device: Text | None = None
+    device_memory_bytes: Count | None = None
+    memory_bytes: Count | None = None
+    cores: Count | None = None
+    free_disk_bytes: Count | None = None
+    up_bytes_per_s: Rate | None = None
+    down_bytes_per_s: Rate | None = None
+    up_since: Count = 0
+    reach: Name = ""
+    relays: bool = False
+    found: Annotated[tuple[Found, ...], msgspec.Meta(max_length=32)] = ()
+    holds: Annotated[
+        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
+    ] = {}
+
+
+class SpanRecord(Record, tag="span", frozen=True):
+    """Blocks that a peer serves: state is joining, online or draining; speeds are measured on this span.
+
+    ``decode_tokens_per_s`` is one stream's, ``batch_tokens_per_s`` the total of so many streams in one pass;
+    ``quantization_error`` is that of the span's output on a probe, relative to the same blocks unquantised.
+    ``training_bytes`` it keeps for fine-tuning (0: it takes no such work), and ``training_share`` of its time that may
+    take while sessions decode. ``n_decoding`` sessions decode there now.
+    ``moves_left``: how often it may still take other blocks today; with ``any_model`` those may be another model's.
+    ``head``: it ends the model, and gives the largest logits to those who ask (``Op.top``).
+    ``slot`` tells apart the workers of one peer that serve the same model.
+    ``leaves_at``: when its owner's hours end, in seconds since 1970 (0: no end is known).
+    """
+
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    state: Name = "joining"
+    dtype: Name = "float32"
+    numerics: Name = ""
+    quantize: Name = "none"
+    head: bool = False
+    quantization_error: Rate | None = None
+    decode_tokens_per_s: Rate | None = None
+    prefill_tokens_per_s: Rate | None = None
+    batch_tokens_per_s: BatchRates = {}
+    moves_left: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    any_model: bool = False
+    slot: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
+    n_decoding: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    free_cache_tokens: Count = 0
+    training_bytes: Count = 0
+    training_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
+    leaves_at: Count = 0
+
+
+class RunRecord(Record, tag="run", frozen=True):
+    """A peer's part in a training run: which commit it knows, how far it is towards the next, what it can give.
+
+    ``role`` is train, reduce or anchor. ``head`` is the digest of commit ``epoch``; its state is that of
+    ``state_epoch`` (None: it has none), with the hash ``state``, and ``n_averages`` earlier ones are kept.
+    ``order`` is the owner's latest, signed by it. ``audit_left``: samples of others that it computes again before more
+    of its own, at ``samples_per_s``.
+    """
+
+    run: Name = ""
+    name: Name = ""
+    role: Literal["train", "reduce", "anchor"] = "train"
+    status: Text = ""
+    epoch: Count = 0
+    head: Digest = b""
+    state_epoch: Count | None = None
+    state: Digest = b""
+    n_averages: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    n_samples: Count = 0
+    samples_per_s: Rate = 0.0
+    can_be_dialled: bool = True
+    order: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
+    audit_left: Count = 0
+
+
+AnyRecord = PeerRecord | SpanRecord | RunRecord
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    signature: Signature
+
+
+class _Author(msgspec.Struct, frozen=True):
+    """What is read of a record before its signature is checked."""
+
+    peer: Name
+
+
+class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer."""
+
+    envelopes: Annotated[list[bytes], msgspec.Meta(max_length=4_096)] = []
+    want: Annotated[list[Text], msgspec.Meta(max_length=4_096)] = []
+    catalog: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A record whose signature, ownership, membership and times were checked, with the bytes to pass on."""
+
+    record: AnyRecord
+    membership: Membership
+    raw: bytes
+
+    @property
+    def key(self) -> str:
+        return key_of(self.record)
+
+
+def key_of(record: AnyRecord) -> str:
+    if isinstance(record, RunRecord):
+        return _key(record.peer, "run", run=record.run)
+    if isinstance(record, SpanRecord):
+        return _key(record.peer, "span", model=record.model, slot=record.slot)
+    return _key(record.peer, "peer")
+
+
+def _key(peer: str, kind: str, model: str = "", run: str = "", slot: int = 0) -> str:
+    where = {"span": f"span/{model}" + (f"/{slot}" if slot else ""), "run": f"run/{run}"}.get(kind, "peer")
+    return f"{peer}/{where}"
+
+
+def ends_at(now: int, until: int) -> int:
+    """When a record of one's own that is issued now ends: with one's membership at the latest."""
+    return max(now + 1, min(now + RECORD_LIFETIME_S, until))
+
+
+def sign(record: AnyRecord, identity: Identity) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return msgspec.msgpack.encode(Envelope(body, identity.sign(_DOMAIN, body)))
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What a record says of where it belongs, before anything of it is checked."""
+
+    peer: Name
+    sequence: Count
+    certificate: Certificate
+    kind: Name
+    model: Name = ""
+    run: Name = ""
+    slot: Count = 0
+
+    @property
+    def key(self) -> str:
+        return _key(self.peer, self.kind, self.model, self.run, self.slot)
+
+
+def read_claim(raw: bytes) -> Claim:
+    """What an unchecked record says of where it belongs, for a cheap refusal. Raises IntegrityError."""
+    return decode(decode(raw, Envelope, "a record", IntegrityError).body, Claim, "a record", IntegrityError)
+
+
+def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> Verified:
+    """Check one record from anywhere; whether its author is a member now is for plan.trust.doors to say.
+
+    Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
+    record that does not count (expired, skewed, of a later version), which costs nobody anything.
+    """
+    envelope = decode(raw, Envelope, "a record", IntegrityError)
+    author = decode(envelope.body, _Author, "a record", IntegrityError).peer
+    verify(public_key_of_untrusted(author), _DOMAIN, envelope.body, envelope.signature, f"the record of {author}")
+    try:
+        record: AnyRecord = decode(envelope.body, AnyRecord, "a record", IntegrityError)  # type: ignore[arg-type]
+    except IntegrityError as error:  # its author's own words, perhaps of a later version: who passes them on is honest
+        raise Refused(Code.UNSUPPORTED, f"{author} announces what this version cannot read: {error}") from None
+    if record.expires_at - record.issued_at > MAX_LIFETIME_S:
+        raise IntegrityError(
+            f"a record may live {MAX_LIFETIME_S} s, this one wants {record.expires_at - record.issued_at}"
+        )
+    if record.expires_at <= record.issued_at:
+        raise IntegrityError(f"a record that ends {record.issued_at - record.expires_at} s before it begins")
+    if record.issued_at > now + MAX_FUTURE_S:
+        raise IntegrityError(f"a record that is issued {record.issued_at - now:.0f} s from now")
+    if isinstance(record, SpanRecord) and record.start >= record.end:
+        raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
+    if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
+        raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
+    membership = follow_untrusted(record.certificate, issuers, record.peer)
+    if membership.role == "client" and not isinstance(record, RunRecord):
+        raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
+    return Verified(record, membership, raw)

@@ -1,0 +1,335 @@
+"""What a checkpoint consists of, and the checks a folder or a manifest must pass before anything is built from it.
+
+A manifest lists the configuration and every tensor and tokenizer file with the sha256 of each 4 MiB chunk of its
+bytes, in a canonical encoding; its own sha256 is the model's identity, the same wherever the same bytes are. Only
+``json`` and struct reading happen here: no transformers, no torch, no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.models import configuration, shards
+from swarmd.protocol.untrusted import decode
+from swarmd.values import ModelId
+
+VERSION = 2  # of the manifest's layout
+DATA = "swarmd-data"  # of a training run's data, one block for each shard (train.store.data)
+CHUNK_BYTES = 4 * 2**20  # what is verified and fetched at once
+MAX_MANIFEST_BYTES = 15 * 2**20  # must fit into one frame
+MAX_ENTRIES = 200_000  # tensors and files: the largest mixture-of-experts models have some 100,000
+MAX_MODEL_BYTES = 16 * 2**40  # 16 TiB: a sum that cannot overflow anything
+MAX_JSON_BYTES = 32 * 2**20  # of a configuration or tokenizer
+MAX_FILE_BYTES = 256 * 2**20  # of one file beside the tensors
+FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+MAX_DEPTH = 24  # parts of a tensor's name
+_NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Extent = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor: name, safetensors dtype, shape, and digests of its chunks. A file is a U8 tensor of its bytes."""
+
+    name: str
+    dtype: str
+    shape: Annotated[tuple[Extent, ...], msgspec.Meta(max_length=16)]
+    chunks: tuple[Digest, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return shards.tensor_bytes(self.dtype, self.shape)
+
+    def chunk_bytes(self, chunk: int) -> int:
+        return min(CHUNK_BYTES, self.n_bytes - chunk * CHUNK_BYTES)
+
+    def is_chunk(self, chunk: int, data: bytes | memoryview) -> bool:
+        """Are these the bytes that the manifest promises?"""
+        return hashlib.sha256(data).digest() == self.chunks[chunk]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that makes a model what it is. ``config`` is canonical JSON; bytes are named by their digests."""
+
+    version: int
+    n_blocks: Annotated[int, msgspec.Meta(ge=0, le=1_024)]
+    config: str
+    files: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=len(FILES))]
+    tensors: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Files, then tensors: what an index in a request counts."""
+        return (*self.files, *self.tensors)
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.msgpack.Encoder(order="deterministic").encode(manifest)
+
+
+def model_id(manifest: Manifest) -> ModelId:
+    return ModelId(hashlib.sha256(encode(manifest)).hexdigest())
+
+
+# --- from a folder -----------------------------------------------------------------------------------------------
+
+
+def read_folder(folder: Path) -> Manifest:
+    """Hash and check a checkpoint folder. Raises ConfigError naming the file and the reason."""
+    config = read_config(folder)
+    _check_index(folder)
+    tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
+    twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
+    if twice:
+        raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
+    present = [name for name in FILES if (folder / name).is_file()]
+    for name in present:
+        check_inside(folder, folder / name)
+    files = tuple(_digest_file(folder / name) for name in present)
+    ordered = tuple(sorted(tensors, key=lambda t: t.name))
+    manifest = Manifest(VERSION, configuration.count_blocks(config), canonical(config), files, ordered)
+    try:
+        check(manifest)
+    except IntegrityError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    return manifest
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json and bound its integers. Raises ConfigError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors")
+    try:
+        return configuration.check(read_json(path))
+    except IntegrityError as error:
+        raise ConfigError(f"{path}: {error}{_hint_of_kinds(folder, str(error))}") from None
+
+
+def _hint_of_kinds(folder: Path, error: str) -> str:
+    """What to add to a refusal of quantised weights where no weight is: it was unpacked, and says otherwise still."""
+    if not (package := next((name for name in configuration.PACKAGES if f"({name})" in error), "")):
+        return ""
+    try:
+        kinds = {place.dtype for _, place in _places(folder)}
+    except ConfigError:
+        return ""
+    if not kinds <= set(shards.PLAIN_KINDS):
+        return ""
+    return f"; but every tensor here is plain ({', '.join(sorted(kinds))}): take {package} out of config.json"
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link that leads out of a checkpoint; the hub's cache, whose blobs lie beside, excepted. ConfigError."""
+    target, home = path.resolve(), folder.resolve()
+    if target.parent != home and target.parent != home.parent.parent / "blobs":
+        raise ConfigError(f"{path} is a link to {target}, outside the checkpoint: what it holds would be given away")
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_json(index)
+        weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise ConfigError(f"{index}: weight_map must map tensor names to file names")
+        names = sorted(set(weight_map.values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigError(f"{index}: the shard {name!r} lies outside the folder")
+        if not (folder / name).is_file():
+            others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
+            hint = f"; {others[0]} holds pickle, which swarmd never opens: convert it to safetensors" if others else ""
+            raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
+        check_inside(folder, folder / name)
+    return [folder / name for name in names]
+
+
+def _places(folder: Path) -> Iterator[tuple[Path, shards.Place]]:
+    """Where each tensor of a checkpoint lies, by the headers of its shards. Raises ConfigError."""
+    for shard in shard_files(folder):
+        with shard.open("rb") as file:
+            places = shards.read_header(file, shard, shard.stat().st_size)
+        yield from ((shard, place) for place in places)
+
+
+def _check_index(folder: Path) -> None:
+    """Refuse an index that says other than the shards: it is what readers go by. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    found = {place.name: shard.name for shard, place in _places(folder)}
+    said: dict[str, str] = read_json(index)["weight_map"]
+    for name in sorted(said.keys() | found.keys()):
+        if said.get(name) != found.get(name):
+            raise ConfigError(
+                f"{index}: it says that {name} is in {said.get(name, 'no file')}, and it is in "
+                f"{found.get(name, 'none of them')}: take the index that belongs to these files"
+            )
+
+
+# --- from a peer -------------------------------------------------------------------------------------------------
+
+
+def read_untrusted(raw: bytes, model: ModelId) -> Manifest:
+    """Read a manifest that a peer sent for ``model``. Raises IntegrityError for a lie, whatever it is."""
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"a manifest of {len(raw)} B; at most {MAX_MANIFEST_BYTES} are read")
+    if hashlib.sha256(raw).hexdigest() != model:
+        raise IntegrityError(f"a manifest that is not {model[:12]}'s: its sha256 differs")
+    manifest = decode(raw, Manifest, "a manifest", IntegrityError)
+    if encode(manifest) != raw:
+        raise IntegrityError("a manifest in another encoding than the canonical one")
+    check(manifest)
+    return manifest
+
+
+def check(manifest: Manifest) -> None:
+    """Refuse what cannot be a model, however it came. Raises IntegrityError."""
+    if manifest.version != VERSION:
+        raise IntegrityError(f"expected a manifest of version {VERSION}, got {manifest.version}")
+    try:
+        config = json.loads(manifest.config)
+    except (ValueError, RecursionError):
+        raise IntegrityError("the manifest's config is not JSON") from None
+    n_blocks = configuration.count_blocks(configuration.check(config))
+    if (canonical(config), n_blocks) != (manifest.config, manifest.n_blocks):
+        raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
+    names = [entry.name for entry in manifest.entries]
+    if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
+        raise IntegrityError("the manifest names an entry twice, or files that no model needs")
+    if list(manifest.tensors) != sorted(manifest.tensors, key=lambda t: t.name):
+        raise IntegrityError("the manifest's tensors are not in order")
+    for entry in manifest.entries:
+        _check_entry(entry)
+    total = sum(entry.n_bytes for entry in manifest.entries)
+    if total > MAX_MODEL_BYTES or any(f.dtype != "U8" or f.n_bytes > MAX_FILE_BYTES for f in manifest.files):
+        raise IntegrityError(f"the manifest promises {total} B, or a file of more than {MAX_FILE_BYTES} B")
+
+
+# --- which tensors belong together -------------------------------------------------------------------------------
+
+
+def groups(manifest: Manifest) -> tuple[int | None, ...]:
+    """The group of each entry: its block, or ``n_blocks`` for the *head*: files and what is around the blocks.
+
+    The blocks are the numbered list of names (``model.layers.7.…``) that counts up to the number of blocks and holds
+    the most bytes; ``compute.checkpoints.check`` asks the library whether that is so. None: numbered beyond the blocks,
+    as layers that predict several tokens are; nobody needs them. Raises IntegrityError when there is no such list.
+    """
+    seen: defaultdict[str, set[int]] = defaultdict(set)
+    n_bytes: Counter[str] = Counter()
+    for tensor in manifest.tensors:
+        parts = tensor.name.split(".")
+        for at, part in enumerate(parts):
+            if part.isdecimal():
+                prefix = ".".join((*parts[:at], ""))
+                seen[prefix].add(int(part))
+                n_bytes[prefix] += tensor.n_bytes
+    if not manifest.n_blocks:
+        return (0,) * len(manifest.entries)
+    wanted = set(range(manifest.n_blocks))
+    lists = [prefix for prefix, numbers in seen.items() if wanted <= numbers]
+    if not lists:
+        raise IntegrityError(f"no names of tensors count the {manifest.n_blocks} blocks")
+    best = max(lists, key=lambda prefix: (n_bytes[prefix], -len(prefix)))
+
+    def group(name: str) -> int | None:
+        if not name.startswith(best):
+            return manifest.n_blocks
+        number = name[len(best) :].split(".")[0]
+        if not number.isdecimal():
+            return manifest.n_blocks
+        return int(number) if int(number) < manifest.n_blocks else None
+
+    return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
+
+
+# --- small things ------------------------------------------------------------------------------------------------
+
+
+def _check_entry(entry: Entry) -> None:
+    is_deep = entry.name.count(".") >= MAX_DEPTH
+    if not _NAME.fullmatch(entry.name) or is_deep or entry.name == "__metadata__":
+        raise IntegrityError(f"the manifest names an entry {entry.name[:80]!r}, which is no name of a tensor")
+    if entry.dtype not in shards.ITEM_BITS:
+        raise IntegrityError(f"{entry.name}: unknown dtype {entry.dtype!r}")
+    if entry.n_bytes > MAX_MODEL_BYTES or len(entry.chunks) != -(-entry.n_bytes // CHUNK_BYTES):
+        raise IntegrityError(f"{entry.name}: {len(entry.chunks)} digests for {entry.n_bytes} B")
+
+
+def digest_shard(path: Path) -> list[Entry]:
+    before = path.stat()
+    with path.open("rb") as file:
+        places = shards.read_header(file, path, before.st_size)
+        entries = []
+        for place in places:
+            file.seek(place.start)
+            entries.append(Entry(place.name, place.dtype, place.shape, _digest_chunks(file, place.n_bytes, path)))
+    _check_unchanged(path, before)
+    return entries
+
+
+def _digest_file(path: Path) -> Entry:
+    before = path.stat()
+    if before.st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: {before.st_size} B, at most {MAX_FILE_BYTES} are read")
+    with path.open("rb") as file:
+        entry = Entry(path.name, "U8", (before.st_size,), _digest_chunks(file, before.st_size, path))
+    _check_unchanged(path, before)
+    return entry
+
+
+def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...]:
+    digests = []
+    while n_bytes > 0:
+        chunk = file.read(min(CHUNK_BYTES, n_bytes))
+        if not chunk:
+            raise ConfigError(f"{path}: cut short while it was read")
+        digests.append(hashlib.sha256(chunk).digest())
+        n_bytes -= len(chunk)
+    return tuple(digests)
+
+
+def _check_unchanged(path: Path, before: Any) -> None:
+    after = path.stat()
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise ConfigError(f"{path} changed while it was read: wait until it is complete, then try again")
+
+
+def canonical(config: dict[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))
+
+
+def read_json(path: Path) -> Any:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
+    try:
+        return json.loads(path.read_bytes())
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None

@@ -1,0 +1,163 @@
+"""Commits: how a round of a run ends. A chain of them is the run's ledger.
+
+A commit names its parent, whose samples it counts, and the digests of the average to apply and of the state to apply it
+to. It counts once a majority of the run's anchors has signed the same commit in the same ballot (plan.runs.ballot says
+why no two commits with one parent can). See docs/protocol.md, "Training together".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from swarmd.errors import IntegrityError
+from swarmd.protocol.fields import Count, Name
+from swarmd.protocol.membership.identity import Identity, Signature, public_key_of_untrusted, verify
+from swarmd.protocol.models.manifest import Digest
+from swarmd.protocol.runs.recipe import MAX_ANCHORS
+from swarmd.protocol.untrusted import decode
+from swarmd.values import PeerId
+
+MAX_CONTRIBUTORS = 256  # of one update; their signatures travel with each commit
+MAX_COMMIT_BYTES = 65_536  # as the frame's header allows for 256 contributors
+T = TypeVar("T", bool, int)
+_DOMAIN = b"swarmd commit 1\0"
+Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+Size = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+Ballot = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**53)], Name]
+"""A number, and who proposes under it: totally ordered, never shared."""
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True):
+    """One contributor: its draws ``first`` to ``first + n`` (exclusive), their summed loss, their mean's norm."""
+
+    peer: Name
+    first: Count
+    n: Count
+    loss: Finite
+    norm: Size
+
+
+class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One successful update, or with ``restores`` a return to the state of an earlier commit, which is named.
+
+    ``average`` and ``state`` are hashes of manifests (train.vectors.state says of what): the average of this round, and
+    the state that it is applied to. The gradient that is applied is the average times ``clip``. ``late``: how many
+    draws of each contributor, its first ones, were computed on the state before ``state``; ``anew``: who has nothing
+    left from draws that were counted before (steps of its own, what was rounded off). () where that is so of none.
+    """
+
+    run: Digest
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    parent: Digest
+    generation: Count
+    contributors: Annotated[tuple[Counted, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)]
+    average: bytes
+    state: bytes
+    learning_rate: Size
+    clip: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    restores: bytes = b""
+    late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    anew: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+
+    @property
+    def n_samples(self) -> int:
+        return sum(c.n for c in self.contributors)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the samples counted, nats a token."""
+        return sum(c.loss for c in self.contributors) / max(1, self.n_samples)
+
+
+class Signed(msgspec.Struct, frozen=True, array_like=True):
+    """A commit with its ballot and its anchors' signatures, by their place in the list of anchors."""
+
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
+    ballot: Ballot
+    signatures: Annotated[
+        tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_ANCHORS)], Signature], ...],
+        msgspec.Meta(max_length=MAX_ANCHORS),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A commit whose signatures were checked, its digest, and the bytes to pass on."""
+
+    commit: Commit
+    digest: bytes
+    raw: bytes
+
+
+def some(said: Sequence[T]) -> tuple[T, ...]:
+    """What a commit says of each of its contributors: nothing where it is so of none."""
+    return tuple(said) if any(said) else ()
+
+
+def encode(commit: Commit) -> bytes:
+    return msgspec.msgpack.Encoder(order="deterministic").encode(commit)
+
+
+def digest_of(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
+def sign(body: bytes, ballot: Ballot, anchor: Identity) -> bytes:
+    """An anchor's signature under a commit in one ballot."""
+    return anchor.sign(_DOMAIN, _statement(body, ballot))
+
+
+def read_body_untrusted(body: bytes) -> Commit:
+    """Read an unsigned commit. Raises IntegrityError."""
+    commit = decode(body, Commit, "a commit", IntegrityError)
+    peers = [c.peer for c in commit.contributors]
+    if len(set(peers)) != len(peers):
+        raise IntegrityError("a commit counts a peer twice")
+    if bool(commit.contributors) == bool(commit.restores) or any(c.n < 1 for c in commit.contributors):
+        raise IntegrityError("a commit either counts samples or restores an earlier state")
+    for said in (commit.late, commit.anew):
+        if said != some(said) or len(said) not in (0, len(commit.contributors)):
+            raise IntegrityError("a commit says of each contributor what is late or anew, or of none")
+    if any(late > c.n for late, c in zip(commit.late, commit.contributors, strict=False)):
+        raise IntegrityError("a commit with more late draws than it counts")
+    for value in (commit.average or bytes(32), commit.state, commit.restores or bytes(32)):
+        if len(value) != 32:
+            raise IntegrityError("a commit's digests have 32 bytes")
+    if encode(commit) != body:
+        raise IntegrityError("a commit in another encoding than the canonical one")
+    return commit
+
+
+def verify_signature_untrusted(body: bytes, ballot: Ballot, anchor: PeerId, signature: bytes) -> None:
+    """Check one anchor's signature. Raises IntegrityError."""
+    verify(public_key_of_untrusted(anchor), _DOMAIN, _statement(body, ballot), signature, f"the anchor {anchor[-8:]}")
+
+
+def seal(body: bytes, ballot: Ballot, signatures: dict[int, bytes]) -> bytes:
+    return msgspec.msgpack.encode(Signed(body, ballot, tuple(sorted(signatures.items()))))
+
+
+def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sealed:
+    """Check a commit from anywhere against the anchors of its generation. Raises IntegrityError."""
+    signed = decode(raw, Signed, "a commit", IntegrityError)
+    commit = read_body_untrusted(signed.body)
+    anchors = anchors_of.get(commit.generation)
+    if anchors is None:
+        raise IntegrityError(f"a commit of generation {commit.generation}, of which no anchors are known")
+    places = [place for place, _ in signed.signatures]
+    if len(set(places)) != len(places) or any(place >= len(anchors) for place in places):
+        raise IntegrityError("a commit is signed by who is no anchor, or by one of them twice")
+    if 2 * len(places) <= len(anchors):
+        raise IntegrityError(f"a commit with {len(places)} of {len(anchors)} signatures: a majority is needed")
+    for place, signature in signed.signatures:
+        verify_signature_untrusted(signed.body, signed.ballot, anchors[place], signature)
+    return Sealed(commit, digest_of(signed.body), raw)
+
+
+def _statement(body: bytes, ballot: Ballot) -> bytes:
+    return msgspec.msgpack.encode((digest_of(body), ballot))

@@ -1,0 +1,246 @@
+"""What a daemon and its workers say to each other, over a socket that no peer can reach.
+
+The frames are those of the wire, and what peers send about sessions and lanes is passed on as it came; the rest is
+here, and only here: a peer that sends one of these sends a tag that ``messages`` does not know. A request of the
+daemon carries ``id`` and its answer ``re``, in the one id space of its link (node.worker.worker_link).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarmd.errors import RemoteProtocolError
+from swarmd.protocol.fields import Block, Count, Message, Name, SessionKey, Text
+from swarmd.protocol.wire import messages, tuning
+
+FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
+Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+
+
+class LoadSpan(Message, tag="load", frozen=True):
+    """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too."""
+
+    path: FilePath = ""
+    model: Name = ""
+    start: Block = 0
+    end: Block = 0
+    dtype: Name = "float32"
+    quantize: Name = "none"
+    kv_cache: Name = "none"
+    threads: Threads = 0
+    device: Name = ""
+    history_bytes: Count = 0
+    tuning_bytes: Count = 0
+    tuning_share: float = 0.0
+    leave_free_bytes: Count = 0
+    spill_folder: FilePath = ""
+    head: bool = False
+
+
+class Rest(Message, tag="rest", frozen=True):
+    """Daemon to worker: begin no other pass; caches of sessions that wait for none may still be handed over."""
+
+
+class Work(Message, tag="work", frozen=True):
+    """Daemon to worker: compute for this share of the time, and rest for the others'."""
+
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
+class LoadAdapter(Message, tag="load_adapter", frozen=True):
+    """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
+
+    id: Count = 0
+    adapter: Name = ""
+    shards: Annotated[tuple[FilePath, ...], msgspec.Meta(max_length=8)] = ()
+
+
+class AdapterLoaded(Message, tag="adapter_loaded", frozen=True):
+    """Worker to daemon: the adapter is ready, or ``failure`` says why it cannot be used."""
+
+    re: Count = 0
+    failure: Text = ""
+
+
+class Measured(Message, tag="measured", frozen=True):
+    """Worker to daemon, at load and now and then: tokens/s of one stream, and the total of ``n`` in one pass."""
+
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    batch_tokens_per_s: dict[int, float] = msgspec.field(default_factory=dict)
+
+
+class Loaded(Message, tag="loaded", frozen=True):
+    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
+
+    device: Text = ""
+    device_memory_bytes: Count | None = None
+    numerics: Name = ""
+    quantization_error: float | None = None
+    hidden: Count = 0
+    layer_arity: Count = 0
+    cache_bytes_per_token: Count = 0
+    batching: Text = ""
+    kernels: Text = ""
+    has_head: bool = False
+    speed: Measured = Measured()
+
+
+class Loading(Message, tag="loading", frozen=True):
+    """Worker to daemon, while it loads: what it does, and how much of that is done."""
+
+    stage: Text = ""
+    done: Count = 0
+    total: Count = 0
+
+
+class Improved(Message, tag="improved", frozen=True):
+    """Worker to daemon, when it serves already: what was found out since it said Loaded."""
+
+    kernels: Text = ""
+    quantization_error: float | None = None
+
+
+class Done(Message, tag="done", frozen=True):
+    """Worker to daemon: a silent op was executed; nothing travels on."""
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    seq: Count = 0
+
+
+class Tick(Message, tag="tick", frozen=True):
+    """Worker to daemon: how many frames are dealt with so far. Sent with all answers, and twice a second in a pass.
+
+    ``reused`` tokens were copied from other sessions that begin alike, and not computed.
+    """
+
+    handled: Count = 0
+    reused: Count = 0
+
+
+class WorkerFailed(Message, tag="worker_failed", frozen=True):
+    """Worker to daemon: the load cannot succeed, and why."""
+
+    message: FilePath = ""
+
+
+class Ending(Message, tag="ending", frozen=True):
+    """Worker to daemon: the last that it says, and why it ends. Another one may do better."""
+
+    reason: Text = ""
+
+
+class LoadRun(Message, tag="load_run", frozen=True):
+    """Daemon to worker: load the model to be trained; the payload is the recipe, as it was signed."""
+
+    path: FilePath = ""
+    threads: Threads = 0
+
+
+class RunLoaded(Message, tag="run_loaded", frozen=True):
+    """Worker to daemon: what is trained, in the payload: a list of (name, shape), in the order of the vector.
+
+    ``is_repeatable``: the same rows give the same gradients however they are divided, as without dropout; it was tried.
+    """
+
+    device: Text = ""
+    vocabulary: Count = 0
+    is_repeatable: bool = True
+
+
+class MapRun(Message, tag="map_run", frozen=True):
+    """Daemon to worker: the shared memory, of Recipe.shared_vectors; ``init``: write the parameters."""
+
+    path: FilePath = ""
+    init: bool = False
+
+
+class RunMapped(Message, tag="run_mapped", frozen=True):
+    """Worker to daemon: it is in use."""
+
+
+class Compute(Message, tag="compute", frozen=True):
+    """Daemon to worker: add the gradients of rows to a sum and write it to buffer ``into``, or begin with them.
+
+    With ``step``: take the step of this number by their mean instead. The payload is int32 tokens [n, t + 1].
+    """
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
+    seed: Count = 0
+    into: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    is_fresh: bool = False
+    step: Count = 0
+    learning_rate: float = 0.0
+
+
+class ComputeAgain(Message, tag="compute_again", frozen=True):
+    """Daemon to worker: add the gradients of rows to a sum, both on the memory at ``path``: parameters, then the sum.
+
+    The payload is as of ``Compute``.
+    """
+
+    path: FilePath = ""
+    n: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 1
+    seed: Count = 0
+
+
+class ComputedRows(Message, tag="computed", frozen=True):
+    """Worker to daemon: the sum is written; ``loss`` is the rows' sum, nats a token each."""
+
+    loss: float = 0.0
+
+
+WorkerMessage = (
+    LoadSpan
+    | Loaded
+    | Loading
+    | Improved
+    | Measured
+    | LoadAdapter
+    | AdapterLoaded
+    | Done
+    | Tick
+    | WorkerFailed
+    | Ending
+    | Rest
+    | Work
+    | LoadRun
+    | RunLoaded
+    | MapRun
+    | RunMapped
+    | Compute
+    | ComputeAgain
+    | ComputedRows
+    | messages.Refusal
+    | messages.OpenSession
+    | messages.CloseSession
+    | messages.Op
+    | messages.Replay
+    | messages.Replayed
+    | messages.HandOver
+    | messages.HandedOver
+    | messages.CachePart
+    | messages.Inherited
+    | messages.WantTokens
+    | messages.TokensAre
+    | tuning.OpenLane
+    | tuning.CloseLane
+    | tuning.Forward
+    | tuning.Backward
+    | tuning.Gradients
+    | tuning.PutTuned
+    | tuning.TunedHeld
+)
+
+_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def decode(header: bytes) -> WorkerMessage:
+    """Read one header between a daemon and its worker. Raises RemoteProtocolError."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"a header of the worker link does not parse: {error}") from None

@@ -1,0 +1,150 @@
+"""Who says that another's contribution to a run is wrong shows the state that it was computed on: both sides of that.
+
+Nothing is believed: what others say becomes a case that is computed here (train.gradients.gradient_audits). An accuser
+must have contributed to the same commit, shows what it promises within a bounded time, and is heard once about each
+contribution.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import trio
+
+from swarmd.errors import IntegrityError, RemoteProtocolError, SwarmError
+from swarmd.net.tasks import Tasks
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs.backing import Share
+from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.rounds import Contradict
+from swarmd.train.gradients.recheck import Case, open_case
+from swarmd.train.store.members import Members
+from swarmd.train.store.recovery import Get
+from swarmd.train.store.services import News, World, tell
+from swarmd.train.vectors.state import RunState, Snapshot
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+EVIDENCE_S = 300.0  # that the states of a wrong contribution are held for who wants to see
+MAX_EVIDENCE = 4  # states at a time, each with its moments; the newest are kept
+MAX_CASES = 4  # accusations that wait here, each with a state; the next are left to others
+N_HEARD = 256  # accusations that are not listened to again
+
+
+class Accusations:
+    """See the module. ``cases`` are those of others; ``trouble`` is what was found in what this machine gave."""
+
+    def __init__(self, world: World, ledger: Ledger, members: Members, news: News) -> None:
+        self.cases: list[Case] = []
+        self.trouble = ""
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._ledger = ledger
+        self._members = members
+        self._news = news
+        self._state: RunState | None = None
+        self._get: Callable[[str], Get]
+        self._evidence: dict[bytes, tuple[Snapshot, float]] = {}
+        self._heard: deque[tuple[PeerId, PeerId, bytes]] = deque(maxlen=N_HEARD)
+        self._tasks = Tasks()
+
+    async def run(self, state: RunState, get: Callable[[str], Get]) -> None:
+        """Own what is fetched, until cancelled. ``get``: what fetches into a folder of this name."""
+        self._state, self._get = state, get
+        async with self._tasks.open():
+            await trio.sleep_forever()
+
+    # --- what others say -----------------------------------------------------------------------------------------
+
+    def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes, may_compute: bool) -> None:
+        """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say.
+
+        Where it cannot be computed here the words of two count (Fault.FAULTY_NUMBERS).
+        """
+        peer, standing = PeerId(message.peer), self._members.standing
+        try:
+            share = decode(payload, Share, "a share", IntegrityError)
+            commit = self._commit_of(peer, share, accuser, message.parent)
+            if commit is None:
+                return  # not known here
+            backing.check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
+        except IntegrityError as error:
+            raise RemoteProtocolError(f"evidence against {peer[-8:]} that does not count: {error}") from None
+        said = accuser, peer, message.parent
+        if said in self._heard or standing.is_shunned(accuser) or standing.is_shunned(peer):
+            return
+        self._heard.append(said)
+        if peer == self._me:
+            self.trouble = (
+                f"{accuser[-8:]} computed again what this machine gave to update {commit.epoch}, and something else "
+                "came of it: if others say so, too, test its memory"
+            )
+        elif not may_compute or self._state is None:
+            standing.fault(peer, Fault.FAULTY_NUMBERS, f"its gradients, says {accuser[-8:]}", accuser)
+        elif len(self.cases) < MAX_CASES and all(case.accuser != accuser for case in self.cases):
+            case = open_case(self._ledger, peer, share, commit, accuser)
+            self.cases.append(case)
+            self._tasks.start_soon(self._fetch, case, accuser, self._state)
+
+    def _commit_of(self, peer: PeerId, share: Share, accuser: PeerId, parent: bytes) -> Commit | None:
+        """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
+        sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
+        if sealed is None:
+            return None
+        commit, peers = sealed.commit, [c.peer for c in sealed.commit.contributors]
+        if peer not in peers or accuser not in peers or accuser == peer:
+            raise IntegrityError("both must have contributed")
+        place = peers.index(peer)
+        said = (commit.late or [0] * len(peers))[place], (commit.anew or [False] * len(peers))[place]
+        if share.n < 1 or share.counted(peer) != commit.contributors[place] or (share.late, share.anew) != said:
+            raise IntegrityError("no such contribution is counted")
+        return commit
+
+    async def _fetch(self, case: Case, accuser: PeerId, state: RunState) -> None:
+        """Get the states that a contribution was computed on from who found it wrong; their hashes are commits'."""
+        why = "it takes too long"
+        get = self._get(f"evidence-{accuser[-8:]}")
+        with trio.move_on_after(EVIDENCE_S):
+            try:
+                for root in sorted(case.roots):
+                    case.states[root] = await get(root, (accuser,), tuple(state.vectors), state.layout.n_elements)
+            except SwarmError as error:
+                why = str(error)
+        if not case.is_ready:
+            self.drop(case)
+            self._members.standing.fault(accuser, Fault.UNACCOUNTED, f"it accuses {case.peer[-8:]}: {why}")
+        self._news.notify()
+
+    def drop(self, case: Case) -> None:
+        """It is decided, or cannot be."""
+        if case in self.cases:
+            self.cases.remove(case)
+
+    # --- what is said here ---------------------------------------------------------------------------------------
+
+    async def tell(self, case: Case) -> None:
+        """Have the others see for themselves, and the contributor know: its machine may be broken."""
+        until = trio.current_time() + EVIDENCE_S
+        fresh = {root: (held, until) for root, held in case.states.items() if isinstance(held, Snapshot)}
+        self._evidence = dict(list({**self._evidence, **fresh}.items())[-MAX_EVIDENCE:])
+        message = Contradict(run=self._ledger.run.id, peer=case.peer, parent=case.commit.parent)
+        payload = msgspec.msgpack.encode(case.share)
+        async with trio.open_nursery() as nursery:
+            for peer in self._members.look(trio.current_time()):
+                nursery.start_soon(tell, self._world.rpc, peer, lambda channel: channel.send(message, payload))
+
+    def find(self, wanted: bytes) -> Snapshot | None:
+        """A state that is held as evidence."""
+        return self._evidence[wanted][0] if wanted in self._evidence else None
+
+    def expire(self) -> None:
+        """Let go of evidence that everybody has had time to see."""
+        now = trio.current_time()
+        self._evidence = {root: (held, until) for root, (held, until) in self._evidence.items() if until > now}

@@ -1,0 +1,240 @@
+"""What computes for a run on this peer: one micro-batch after the other, while nothing else holds the vectors."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.plan.owner import duty
+from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.ledger import MOST_TARGETS, Ledger
+from swarmd.protocol.runs.commit import Commit
+from swarmd.train.gradients.gradient_audits import GradientAudits
+from swarmd.train.gradients.source import Computed, InnerStep, Source, SourceBroken
+from swarmd.train.store.services import News, World
+from swarmd.train.vectors.error_feedback import Feedback
+from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.state import RunState
+from swarmd.train.vectors.work import Work
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # what computes was lost, or nobody gives its data now
+MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
+SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
+NEWS_AT = 0.2  # of its last announced speed: a change that others should know
+
+
+class Computing:
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people; ``broken`` why
+    nothing is computed any more.
+    """
+
+    def __init__(self, world: World, ledger: Ledger, news: News) -> None:
+        self.trouble = ""
+        self.broken = ""
+        self.samples_per_s = 0.0
+        self._me = world.rpc.network.peer_id
+        self._recipe = ledger.run.recipe
+        self.work = Work(self._me, self._recipe.overlaps)
+        self._world = world
+        self._ledger = ledger
+        self._news = news
+        self.inner: Inner | None = None
+        self._feedback: Feedback | None = None
+        self._batches = Arrivals(least_s=1.0, first_s=60.0)
+        self._is_computing = False
+        self._is_allowed = False
+        self._announced_rate = 0.0
+        self.audit_left = 0  # samples of others that are computed again before more of its own
+
+    async def run(
+        self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
+    ) -> None:
+        """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.vectors.inner_steps).
+
+        What others gave comes before more of its own: it is of a state that is held for it alone
+        (train.gradients.gradient_audits). But whoever has nothing to give yet would have a round wait for it, where
+        nobody but one other gives to it: a micro-batch of its own comes first.
+        """
+        self._feedback = feedback
+        if self._recipe.steps_inside:
+            self.inner = Inner(state, source.inner_vectors(), memory)
+        while True:
+            if self.broken:
+                await self._news.wait()
+                continue
+            self._note_audits(audits.left)
+            has_none = self._is_allowed and not self.work.since.n
+            if not has_none and await self._audit(audits):
+                continue
+            if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
+                await self._news.wait()
+                continue
+            self._is_computing = True
+            try:
+                await self._micro_batch(source, state)
+            except SourceBroken as error:
+                self._give_up(error)
+            except SwarmError as error:  # of the worker, or of data that nobody gives now
+                self.trouble = str(error)
+                logger.warning("%s", error)
+                if self.inner is not None:
+                    self.inner.spoil()
+                self._is_computing = False
+                await trio.sleep(RETRY_S)
+            finally:
+                self._is_computing = False
+                self._news.notify()
+
+    def _give_up(self, error: SourceBroken) -> None:
+        """Compute no more until this machine's owner has looked: it would be the same again, and cost them time."""
+        self.trouble = self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        logger.warning("%s", self.broken)
+        self._is_allowed = False
+        if self.inner is not None:
+            self.inner.spoil()
+        self._world.announce()
+
+    def try_again(self) -> None:
+        """This machine's owner has looked."""
+        if self.broken:
+            self.trouble = self.broken = ""
+            self._news.notify()
+
+    async def _audit(self, audits: GradientAudits) -> bool:
+        """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
+        begun = trio.current_time()
+        try:
+            n = await audits.advance(n_at_once(self._recipe.batch.micro, self.samples_per_s))
+        except SwarmError as error:
+            logger.warning("what another gave is not computed again: %s", error)
+            await trio.sleep(RETRY_S)
+            return True
+        took_s = trio.current_time() - begun
+        if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
+            await trio.sleep(rest_s)
+        return n > 0
+
+    def _note_audits(self, left: int) -> None:
+        """Remember how much is to be audited first, and tell others when that begins and ends."""
+        before, self.audit_left = self.audit_left, left
+        if left > before or (before and not left):
+            self._world.announce()
+
+    async def _micro_batch(self, source: Source, state: RunState) -> None:
+        """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
+        inner, begun = self.inner, trio.current_time()
+        if inner is not None:
+            await self._world.off_loop(inner.follow, self.work, self._counted)
+        head, since = state.head, self.work.since
+        first = self.work.next_draw(self._counted)
+        step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
+        done = await source.compute(first, self._n_at_once(), not since.n, step)
+        self._world.count(done.n)
+        if since is not self.work.since or head != state.head:
+            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
+        elif not math.isfinite(done.loss):
+            self.trouble = "the loss is not finite: what was gathered is dropped"
+            self.work.drop_since()
+        else:
+            self._add(first, done)
+        self._is_computing = False
+        self._news.notify()
+        took_s = max(trio.current_time() - begun, 1e-6)
+        rest_s = duty.rest_s(took_s, self._world.share())
+        self._batches.add(took_s + rest_s)
+        self._note_speed(done.n, took_s + rest_s)
+        if rest_s:
+            await trio.sleep(rest_s)
+
+    def _add(self, first: int, done: Computed) -> None:
+        if self.inner is None:
+            self.work.add(first, done.n, done.loss, done.gathered)
+            return
+        self.work.add(first, done.n, done.loss, done.gathered, self.inner.is_anew)
+        self.inner.is_anew = False
+        self.inner.steps += 1
+
+    @property
+    def _counted(self) -> int:
+        """How many of this peer's draws the ledger has counted."""
+        return self._ledger.next_draw.get(self._me, 0)
+
+    def _n_at_once(self) -> int:
+        """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
+        if self._recipe.steps_inside:
+            return self._recipe.diloco.batch
+        return n_at_once(self._recipe.batch.micro, self.samples_per_s)
+
+    def _note_speed(self, n: int, took_s: float) -> None:
+        """Remember how fast it goes, and tell others when that has changed."""
+        self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
+        if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
+            self._announced_rate = self.samples_per_s
+            self._world.announce()
+
+    # --- what the trainer calls --------------------------------------------------------------------------------
+
+    @property
+    def longest_s(self) -> float:
+        """How long a micro-batch takes at most, as far as is known."""
+        return self._batches.limit_s()
+
+    def go_on(self) -> None:
+        """Let more be computed."""
+        if not self._is_allowed:
+            self._is_allowed = True
+            self._news.notify()
+
+    def stop(self) -> None:
+        """Let nothing new be computed."""
+        self._is_allowed = False
+
+    async def hold(self, at_most_s: float = math.inf) -> None:
+        """Let nothing new be computed; a micro-batch under way is waited for as long as such ones take."""
+        self.stop()
+        with trio.move_on_after(min(at_most_s, self._batches.limit_s())):
+            while self._is_computing:
+                await self._news.wait()
+
+    async def offer(self, hold_s: float = math.inf) -> None:
+        """Give what is there to a round; where that overlaps with computing, go on for the next one.
+
+        A micro-batch under way is waited for ``hold_s`` at most; an inner step to its end: it changes what is given.
+        """
+        await self.hold(hold_s if self.inner is None else math.inf)
+        if self.inner is None:
+            await self._world.off_loop(self.work.offer)
+        elif not self._is_computing:  # else its parameters change: what was offered before is offered again
+            await self._world.off_loop(self.inner.follow, self.work, self._counted)
+            await self._world.off_loop(self.work.offer, self.inner.contribution)
+        if self._feedback is not None:
+            limit = self._ledger.radius(max(1, self.work.offered.n))
+            try:
+                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered, limit)
+            except ValueError as error:
+                self.trouble = f"{error}: it is dropped"
+                self.work.drop()
+        if self._recipe.overlaps:
+            self.go_on()
+
+    def settle(self, commit: Commit | None) -> None:
+        """What was computed is counted, or (None) no longer can be."""
+        offered, is_counted = self.work.offered, False
+        if commit is None:
+            self.work.drop()
+        else:
+            is_counted = self.work.settle(commit)
+        if self._feedback is not None:
+            self._feedback.settle(offered, is_counted)
+        if self.inner is not None:
+            self.inner.settle(offered.end, is_counted)
+
+
+def n_at_once(most: int, samples_per_s: float) -> int:
+    """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
+    return most if not samples_per_s else max(1, min(most, int(MICRO_BATCH_S * samples_per_s)))

@@ -1,0 +1,98 @@
+"""One contribution to a run that is computed again: on which states, how far that is, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.trust.gradient_audits import Came
+from swarmd.protocol.runs.backing import Share
+from swarmd.protocol.runs.commit import Commit
+from swarmd.train.gradients.source import Again, Source
+from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.codecs import codec_of
+from swarmd.train.vectors.directions import directions_of
+from swarmd.train.vectors.state import Snapshot, Vector, centre_of
+from swarmd.train.vectors.sums import squares_of
+from swarmd.values import PeerId
+
+Held = Snapshot | Mapping[str, Vector]
+"""A state of before: as it was held here, or as somebody gave it."""
+
+
+@dataclass(slots=True)
+class Case:
+    """See the module. ``accuser``: who asks for it; None: it was drawn here.
+
+    ``pieces``: the states that its draws were computed on, by hash, in order, each with the number of its last draw,
+    from 1; ``states``: those that are here; ``on`` which of them ``again`` computes now.
+    """
+
+    peer: PeerId
+    share: Share
+    commit: Commit
+    pieces: tuple[tuple[bytes, int], ...]
+    accuser: PeerId | None = None
+    states: dict[bytes, Held] = field(default_factory=dict)
+    again: Again | None = None
+    on: bytes = b""
+    done: int = 0
+    loss: float = 0.0
+
+    @property
+    def roots(self) -> set[bytes]:
+        """The states that it takes: contributions are clipped round what the commit's own holds."""
+        return {root for root, _ in self.pieces} | {self.commit.state}
+
+    @property
+    def is_ready(self) -> bool:
+        """Are its states here, and no longer those that are about to change?"""
+        held = [self.states.get(root) for root in self.roots]
+        return all(h is not None and not (isinstance(h, Snapshot) and h.is_live) for h in held)
+
+    @property
+    def is_done(self) -> bool:
+        return self.done >= self.share.n
+
+    def next_piece(self) -> tuple[bytes, int]:
+        """The state that the next draw was computed on, and how many are left of those on it."""
+        root, upto = next(piece for piece in self.pieces if self.done < piece[1])
+        return root, upto - self.done
+
+    def go_on_from(self, root: bytes, source: Source) -> None:
+        """Compute on this state's parameters from here on. Call it in a thread."""
+        parameters = _vector(self.states[root], "parameters")
+        if self.again is None:
+            self.again = source.again(parameters)
+        else:
+            self.again.parameters[:] = parameters
+        self.on = root
+
+    def came(self, ledger: Ledger) -> tuple[Came, float]:
+        """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
+        assert self.again is not None
+        recipe, commit, n = ledger.run.recipe, self.commit, self.share.n
+        codec, total = codec_of(recipe), self.again.total
+        if ledger.is_clipped:
+            moments = {name: _vector(self.states[commit.state], name) for name in recipe.optimizer.moments}
+            centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
+            total = clipped(total, n, centre, ledger.radius(n, commit.epoch))
+        rounding = 0.0
+        if not codec.is_plain:
+            total = codec.code(total).values
+            rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
+        sums = directions_of(recipe, commit.parent, len(total), commit.average).of(total, 0)
+        return Came(self.loss, math.sqrt(squares_of(total)), sums), rounding
+
+
+def open_case(ledger: Ledger, peer: PeerId, share: Share, commit: Commit, accuser: PeerId | None = None) -> Case:
+    """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
+    late = ((ledger.sealed[commit.epoch - 2].commit.state, share.late),) if share.late else ()
+    rest = ((commit.state, share.n),) if share.late < share.n else ()
+    return Case(peer, share, commit, (*late, *rest), accuser)
+
+
+def _vector(held: Held, name: str) -> Vector:
+    return held.vector(name) if isinstance(held, Snapshot) else held[name]

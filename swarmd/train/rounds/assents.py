@@ -1,0 +1,218 @@
+"""Both sides of having a commit backed by the round that made it: what a leader collects, what a member checks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from swarmd.errors import IntegrityError
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.verdicts import Seen
+from swarmd.protocol.fields import Message
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE, Backed, Share
+from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.wire.rounds import Check, Group, GroupMember, JoinRound
+from swarmd.train.rounds.accounts import Given
+from swarmd.train.rounds.groups import counted_of
+from swarmd.train.rounds.round import Round
+from swarmd.train.vectors.work import Gathered
+from swarmd.values import PeerId, count
+
+logger = logging.getLogger(__name__)
+
+CLIP_TOLERANCE = 1e-3  # relative, of a norm that two machines computed
+
+
+class _Shares:
+    """The shares of one version of a group as they come in, each checked once. ``faults``: whose are wrong, and why."""
+
+    def __init__(self, group: Group, joined: Mapping[PeerId, JoinRound], state: bytes, average: bytes) -> None:
+        self.average = average
+        self.faults: dict[PeerId, str] = {}
+        self._group = group
+        self._joined = joined
+        self._state = state
+        self._checked: dict[PeerId, Share] = {}
+
+    def look(self, seen: Seen) -> tuple[Share, ...] | None:
+        """All of them, or None while some lack."""
+        for member in counted_of(self._group):
+            peer = PeerId(member.peer)
+            beat = seen[peer].beat if peer in seen else None
+            if beat is not None and beat.result not in (b"", self.average):
+                continue  # what it got is another average: plan.runs.disputes says by whose fault
+            if peer not in self._checked and beat is not None and beat.share is not None:
+                try:
+                    self._check(peer, member, beat.share)
+                except IntegrityError as error:
+                    self.faults[peer] = str(error)
+                    continue
+                self._checked[peer] = beat.share
+        if self.lacking():
+            return None
+        return tuple(self._checked[PeerId(m.peer)] for m in counted_of(self._group))
+
+    def lacking(self) -> list[PeerId]:
+        """Whose are not here."""
+        return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
+
+    def _check(self, peer: PeerId, member: GroupMember, share: Share) -> None:
+        backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)
+        if (share.first, share.n, share.loss) != (member.first, member.n, self._joined[peer].loss):
+            raise IntegrityError("its share is of other samples than it joined with")
+
+
+def _contradicts_itself(share: Share, peer: PeerId, place: int, seen: Seen) -> bool:
+    """Does a member say other sums of what it gave, and keeps of its own, than it signs?"""
+    beat = seen[peer].beat if peer in seen else None
+    if beat is None or not beat.result:
+        return False  # it has signed what it gave to an average that it has not got
+    own = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
+    if any(len(sums) != N_DIRECTIONS for sums in own):
+        return True
+    most = TOLERANCE * math.sqrt(share.squares)
+    return any(abs(sum(o[i] for o in own) - share.sums[i]) > most for i in range(N_DIRECTIONS))
+
+
+class _Assents:
+    """The signatures of contributors under one commit as they come in."""
+
+    def __init__(self, body: bytes, shares: tuple[Share, ...], peers: list[PeerId]) -> None:
+        self.body = body
+        self.shares = shares
+        self._peers = peers
+        self._signatures: dict[int, bytes] = {}
+        self._wrong: set[PeerId] = set()
+
+    def look(self, seen: Seen) -> int:
+        """How many there are."""
+        for place, peer in enumerate(self._peers):
+            beat = seen[peer].beat if peer in seen else None
+            if beat is None or not beat.assent or place in self._signatures or peer in self._wrong:
+                continue
+            try:
+                backing.check_assent_untrusted(self.body, peer, beat.assent)
+                self._signatures[place] = beat.assent
+            except IntegrityError as error:
+                logger.warning("%s", error)
+                self._wrong.add(peer)
+        return len(self._signatures)
+
+    @property
+    def are_all(self) -> bool:
+        return len(self._signatures) + len(self._wrong) == len(self._peers)
+
+    def backed(self) -> bytes:
+        """What anchors are asked to sign."""
+        return backing.encode(Backed(self.body, self.shares, tuple(sorted(self._signatures.items()))))
+
+
+class Backing:
+    """Has the contributors of one version stand for its average: their shares first, then their assents.
+
+    ``waits_for`` says what lacks, for people; ``faults`` who gives what cannot be, and why.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        joined: Mapping[PeerId, JoinRound],
+        state: bytes,
+        average: bytes,
+        make: Callable[[tuple[Share, ...], bytes], Commit],
+        tell_all: Callable[[Iterable[str], Message, bytes], Awaitable[None]],
+        limit_s: float,
+    ) -> None:
+        self.waits_for = ""
+        self._group = group
+        self._average = average
+        self._peers = [PeerId(m.peer) for m in counted_of(group)]
+        self._places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
+        self._make = make
+        self._tell_all = tell_all
+        self._limit_s = limit_s
+        self._asked_at: float | None = None
+        self._shares = _Shares(group, joined, state, average)
+        self._assents: _Assents | None = None
+
+    @property
+    def faults(self) -> dict[PeerId, str]:
+        return self._shares.faults
+
+    def lacking(self) -> list[PeerId]:
+        """Who has not said what it gave."""
+        return self._shares.lacking()
+
+    async def advance(self, seen: Seen, now: float) -> bytes:
+        """Look at the latest beats; returns the commit with its backing once most of them stand for it, else b""."""
+        if self._asked_at is None:
+            self._asked_at = now
+            await self._tell_all([p for p in self._peers if not _has_average(p, seen)], self._check(), b"")
+        shares = self._shares.look(seen)
+        self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
+        if shares is None:
+            return b""
+        if self._assents is None:
+            for peer, share in zip(self._peers, shares, strict=True):
+                if _contradicts_itself(share, peer, self._places[peer], seen):
+                    self._shares.faults[peer] = "it signs other sums than it tells"
+            if self._shares.faults:
+                return b""
+            body = commits.encode(self._make(shares, self._average))
+            self._assents = _Assents(body, shares, self._peers)
+            self._asked_at = now
+            await self._tell_all(self._peers, self._check(), backing.encode(Backed(body, shares)))
+        n = self._assents.look(seen)
+        self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
+        is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
+        return self._assents.backed() if is_enough and 2 * n > len(self._peers) else b""
+
+    def _check(self) -> Check:
+        group = self._group
+        return Check(run=group.run, round=group.round, version=group.version, average=self._average)
+
+
+def _has_average(peer: PeerId, seen: Seen) -> bool:
+    beat = seen[peer].beat if peer in seen else None
+    return beat is not None and bool(beat.result)
+
+
+class Member:
+    """What a member signs: its share of an average, and the commit that its leader shows it.
+
+    ``backed``: the commit that it stood for last, with all shares.
+    """
+
+    def __init__(self, ledger: Ledger, identity: Identity, clip: Callable[[bytes], float]) -> None:
+        self.backed: Backed | None = None
+        self._ledger = ledger
+        self._identity = identity
+        self._clip = clip
+
+    def share(self, parent: bytes, state: bytes, offered: Gathered, average: bytes, given: Given) -> Share:
+        """What this peer says that it gave to an average."""
+        said = offered.first, offered.n, offered.loss, given.squares, given.sums, b"", offered.late, offered.anew
+        return backing.sign_share(Share(*said), parent, state, average, self._identity)
+
+    def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
+        """This peer's assent. Raises IntegrityError for a commit that it does not stand for.
+
+        Everything that it knows itself must be so, and all shares must add up to the average that it holds.
+        """
+        commit, backed = backing.read_untrusted(payload)
+        self._ledger.check_next(commit)
+        named = [(c.peer, c.first, c.n) for c in commit.contributors]
+        if live.account is None or commit.average != live.result or commit.state != state:
+            raise IntegrityError("a commit of another average or state than this peer has")
+        if named != [(m.peer, m.first, m.n) for m in counted_of(live.group)] or commit.generation != generation:
+            raise IntegrityError("a commit that counts others than the group's members")
+        if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
+            raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
+        if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
+            raise IntegrityError("the contributors' shares do not add up to the average")
+        self.backed = backed
+        return backing.sign_assent(backed.body, self._identity)

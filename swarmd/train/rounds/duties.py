@@ -1,0 +1,69 @@
+"""What one member does in one version of a group: whose numbers it adds up, whom it gives what (plan.runs.topology)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarmd.plan.runs.topology import trees_of
+from swarmd.protocol.wire.rounds import Group, GroupPart
+from swarmd.train.rounds.parts import From, Part
+from swarmd.values import PeerId
+
+Key = tuple[int, int]
+"""A part, by its first element and the one behind its last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """``sources``: of each part that this member adds up, whose numbers, in order; ``averages``: those that it reduces.
+
+    ``gives``: parts of its own numbers, by whom they go to; ``passes``: subtotals; ``tells``: results. ``bringers``:
+    who brings the results of a part.
+    """
+
+    sources: Mapping[Key, tuple[From, ...]]
+    averages: frozenset[Key]
+    gives: Mapping[PeerId, list[Key]]
+    passes: Mapping[PeerId, list[Key]]
+    tells: Mapping[PeerId, list[GroupPart]]
+    bringers: Mapping[Key, PeerId]
+
+
+def duties_of(group: Group, me: PeerId) -> Duties:
+    """Those of ``me``, a member of the group."""
+    here = next(place for place, member in enumerate(group.members) if member.peer == me)
+    trees = trees_of(group)
+    sources: dict[Key, tuple[From, ...]] = {}
+    gives: dict[PeerId, list[Key]] = {}
+    passes: dict[PeerId, list[Key]] = {}
+    tells: dict[PeerId, list[GroupPart]] = {}
+    bringers: dict[Key, PeerId] = {}
+    averages = set[Key]()
+
+    def peer(place: int) -> PeerId:
+        return PeerId(group.members[place].peer)
+
+    for part in group.parts:
+        tree, key = trees[part.reducer], (part.start, part.end)
+        parent = peer(tree.parents[here])
+        if part.reducer == here:
+            averages.add(key)
+        else:
+            bringers[key] = parent
+        if part.reducer == here or tree.passes_on(here):
+            sources[key] = tuple(
+                From(peer(s.place), s.is_subtotal, s.n_contributors) for s in tree.sources.get(here, ())
+            )
+            if part.reducer != here:
+                passes.setdefault(parent, []).append(key)
+        else:
+            gives.setdefault(parent, []).append(key)
+        for child in tree.receivers.get(here, ()):
+            tells.setdefault(peer(child), []).append(part)
+    return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
+
+
+def all_came(duties: Duties, parts: Mapping[Key, Part]) -> bool:
+    """Is all here that this member adds up?"""
+    return all(parts[key].is_done_with(s.peer, s.is_subtotal) for key, of in duties.sources.items() for s in of)

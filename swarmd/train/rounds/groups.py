@@ -1,0 +1,124 @@
+"""Groups of a round: how a leader forms and changes them, and whether a member can take part. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
+
+from swarmd.errors import RemoteProtocolError
+from swarmd.plan.runs import partition, topology
+from swarmd.protocol.runs.recipe import Recipe, Run
+from swarmd.protocol.wire.rounds import MAX_PARTS, Group, GroupMember, GroupPart, JoinRound
+from swarmd.train.vectors.codecs import codec_of
+from swarmd.values import Decision, PeerId
+
+LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of never
+MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
+
+
+def check_group(group: Group, before: Group | None, n_elements: int | None, recipe: Recipe) -> None:
+    """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
+
+    ``n_elements`` is None where this peer has no vector of its own.
+    """
+    peers = [m.peer for m in group.members]
+    edges = [0, *(p.end for p in group.parts)]
+    is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
+    is_ours = group.dtype == recipe.precision and n_elements in (None, group.n_elements)
+    is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
+    if not is_sound or not is_divided:
+        raise RemoteProtocolError("a group that does not divide the run's vector among its members")
+    if any(p.start >= p.end or p.reducer >= len(peers) for p in group.parts):
+        raise RemoteProtocolError("a group with an empty part, or one that nobody reduces")
+    if any(m.row >= len(peers) or (m.collects and not m.receives) for m in group.members):
+        raise RemoteProtocolError("a group with a row that cannot be, or with who collects and gets no results")
+    block = codec_of(recipe).block
+    if any(p.start % block for p in group.parts):
+        raise RemoteProtocolError(f"a group with a part that does not begin at a multiple of {block}")
+    if not any(m.n and m.is_counted for m in group.members):
+        raise RemoteProtocolError("a group of which nobody counts")
+    if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
+        (m.peer, m.first, m.n) for m in group.members
+    ]:
+        raise RemoteProtocolError("another version of a group with other members")
+
+
+def counted_of(group: Group) -> list[GroupMember]:
+    """The contributors of a group, in the order in which a commit names them."""
+    return [m for m in group.members if m.n and m.is_counted]
+
+
+def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
+    """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
+    codec = codec_of(run.recipe)
+    able = [_able(p, j) for p, j in joined.items()]
+    laid = (chosen := topology.lay_out(run.recipe.topology, able, _sites(joined))).action
+    sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
+    plan = partition.divide(laid.members, sizes, laid.ways).action
+    ranges = partition.cut(plan.shares, n_elements, codec.block)
+    group = Group(
+        run=run.id,
+        round=os.urandom(16),
+        parent=parent,
+        n_elements=n_elements,
+        dtype=run.recipe.precision,
+        members=tuple(
+            GroupMember(m.peer, joined[m.peer].first, joined[m.peer].n, m.receives, True, row, topology.may_collect(m))
+            for m, row in zip(able, laid.rows, strict=True)
+        ),
+        parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
+        expected_s=plan.expected_s,
+        topology=laid.kind,
+    )
+    return Decision(group, chosen.reason)
+
+
+def _sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
+    """The site of each who joined, as they say who is near."""
+    places = {peer: place for place, peer in enumerate(joined)}
+    near = {
+        places[peer]: frozenset(places[PeerId(other)] for other in j.near if other in places)
+        for peer, j in joined.items()
+    }
+    return topology.sites_of(near, len(joined))
+
+
+def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int) -> Group | None:
+    """The next version: ``lost`` members no longer count, ``idle`` ones add up nothing more, others get their parts.
+
+    Those are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
+    left to count or to reduce.
+    """
+    members = tuple(
+        replace(m, receives=m.receives and m.peer == leader, is_counted=False, collects=False)
+        if m.peer in lost
+        else replace(m, collects=m.collects and m.peer not in idle)
+        for m in old.members
+    )
+    able = [i for i, m in enumerate(members) if m.peer not in idle]
+    if not able or not any(m.n and m.is_counted for m in members):
+        return None
+    parts: list[GroupPart] = []
+    room = MAX_PARTS - len(old.parts)
+    for number, part in enumerate(old.parts):
+        if part.reducer in able:
+            parts.append(part)
+            continue
+        heirs = [able[(number + i) % len(able)] for i in range(min(len(able), 1 + room))]
+        pieces = partition.cut([1 / len(heirs)] * len(heirs), part.end - part.start, block)
+        given = [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(heirs, pieces, strict=True) if a < z]
+        room -= len(given) - 1
+        parts += given
+    return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
+
+
+def rate(said: float) -> float:
+    """A bandwidth that somebody says it has, as one that the program can count with."""
+    return max(LEAST_BYTES_PER_S, said)
+
+
+def _able(peer: PeerId, joined: JoinRound) -> partition.Member:
+    up, down = (None if r is None else rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
+    return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)

@@ -1,0 +1,171 @@
+"""A part of the vector at who adds it up: what came from each member, how far the sum is, and what goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swarmd.errors import OutOfStep
+from swarmd.plan.runs.partition import CHUNK_BYTES
+from swarmd.train.vectors.codecs import Buffer, Codec, Coded
+from swarmd.train.vectors.coded_sums import add_up, reduce
+from swarmd.train.vectors.state import Vector
+from swarmd.train.vectors.sums import squares_of
+from swarmd.values import PeerId
+
+MOST_ELEMENTS = 1 << 20  # of a chunk, however little it takes: 4 MiB to sum
+MOST_SQUARES = 1e29  # of a contribution: what is no number is not below it either
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Averaged (or, on their way to the root, added) elements from ``start`` on, in the form in which they travel."""
+
+    start: int
+    n: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """Whose numbers are added up: a member's own, or the subtotal of ``n_contributors``."""
+
+    peer: PeerId
+    is_subtotal: bool = False
+    n_contributors: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Numbers of one source, and how they came where that is forwarded; ``n_contributors``: of a subtotal."""
+
+    values: Vector
+    payload: Buffer
+    n_contributors: int | None
+
+
+@dataclass(slots=True)
+class Incoming:
+    """What has come of one member: its numbers up to an element, the sum of their squares, and how they came."""
+
+    values: Vector
+    upto: int
+    squares: float = 0.0
+    payloads: dict[int, Buffer] = field(default_factory=dict)
+
+    @property
+    def is_sound(self) -> bool:
+        """Are these numbers, within all bounds?"""
+        return self.squares < MOST_SQUARES
+
+
+@dataclass(slots=True)
+class Part:
+    """See the module. Elements [start, end); numbers come, and go, in chunks of ``chunk`` elements.
+
+    ``contributions`` of members are kept from version to version of the group; ``subtotals``, what comes of all below
+    one, are of one version, and so are ``results``: averages at the root, subtotals where they are passed on.
+    """
+
+    start: int
+    end: int
+    chunk: int
+    codec: Codec
+    total: Vector
+    own: tuple[PeerId, Coded] | None = None
+    contributions: dict[PeerId, Incoming] = field(default_factory=dict)
+    subtotals: dict[PeerId, Incoming] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.own is not None:
+            me, given = self.own
+            values = given.values[self.start : self.end]
+            mine = self.contributions[me] = Incoming(values, self.end, squares_of(values))
+            if not mine.is_sound:
+                mine.upto = self.start
+
+    @property
+    def reduced_to(self) -> int:
+        return self.results[-1].start + self.results[-1].n if self.results else self.start
+
+    def begin_again(self) -> None:
+        """In another version of the group, from what is here."""
+        self.total, self.results, self.subtotals = np.empty_like(self.total), [], {}
+
+    def of(self, peer: PeerId, is_subtotal: bool = False) -> Incoming:
+        """What has come of a member: its own numbers, or what all below it give."""
+        kept = self.subtotals if is_subtotal else self.contributions
+        if peer not in kept:
+            kept[peer] = Incoming(np.empty_like(self.total), self.start)
+        return kept[peer]
+
+    def lacks(self, peer: PeerId, start: int, n: int, is_subtotal: bool = False) -> bool:
+        """Are these elements of a member the next that are not here? Raises OutOfStep when they cannot be."""
+        came = self.of(peer, is_subtotal)
+        if start + n <= came.upto:
+            return False
+        if start != came.upto or n != min(self.chunk, self.end - came.upto):
+            raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {came.upto}")
+        return came.is_sound
+
+    def take(self, peer: PeerId, start: int, fresh: Vector, payload: Buffer, is_subtotal: bool = False) -> None:
+        """Keep a member's next numbers; those that are not finite are not summed, and the leader hears of it."""
+        came = self.of(peer, is_subtotal)
+        came.squares += squares_of(fresh)
+        if came.is_sound:
+            came.values[start - self.start : start - self.start + len(fresh)] = fresh
+            came.upto = start + len(fresh)
+            if self.codec.forwards:
+                came.payloads[start] = bytes(payload)
+
+    def is_done_with(self, peer: PeerId, is_subtotal: bool = False) -> bool:
+        """Is everything here, or nothing more of use?"""
+        came = self.of(peer, is_subtotal)
+        return came.upto == self.end or not came.is_sound
+
+    def next_chunk(self, sources: Sequence[From]) -> tuple[int, int] | None:
+        """Elements [start, end) that are here of everybody and not added up yet."""
+        at = self.reduced_to
+        end = min(at + self.chunk, self.end)
+        is_here = at < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
+        return (at, end) if is_here else None
+
+    def inputs(self, sources: Sequence[From], start: int, end: int) -> list[Input]:
+        """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
+        place = slice(start - self.start, end - self.start)
+        found = []
+        for source in sources:
+            came = self.of(source.peer, source.is_subtotal)
+            payload: Buffer = b""
+            if self.codec.forwards:
+                is_own = self.own is not None and source.peer == self.own[0]
+                payload = self.own[1].payload(start, end) if self.own is not None and is_own else came.payloads[start]
+            found.append(Input(came.values[place], payload, source.n_contributors if source.is_subtotal else None))
+        return found
+
+    def reduce(self, inputs: Sequence[Input], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
+        """Add up some elements into ``total``. Call it in a thread.
+
+        ``n_samples``: of which it is to be the average; None: a subtotal.
+        """
+        place = slice(start - self.start, end - self.start)
+        given = [pair for one in inputs for pair in self._vectors(one)]
+        if n_samples is None:
+            return Result(start, end - start, add_up(self.codec, given, total[place]))
+        return Result(start, end - start, reduce(self.codec, given, n_samples, total[place]))
+
+    def _vectors(self, one: Input) -> list[tuple[Vector, Buffer]]:
+        """One pair for each contributor where those are forwarded."""
+        if not self.codec.forwards or one.n_contributors is None:
+            return [(one.values, one.payload)]
+        vectors = self.codec.read(one.payload, len(one.values), one.n_contributors)
+        return [(vector, one.payload if i == 0 else b"") for i, vector in enumerate(vectors)]
+
+
+def chunk_of(codec: Codec) -> int:
+    """How many elements travel at once."""
+    most = CHUNK_BYTES * MOST_ELEMENTS // codec.n_bytes(MOST_ELEMENTS)
+    return max(1, min(most, MOST_ELEMENTS) // codec.block) * codec.block

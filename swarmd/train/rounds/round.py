@@ -1,0 +1,324 @@
+"""One round as each of its members lives it: give numbers, add up what others give, gather the average.
+
+Numbers go up a tree for each part (plan.runs.topology, train.rounds.duties) in chunks, in order; who adds up sums what
+everybody below has sent so far, in member order, and sends it on at once, and the averages that the root makes go down
+the same way. Contributions are kept: when the group changes (a higher version, without a dead member, or with a dead
+one's part given to others) sums are made anew from what is there. The leader is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import trio
+
+from swarmd.errors import OutOfStep
+from swarmd.net.rpc import Rpc
+from swarmd.net.tasks import Tasks
+from swarmd.protocol.runs.backing import Share
+from swarmd.protocol.runs.recipe import Recipe
+from swarmd.protocol.wire.rounds import Beat, Contribution, Group, Reduced, Subtotal
+from swarmd.train.rounds import heartbeats
+from swarmd.train.rounds.accounts import Account, Flow, Given, account_for, flow_of, given_to
+from swarmd.train.rounds.duties import Key, all_came, duties_of
+from swarmd.train.rounds.groups import counted_of
+from swarmd.train.rounds.parts import MOST_SQUARES, Part, Result, chunk_of
+from swarmd.train.rounds.sending import BEAT_INTERVAL_S, Ready, Sending
+from swarmd.train.store.services import News, OffLoop
+from swarmd.train.vectors.codecs import Coded, codec_of
+from swarmd.train.vectors.coded_sums import read_reduced, read_subtotal
+from swarmd.train.vectors.directions import directions_of
+from swarmd.train.vectors.state import Vector
+from swarmd.train.vectors.sums import squares_in, squares_of
+from swarmd.values import PeerId
+
+CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another channel
+
+
+Numbers = Contribution | Subtotal | Reduced
+
+
+class Round:
+    """See the module. ``given`` is this peer's contribution, or None; it must not change until the end."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        group: Group,
+        recipe: Recipe,
+        given: Coded | None,
+        digest: Callable[[Vector], bytes],
+        sign: Callable[[bytes, Given], Share],
+        off_loop: OffLoop[Any],
+    ) -> None:
+        self._sign = sign
+        self._codec = codec_of(recipe)
+        self._chunk = chunk_of(self._codec)
+        self._rpc = rpc
+        self._me = rpc.network.peer_id
+        self._given = given
+        self._vector = given.values if given is not None else None
+        self._digest = digest
+        self._directions = partial(directions_of, recipe, group.parent, group.n_elements)
+        self._off_loop = off_loop
+        self._parts: dict[Key, Part] = {}
+        self._news = News()  # anything
+        self.moved_at = trio.current_time()
+        self._beat_now = trio.Event()
+        self._tasks = Tasks()
+        self._sending = Sending(rpc, self._tasks, given, self._chunk, self._ready)
+        self._use(group)
+
+    # --- what the trainer calls --------------------------------------------------------------------------------
+
+    async def run(self, beat: Callable[[Beat], Awaitable[None]]) -> None:
+        """Take part until cancelled; ``beat`` brings signs of life to the leader."""
+        async with self._tasks.open(), trio.open_nursery() as nursery:
+            self._sending.follow(self.group, self._duties)
+            nursery.start_soon(self._reduce)
+            nursery.start_soon(self._gather)
+            while True:
+                self._beat_now = trio.Event()
+                await beat(self._beat())
+                with trio.move_on_after(BEAT_INTERVAL_S):
+                    await self._beat_now.wait()
+
+    def change(self, group: Group) -> None:
+        """The leader has changed the group."""
+        if group.round != self.group.round or group.version <= self.group.version:
+            return
+        self._use(group)
+        self._sending.follow(group, self._duties)
+        self._notify()
+
+    @property
+    def share_here(self) -> float:
+        """How much of the average this peer has, or has made, as a share of the whole."""
+        return sum(self._results_here().values()) / self.group.n_elements
+
+    def _results_here(self) -> dict[int, int]:
+        """How many elements of each part's average are here, by its first one."""
+        own = {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
+        return own | {start: upto - start for start, upto in self._got.items()}
+
+    async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
+        """Numbers that a member sends, whichever. Raises RemoteProtocolError."""
+        match message:
+            case Contribution():
+                await self._take_contribution(peer, message, payload)
+            case Subtotal():
+                await self._take_subtotal(peer, message, payload)
+            case Reduced():
+                await self._take_reduced(peer, message, payload)
+
+    async def _take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
+        """A member's numbers for a part that is added up here. Raises RemoteProtocolError."""
+        part = await self._part(message.part)
+        if part is None or not any(m.peer == peer and m.n for m in self.group.members):
+            raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not added up here")
+        if not part.lacks(peer, message.start, message.n_elements):
+            return
+        fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
+        if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
+            part.take(peer, message.start, fresh, payload)
+            self._notify(done=not part.of(peer).is_sound or all_came(self._duties, self._parts))
+
+    async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
+        """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
+        await self._until(message.version)
+        if message.version != self.group.version:
+            return
+        sources = self._duties.sources.get(message.part, ())
+        source = next((s for s in sources if s.peer == peer and s.is_subtotal), None)
+        if source is None:
+            raise OutOfStep(f"a subtotal of {peer} from element {message.start} on, not added up here")
+        part = self._parts[message.part]
+        if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
+            return
+        fresh = await self._read(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
+        if message.version != self.group.version:
+            return
+        if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
+            part.take(peer, message.start, fresh, payload, is_subtotal=True)
+            self._notify(done=not part.of(peer, True).is_sound or all_came(self._duties, self._parts))
+
+    async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
+        """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
+        await self._until(message.version)
+        part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
+        key = (part.start, part.end) if part is not None else (0, 0)
+        if not self._lacks_results(message, key):
+            return
+        end = message.start + message.n_elements
+        if part is None or self._duties.bringers.get(key) != peer:
+            raise OutOfStep(f"results from element {message.start} on, which {peer} does not bring")
+        upto = self._got.get(part.start, part.start)
+        if message.start != upto or message.n_elements != min(self._chunk, part.end - upto):
+            raise OutOfStep(f"{message.n_elements} results of {peer} from {message.start}, expected them from {upto}")
+        counted = counted_of(self.group)
+        n = len(counted), sum(m.n for m in counted)
+        values = await self._read(read_reduced, self._codec, payload, message.n_elements, *n)
+        if not self._lacks_results(message, key):
+            return
+        if not squares_of(values) < MOST_SQUARES:
+            self._faults[part.reducer] = "its results are not finite, or beyond all bounds"
+            self._beat_now.set()
+            return
+        assert self.average is not None
+        self.average[message.start : end] = values
+        self._got[part.start] = end
+        if key in self._relayed:
+            self._relayed[key].append(Result(message.start, message.n_elements, bytes(payload)))
+            self._sending.news.notify()
+        self._notify()
+
+    def _lacks_results(self, message: Reduced, key: Key) -> bool:
+        """Are these of the present version, and not here yet?"""
+        is_wanted = self.average is not None and not self.result and message.version == self.group.version
+        return is_wanted and message.start + message.n_elements > self._got.get(key[0], key[0])
+
+    async def _until(self, version: int) -> None:
+        """Wait for the word of a version; it comes by another channel."""
+        with trio.move_on_after(CHANGES_WITHIN_S):
+            while version > self.group.version:
+                await self._news.wait()
+
+    async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What was sent, decoded: in a thread where that takes long."""
+        return function(*arguments) if self._codec.is_plain else await self._off_loop(function, *arguments)
+
+    # --- versions ----------------------------------------------------------------------------------------------
+
+    def _use(self, group: Group) -> None:
+        self.group = group
+        is_given = any(m.peer == self._me and m.receives for m in group.members)
+        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if is_given else None
+        self.result = b""
+        self.account: Account | None = None
+        self._duties = duties_of(group, self._me)
+        self._got: dict[int, int] = {}
+        told = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
+        self._relayed: dict[Key, list[Result]] = {key: [] for key in told & self._duties.bringers.keys()}
+        self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
+        self._faults: dict[int, str] = {}  # of results, by the place of their reducer
+        self._share: Share | None = None
+        self._assent = b""
+        for start, end in self._duties.sources:
+            if known := self._parts.get((start, end)):
+                known.begin_again()
+                continue
+            total: Vector = np.empty(end - start, group.dtype)
+            own = (self._me, self._given) if self._given is not None else None
+            self._parts[start, end] = Part(start, end, self._chunk, self._codec, total, own)
+
+    async def _part(self, key: Key) -> Part | None:
+        """A part that is added up here; the group that gives it to this peer may be on its way."""
+        with trio.move_on_after(CHANGES_WITHIN_S):
+            while key not in self._parts:
+                await self._news.wait()
+        return self._parts.get(key)
+
+    # --- adding up and gathering ---------------------------------------------------------------------------------
+
+    async def _reduce(self) -> None:
+        """Add up what is there of everybody below, part by part."""
+        while True:
+            version, news, duties = self.group.version, self._news.mark(), self._duties
+            total = sum(m.n for m in counted_of(self.group))
+            for key, sources in duties.sources.items():
+                part = self._parts[key]
+                n_samples = total if key in duties.averages else None
+                while version == self.group.version and (chunk := part.next_chunk(sources)):
+                    inputs = part.inputs(sources, *chunk)
+                    result = await self._off_loop(part.reduce, inputs, n_samples, *chunk, part.total)
+                    if version == self.group.version:
+                        part.results.append(result)
+                        self._sending.news.notify()
+                        self._notify()
+            if version == self.group.version:
+                await news.wait()
+
+    def assent(self, signature: bytes) -> None:
+        """This peer stands for the commit that the leader has shown it."""
+        self._assent = signature
+        self._beat_now.set()
+
+    async def give_share(self, average: bytes) -> None:
+        """Sign what this peer gave to an average that others have, before it is here."""
+        version = self.group.version
+        if self._vector is not None and self._counts and self._share is None:
+            given = await self._off_loop(self._given_to, average, self._vector)
+            if version == self.group.version and self._share is None:
+                self._share = self._sign(average, given)
+                self._beat_now.set()
+
+    async def _gather(self) -> None:
+        """Notice when the whole average of a version is here, hash it, and account for it."""
+        while True:
+            news, version = self._news.mark(), self.group.version
+            await self._measure_own(version)
+            if self.average is not None and not self.result and self._is_whole():
+                average = self.average
+                for key in self._duties.averages:
+                    average[slice(*key)] = self._parts[key].total
+                digest = await self._off_loop(self._digest, average)
+                mine = (self._me, self._vector) if self._counts and self._vector is not None else None
+                flow = flow_of(self._duties, self._parts, mine[1] if mine is not None else None)
+                asked = self.group, digest, average, mine, flow
+                account = await self._off_loop(self._account_for, *asked)
+                if version == self.group.version:
+                    self.account, self.result = account, digest
+                    self._share = self._sign(digest, account.given) if account.given is not None else None
+                    self._beat_now.set()
+            await news.wait()
+
+    def _given_to(self, digest: bytes, mine: Vector) -> Given:
+        return given_to(self._directions(digest), mine)
+
+    def _account_for(
+        self, group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow
+    ) -> Account:
+        return account_for(group, self._directions(digest), average, mine, flow, self._codec)
+
+    def _is_whole(self) -> bool:
+        are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)
+        return are_here and all(self._parts[key].reduced_to == key[1] for key in self._duties.sources)
+
+    async def _measure_own(self, version: int) -> None:
+        """How large this peer's numbers are for each that gets some: none of them can say otherwise then."""
+        if self._vector is None or self._squares:
+            return
+        squares: dict[PeerId, float] = {}
+        for peer, keys in self._duties.gives.items():
+            squares[peer] = await self._off_loop(squares_in, self._vector, keys)
+        if version == self.group.version:
+            self._squares = squares
+
+    @property
+    def _counts(self) -> bool:
+        return any(m.peer == self._me for m in counted_of(self.group))
+
+    def _ready(self) -> Ready:
+        """What can be sent on so far."""
+        made = {key: self._parts[key].results for key in self._duties.sources}
+        own = {key: made[key] for key in self._duties.averages}
+        return Ready(made, {**self._relayed, **own})
+
+    # --- small things ------------------------------------------------------------------------------------------
+
+    def _beat(self) -> Beat:
+        """What the leader is told."""
+        parts = {key: self._parts[key] for key in self._duties.sources}
+        said = heartbeats.Said(
+            self._results_here(), parts, self._squares if self._counts else {}, self._faults, self.account
+        )
+        return heartbeats.beat_of(self.group, self._duties, said, self.result, self._share, self._assent)
+
+    def _notify(self, done: bool = False) -> None:
+        self.moved_at = trio.current_time()
+        self._news.notify()
+        if done:
+            self._beat_now.set()

@@ -1,0 +1,140 @@
+"""Brings what a member has to the others of a round: its numbers, subtotals, results; to each by channels of its own.
+
+Whoever cannot be reached is tried again; what was under way when a channel ended is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from swarmd.errors import PeerError
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
+from swarmd.protocol.wire.rounds import Contribution, Group, Reduced, Subtotal
+from swarmd.train.rounds.duties import Duties, Key
+from swarmd.train.rounds.parts import Result
+from swarmd.train.store.services import News
+from swarmd.train.vectors.codecs import Buffer, Coded
+from swarmd.values import PeerId
+
+BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What can be sent on of each part: sums that go up, averages that go down."""
+
+    sums: Mapping[Key, Sequence[Result]]
+    averages: Mapping[Key, Sequence[Result]]
+
+
+class Sending:
+    """See the module. ``given``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
+
+    def __init__(self, rpc: Rpc, tasks: Tasks, given: Coded | None, chunk: int, ready: Callable[[], Ready]) -> None:
+        self.news = News()
+        self._rpc = rpc
+        self._me = rpc.network.peer_id
+        self._tasks = tasks
+        self._given = given
+        self._chunk = chunk
+        self._ready = ready
+        self._begun: set[tuple[str, PeerId]] = set()
+        self._group: Group
+        self._duties: Duties
+
+    def follow(self, group: Group, duties: Duties) -> None:
+        """Send what is due in this version of the group."""
+        self._group, self._duties = group, duties
+        for peer in duties.gives if self._given is not None else ():
+            self._begin("parts", peer, self._contribute)
+        for peer in duties.passes:
+            self._begin("subtotals", peer, partial(self._send_on, self._subtotals))
+        for peer in duties.tells:
+            self._begin("results", peer, partial(self._send_on, self._results))
+        self.news.notify()
+
+    def _begin(self, what: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
+        if self._tasks.is_open and peer != self._me and (what, peer) not in self._begun:
+            self._begun.add((what, peer))
+            self._tasks.start_soon(send, peer)
+
+    async def _contribute(self, peer: PeerId) -> None:
+        """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
+        channel: Channel | None = None
+        done = set[Key]()
+        while True:
+            if channel is not None and not channel.is_open:  # what it carried may not have arrived
+                channel, done = None, set()
+            todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
+            if not todo:
+                await self.news.wait()
+                continue
+            try:
+                channel = channel or await self._open(peer)
+                await self._give(channel, todo[0])
+                done.add(todo[0])
+            except PeerError:  # a connection may come back; the leader sees it if not
+                await trio.sleep(BEAT_INTERVAL_S)
+
+    async def _give(self, channel: Channel, key: Key) -> None:
+        """Send this peer's numbers for one part."""
+        assert self._given is not None
+        run, number, (start, end) = self._group.run, self._group.round, key
+        for at in range(start, end, self._chunk):
+            n = min(self._chunk, end - at)
+            message = Contribution(run=run, round=number, part=key, start=at, n_elements=n)
+            await channel.send(message, self._given.payload(at, at + n))
+
+    async def _send_on(
+        self, ready_for: Callable[[PeerId], Iterator[tuple[Subtotal | Reduced, Buffer]]], peer: PeerId
+    ) -> None:
+        """Send each sum or average on as soon as it is there, for whatever version is the present one."""
+        channel: Channel | None = None
+        version, sent = -1, set[int]()
+        while True:
+            if channel is not None and not channel.is_open:
+                channel, sent = None, set()
+            if version != self._group.version:
+                version, sent = self._group.version, set()
+            ready = next((r for r in ready_for(peer) if r[0].start not in sent), None)
+            if ready is None:
+                await self.news.wait()
+                continue
+            try:
+                if channel is None:
+                    channel = await self._open(peer)
+                    continue  # the group may have changed meanwhile
+                message, payload = ready
+                await channel.send(message, payload)
+                sent.add(message.start)
+            except PeerError:
+                await trio.sleep(BEAT_INTERVAL_S)
+
+    def _subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
+        """What goes up to a parent, as far as it is there."""
+        group, ready = self._group, self._ready().sums
+        for key in self._duties.passes.get(peer, ()):
+            for made in ready[key]:
+                yield Subtotal(group.run, group.round, group.version, key, made.start, made.n), made.payload
+
+    def _results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
+        """What goes down to a child, as far as it is there."""
+        group, ready = self._group, self._ready().averages
+        for part in self._duties.tells.get(peer, ()):
+            for made in ready[part.start, part.end]:
+                yield Reduced(group.run, group.round, group.version, made.start, made.n), made.payload
+
+    async def _open(self, peer: PeerId) -> Channel:
+        """A channel for numbers, whose end will be noticed. Raises PeerError."""
+        channel = await self._rpc.channel(peer, "averaging")
+        self._tasks.start_soon(self._notice_end, channel)
+        return channel
+
+    async def _notice_end(self, channel: Channel) -> None:
+        await channel.ended.wait()
+        self.news.notify()

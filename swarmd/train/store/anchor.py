@@ -1,0 +1,192 @@
+"""An anchor of a run: promises and signs, at most one commit after each parent. Metadata only, no tensors.
+
+It signs what most of a round's contributors stand for (protocol.runs.backing), not what somebody says that a round
+made; what one stands for alone, only while nobody else computes; and goes back only where nobody has the newest state,
+or the run's owner orders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.errors import Code, ConfigError, IntegrityError, Refused
+from swarmd.plan.runs import quorum
+from swarmd.plan.runs.ballot import NO_BALLOT, Acceptor
+from swarmd.plan.runs.contributions import N_HISTORY, Weighed
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.backing import Backed, Witness
+from swarmd.protocol.runs.commit import Ballot, Commit
+from swarmd.protocol.runs.recipe import RunOrder
+from swarmd.protocol.wire.rounds import Accepted, Prepare, Promised, Propose
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.services import OffLoop
+from swarmd.values import Decision, PeerId
+
+MOST_ASKED = 10  # times for a promise, by one proposer within the next: a commit takes one, a conflict some more
+ASKED_WITHIN_S = 10.0  # s; what is longer ago is forgotten
+RETRY_AFTER_S = 1.0  # for a proposer whose commit is not backed: more members may stand for it by then
+MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and nobody may use them up
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What an anchor sees of its run itself.
+
+    ``computing``: who computes on a commit; ``answers``: does any of these live; ``states``: of which updates members
+    have the state; ``known_for_s``: since when the newest commit is known here; ``intervals_s``: between the latest.
+    """
+
+    computing: Callable[[bytes], set[PeerId]]
+    answers: Callable[[set[PeerId]], Awaitable[bool]]
+    states: Callable[[], list[int]]
+    known_for_s: Callable[[], float]
+    intervals_s: Callable[[], Sequence[float]]
+
+
+class Anchor:
+    """See the module. ``acceptor`` is what an earlier life of this anchor promised."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        identity: Identity,
+        acceptor: Acceptor | None,
+        folder: RunFolder | None,
+        off_loop: OffLoop[object],
+        sight: Sight,
+    ) -> None:
+        self.order = RunOrder(ledger.run.id, 0)
+        self._ledger = ledger
+        self._identity = identity
+        self._acceptor = acceptor or Acceptor(ledger.head)
+        self._folder = folder
+        self._off_loop = off_loop
+        self._sight = sight
+        self._lock = trio.Lock()
+        self._asked: dict[PeerId, list[float]] = {}
+
+    async def prepare(self, peer: PeerId, message: Prepare) -> tuple[Promised, bytes]:
+        """Promise, if nothing speaks against it. Raises Refused."""
+        async with self._lock:
+            acceptor = self._for(message.parent)
+            _check_ballot(peer, message.ballot, acceptor)
+            self._check_pace(peer)
+            promised = acceptor.prepare(message.ballot).action
+            if promised is None:
+                return Promised(re=message.id, promised=acceptor.promised), b""
+            await self._keep(promised)
+            signature = b""
+            if acceptor.body:
+                signature = commits.sign(_body_of(acceptor), acceptor.accepted, self._identity)
+            accepted = acceptor.accepted
+            return Promised(message.id, message.ballot, accepted, signature), acceptor.body
+
+    async def propose(self, peer: PeerId, message: Propose, proposed: bytes) -> Accepted:
+        """Sign a commit that may follow and is backed, if nothing speaks against it. Raises Refused."""
+        try:
+            commit, backed = backing.read_untrusted(proposed)
+        except IntegrityError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+        await self._check_backing(commit, backed)
+        async with self._lock:
+            acceptor = self._for(commit.parent)
+            _check_ballot(peer, message.ballot, acceptor)
+            if commit.generation != self.order.generation:
+                raise Refused(Code.REFUSED, f"the anchors are those of generation {self.order.generation}")
+            try:
+                self._ledger.check_next(commit)
+            except IntegrityError as error:
+                raise Refused(Code.MALFORMED, str(error)) from None
+            accepted = acceptor.accept(message.ballot, proposed).action
+            if accepted is None:
+                return Accepted(re=message.id, promised=acceptor.promised)
+            await self._keep(accepted)
+            signature = commits.sign(backed.body, message.ballot, self._identity)
+            return Accepted(re=message.id, promised=message.ballot, signature=signature)
+
+    def _check_pace(self, peer: PeerId) -> None:
+        """Nobody takes back others' promises all the time. Raises Refused."""
+        now = trio.current_time()
+        self._asked = {p: times for p, times in self._asked.items() if now - times[-1] < ASKED_WITHIN_S}
+        times = [at for at in self._asked.get(peer, []) if now - at < ASKED_WITHIN_S]
+        if len(times) >= MOST_ASKED:
+            raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
+        self._asked[peer] = [*times, now]
+
+    async def _check_backing(self, commit: Commit, backed: Backed) -> None:
+        """Is this what a round made, as far as can be seen from here? Raises Refused."""
+        if commit.parent != self._ledger.head:
+            return  # _for says what is wrong with it
+        if backed.witness is not None and self._is_witnessed(backed, backed.witness):
+            return  # it saw the same, and a proposer that is bound to it must be free to go on
+        if commit.restores:
+            if (self.order.back_from, self.order.back_to) != (commit.parent, commit.restores):
+                known_for_s = self._sight.known_for_s()
+                _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
+            return
+        contributors = {PeerId(c.peer): Weighed(c.n, c.norm) for c in commit.contributors}
+        assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
+        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY), self._ledger.radius))
+        others = self._sight.computing(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and others and await self._sight.answers(others):
+            left = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
+            if left.action:
+                raise Refused(Code.REFUSED, left.reason, left.action)
+
+    def _for(self, parent: bytes) -> Acceptor:
+        """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
+        if self.order.state == "stopped":
+            raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
+        if parent != self._ledger.head:
+            if self._ledger.knows(parent):
+                raise Refused(Code.STALE_EPOCH, f"commit {self._ledger.epoch} is known here: ask for it")
+            raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
+        kept = self._acceptor
+        if kept.parent == parent:
+            is_old = kept.body and commits.read_body_untrusted(_body_of(kept)).generation != self.order.generation
+            return Acceptor(parent, kept.promised) if is_old else kept
+        if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
+            raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
+        return Acceptor(parent)
+
+    async def _keep(self, acceptor: Acceptor) -> None:
+        if self._folder is not None:
+            try:
+                await self._off_loop(self._folder.keep_acceptor, acceptor)
+            except ConfigError as error:  # what is not on the disk is not promised
+                raise Refused(Code.NO_CAPACITY, str(error), 5.0) from None
+        self._acceptor = acceptor
+
+    def _is_witnessed(self, backed: Backed, witness: Witness) -> bool:
+        """Has another anchor accepted this commit?"""
+        anchors = self.order.anchors_of(self._ledger.run.recipe)
+        try:
+            commits.verify_signature_untrusted(backed.body, witness.ballot, anchors[witness.place], witness.signature)
+        except (IntegrityError, IndexError):
+            return False
+        return True
+
+
+def _require(decision: Decision[bool]) -> None:
+    if not decision.action:
+        raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
+
+
+def _body_of(kept: Acceptor) -> bytes:
+    """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
+    try:
+        return backing.body_of(kept.body)
+    except IntegrityError as error:
+        raise Refused(Code.REFUSED, f"what this anchor accepted last is of another version: {error}") from None
+
+
+def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:
+    """A ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
+    if ballot[1].split("/")[0] != peer or ballot[0] > acceptor.promised[0] + MOST_AHEAD:
+        raise Refused(Code.MALFORMED, f"ballot {ballot[0]} of {ballot[1][:64]!r} is none of this proposer's")

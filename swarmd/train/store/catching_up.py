@@ -1,0 +1,235 @@
+"""Makes the state follow the ledger: by the average that this peer has, else by what others give.
+
+Nobody who is up to date reloads: a state is given up only when a commit shows that it is another than the others'.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import trio
+
+from swarmd.errors import SwarmError
+from swarmd.net.tasks import Tasks
+from swarmd.plan.runs import progress
+from swarmd.plan.runs.recovery import Offer, choose_way, restorable
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.backing import Backed
+from swarmd.protocol.runs.commit import Commit
+from swarmd.train.store import recovery
+from swarmd.train.store.chronicle import Chronicle
+from swarmd.train.store.members import Members
+from swarmd.train.store.recovery import Get, Vectors
+from swarmd.train.store.services import World
+from swarmd.train.vectors.averages import Averages
+from swarmd.train.vectors.state import RunState, Vector
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+RESTORE_AFTER_S = 120.0  # nobody has the newest state: go on from an older one, of which something is lost
+RETRY_S = 0.25  # between two looks for who has what is missing
+RETRY_FAILED_S = 1.0  # after everybody said no
+
+
+class CatchingUp:
+    """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
+
+    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``nursery``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        chronicle: Chronicle,
+        members: Members,
+        averages: Averages,
+        end_round: Callable[[], None],
+        tasks: Tasks,
+        state: RunState,
+        get: Get,
+        settle: Callable[[Commit | None], None],
+    ) -> None:
+        self.why = ""
+        self.n_times = 0
+        self.n_snapshots = 0
+        self.last_s: float | None = None
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._chronicle = chronicle
+        self._ledger = chronicle.ledger
+        self._members = members
+        self._averages = averages
+        self._end_round = end_round
+        self._tasks = tasks
+        self._state = state
+        self._averages_gone: int | None = None  # of which update nobody gave them
+        self._get = get
+        self._settle = settle
+        self._is_mistrusted = False
+        self._behind_since: float | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self._state.epoch < self._ledger.epoch or self._is_mistrusted
+
+    async def advance(self) -> None:
+        """Take one step towards the ledger's head; say in ``why`` what that waits for."""
+        self._end_round()
+        if self._is_mistrusted or not await self._apply_next():
+            self.n_times += 1
+            begun = trio.current_time()
+            try:
+                if not await self._catch_up():
+                    await trio.sleep(RETRY_S)
+            except SwarmError as error:
+                self.why = f"cannot catch up yet: {error}"
+                logger.info("%s", self.why)
+                await trio.sleep(RETRY_FAILED_S)
+            self.last_s = trio.current_time() - begun
+        if not self.is_due:
+            self._behind_since = None
+
+    async def _apply_next(self) -> bool:
+        """Apply the commit after the state's, if its average is here; or go on from where a later one goes back to."""
+        missed = [s.commit for s in self._ledger.sealed[self._state.epoch :]]
+        back = next((c for c in reversed(missed) if c.restores), None)
+        if back is not None and await self._restore(back):
+            return True
+        commit = missed[0]
+        if commit.restores:
+            return False
+        average = self._averages.take(commit.average, self._ledger.head)
+        return average is not None and await self._apply(commit, average)
+
+    async def _apply(self, commit: Commit, average: Vector) -> bool:
+        """False when the commit was made of another state than this one, which is then given up."""
+        if commit.state != self._state.root:
+            logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
+            self._is_mistrusted = True
+            return False
+        self._settle(commit)
+        digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
+        await self._change(self._state.apply, commit, digest, average, steps)
+        return True
+
+    async def _change(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
+        self._state.is_changing = True
+        try:
+            await self._world.off_loop(function, *arguments)
+        finally:
+            self._state.is_changing = False
+
+    async def _restore(self, commit: Commit) -> bool:
+        """Go back to the state that a commit names, if that is the one here."""
+        if (commit.restores, commit.state) != (self._state.head, self._state.root):
+            return False
+        self._settle(commit)
+        digest = self._ledger.digest_at(commit.epoch)
+        await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
+        return True
+
+    async def _catch_up(self) -> bool:
+        """Fetch what is missing; False while nobody gives it. Raises SwarmUnavailable."""
+        state, newest = self._state, self._ledger.epoch
+        others = self._members.look(trio.current_time())
+        offers = {
+            p: Offer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
+        }
+        mine = None if self._is_mistrusted else state.epoch
+        order = self._chronicle.order
+        if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
+            return await self._go_back("its owner orders it")
+        average_bytes = math.inf if self._averages_gone == newest else state.averaged_bytes
+        way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
+        self.why = way.reason
+        if way.action is None:
+            return await self._restore_if_lost()
+        self._behind_since = None
+        if not way.action.state:
+            return await self._replay(way.action.donors, way.action.epoch)
+        asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
+        self._leave_out_unreachable(way.action.donors)
+        chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
+        if chosen.action is None:
+            self.why = chosen.reason
+            return False
+        logger.info("fetching %s", chosen.reason)
+        self._settle(None)
+        n_elements = state.layout.n_elements
+        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors), n_elements)
+        self.n_snapshots += 1
+        await self._change(self._take_over, vectors, chosen.action.epoch)
+        self._is_mistrusted = state.root != chosen.action.state
+        return True
+
+    def _take_over(self, vectors: dict[str, Vector], epoch: int) -> None:
+        self._state.replace(vectors)
+        self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))
+
+    async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:
+        """Apply the averages that were missed, one after the other."""
+        while self._state.epoch < newest:
+            commit = self._ledger.sealed[self._state.epoch].commit
+            if commit.restores:
+                self._is_mistrusted = not await self._restore(commit)
+            else:
+                self._averages_gone = newest  # unless they come: records are older than what they tell
+                average = await self._fetch(commit.average, donors, ("average",), self._state.n_averaged)
+                self._averages_gone = None
+                await self._apply(commit, average["average"])
+            if self._is_mistrusted:
+                return True
+        return True
+
+    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> Vectors:
+        try:
+            return await self._get(digest, donors, names, n)
+        except SwarmError:
+            self._leave_out_unreachable(donors)
+            raise
+
+    def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
+        """Their records outlive them: do without those that were asked and are not connected even so."""
+        for peer in set(recovery.asked_of(donors)) - self._world.rpc.peers():
+            self._members.suspect(peer, trio.current_time())
+
+    async def _restore_if_lost(self) -> bool:
+        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on.
+
+        Whoever says that it has one counts, though it cannot be reached from here: what it has is not lost.
+        """
+        now = trio.current_time()
+        self._behind_since = self._behind_since or now
+        held = {**self._members.states(), self._me: self._state.epoch}
+        best = restorable(self._ledger.epoch, list(held.values()))
+        if best is None or now - self._behind_since < RESTORE_AFTER_S:
+            return False
+        holders = [p for p, epoch in held.items() if epoch == best]
+        if progress.leader_order(self._ledger.head, holders)[0] != self._me:
+            return False
+        return await self._go_back(f"nobody has the state of update {self._ledger.epoch}")
+
+    async def _go_back(self, why: str) -> bool:
+        """Have the run go on from the state that is here."""
+        logger.warning("the run goes back to update %d: %s", self._state.epoch, why)
+        commit = Commit(
+            run=self._chronicle.run.genesis,
+            epoch=self._ledger.epoch + 1,
+            parent=self._ledger.head,
+            generation=self._chronicle.order.generation,
+            contributors=(),
+            average=b"",
+            state=self._state.root,
+            learning_rate=0.0,
+            restores=self._state.head,
+        )
+        self._behind_since = None
+        raw = await self._chronicle.proposer().settle(backing.encode(Backed(commits.encode(commit))))
+        await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
+        return True

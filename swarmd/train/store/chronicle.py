@@ -1,0 +1,288 @@
+"""One peer's ledger of a run: verified, on its disk, shared with the others; and, where the peer is one, its anchor."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import trio
+
+from swarmd.errors import Code, ConfigError, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.net.tasks import Tasks
+from swarmd.plan.runs import quorum
+from swarmd.plan.runs.ballot import Acceptor
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.fields import Message
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.recipe import Run, RunOrder, read_order_untrusted
+from swarmd.protocol.wire.rounds import Prepare, Propose
+from swarmd.train.store import recovery
+from swarmd.train.store.anchor import Anchor, Sight
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.members import Members
+from swarmd.train.store.proposer import Proposer
+from swarmd.train.store.services import News, World, tell
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 4.0  # one commit to be signed or read
+MOST_ASKED = 4  # peers, for a commit that one of them has
+ANSWER_S = 2.0  # for a peer that lives to say so, while a proposer waits for its anchor
+SOON_S = 1.0  # until others whose speed is not known have computed something; looking again costs next to nothing
+N_INTERVALS = 8  # between the latest commits: what is usual
+N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
+
+Own = Callable[[], Mapping[str, Any]]
+"""What this peer's own record says."""
+
+
+class Chronicle:
+    """See the module. ``order`` is the latest of the run's owner, ``own`` what this peer's record says."""
+
+    def __init__(
+        self,
+        world: World,
+        run: Run,
+        members: Members,
+        folder: RunFolder | None,
+        news: News,
+        own: Own,
+    ) -> None:
+        self.run = run
+        self.ledger = Ledger(run)
+        self.order = RunOrder(run.id, 0)
+        self.order_raw = b""
+        self._world = world
+        self._me = world.rpc.network.peer_id
+        self._members = members
+        self._folder = folder
+        self._news = news
+        self._anchor: Anchor | None = None
+        self._acceptor: Acceptor | None = None
+        self._own = own
+        self._head_at = trio.current_time()
+        self._intervals_s: deque[float] = deque(maxlen=N_INTERVALS)
+        self._is_ready = False
+        self._writing = trio.Lock()
+
+    @property
+    def anchors(self) -> tuple[PeerId, ...]:
+        return self.order.anchors_of(self.run.recipe)
+
+    async def recall(self) -> None:
+        """Read what an earlier life of this peer wrote. Raises ConfigError or IntegrityError when it is damaged."""
+        if self._folder is not None:
+            if raw := self._folder.order():
+                self.take_order_untrusted(raw)
+            for raw in await self._world.off_loop(list, self._folder.commits()):
+                self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
+            self._acceptor = self._folder.acceptor()
+        self._is_ready = True
+        self._use_order()
+
+    # --- commits -----------------------------------------------------------------------------------------------
+
+    async def take(self, raws: Iterable[bytes]) -> bool:
+        """Add what follows the ledger's head; False when something is missing in between. Raises IntegrityError."""
+        async with self._writing:
+            for raw in raws:
+                if any(raw == known.raw for known in self.ledger.sealed[-N_COMPARED:]):
+                    continue
+                await trio.lowlevel.checkpoint()
+                sealed = commits.read_untrusted(raw, self._anchor_sets())
+                if sealed.commit.epoch > self.ledger.epoch + 1:
+                    return False
+                if sealed.commit.epoch == self.ledger.epoch + 1:
+                    self.ledger.check_next(sealed.commit)
+                    if self._folder is not None:  # on the disk first: an anchor must not forget what follows
+                        await self._world.off_loop(self._folder.append_commit, raw)
+                if self.ledger.add(sealed):
+                    now = trio.current_time()
+                    self._intervals_s.append(now - self._head_at)
+                    self._head_at = now
+                    contributors = frozenset(c.peer for c in sealed.commit.contributors)
+                    self._members.committed(self.ledger.epoch, sealed.digest, contributors, now)
+                    self._news.notify()
+        return True
+
+    async def sync(self, peers: Iterable[PeerId]) -> bool:
+        """Ask some at once for what is missing here, until one has some; did one?
+
+        What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
+        """
+        before = self.ledger.epoch
+
+        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+            try:
+                await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, before))
+            except IntegrityError as error:
+                self._world.rpc.standing.fault(peer, Fault.FORGED, str(error))
+                logger.warning("commits of %s do not count: %s", peer[-8:], error)
+            except PeerError as error:
+                logger.info("no commits from %s: %s", peer[-8:], error)
+            if self.ledger.epoch > before:
+                scope.cancel()
+            else:
+                self._members.distrust(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in [p for p in dict.fromkeys(peers) if p != self._me][:MOST_ASKED]:
+                nursery.start_soon(ask, peer, nursery.cancel_scope)
+        return self.ledger.epoch > before
+
+    async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
+        """Bring commits to a peer; one that cannot be reached will ask."""
+        await tell(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
+
+    def goes_back_to(self) -> bytes:
+        """The newest commit before the last whose state somebody has. Raises ConfigError."""
+        before = [epoch for epoch in self._states() if epoch < self.ledger.epoch]
+        if not before:
+            raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
+        return self.ledger.digest_at(max(before))
+
+    # --- the owner's orders ------------------------------------------------------------------------------------
+
+    def take_order_untrusted(self, raw: bytes) -> bool:
+        """Take what the run's owner says, if it is newer. Raises IntegrityError."""
+        order = read_order_untrusted(raw, self.run)
+        if order.sequence <= self.order.sequence:
+            return False
+        self.order, self.order_raw = order, raw
+        self._use_order()
+        self._news.notify()
+        return True
+
+    def _use_order(self) -> None:
+        """Be an anchor if the order says so, once what an earlier life promised is known."""
+        if self._anchor is None and self._is_ready and self._me in self.anchors:
+            world = self._world
+            sight = Sight(
+                self._computing,
+                self._answers,
+                self._states,
+                lambda: trio.current_time() - self._head_at,
+                lambda: self._intervals_s,
+            )
+            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop, sight)
+        if self._anchor is not None:
+            self._anchor.order = self.order
+
+    async def look_for_orders(self) -> bool:
+        """Take the newest order that any member's record carries; was there one?"""
+        found = False
+        for peer, record in self._members.look(trio.current_time()).items():
+            if record.order and record.order != self.order_raw:
+                try:
+                    found |= self.take_order_untrusted(record.order)
+                except IntegrityError as error:
+                    logger.warning("an order that %s passes on does not count: %s", peer[-8:], error)
+        if found and self._folder is not None:
+            await self._world.off_loop(self._folder.keep_order, self.order_raw)
+        return found
+
+    def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
+        """The anchors of each generation that is known."""
+        return self.order.sets_of(self.run.recipe)
+
+    # --- anchors -----------------------------------------------------------------------------------------------
+
+    async def be_anchor(self, peer: PeerId, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
+        """Answer a proposer. Raises Refused."""
+        if self._anchor is None:
+            raise Refused(Code.REFUSED, "this peer is no anchor of the run")
+        if isinstance(message, Prepare):
+            return await self._anchor.prepare(peer, message)
+        return await self._anchor.propose(peer, message, body), b""
+
+    def _computing(self, head: bytes) -> set[PeerId]:
+        """Who computes on a commit, this peer included."""
+        own = self._own()
+        mine = {self._me} if own["samples_per_s"] > 0 and own["head"] == head else set()
+        return mine | set(self._members.computing(head, trio.current_time()))
+
+    async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
+        """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
+
+        Who is slow is no stranger to them, though it did not come in time here. With it the time until the first of
+        the others may have a sample to give.
+        """
+        now = trio.current_time()
+        speeds = {
+            p.peer: p.samples_per_s
+            for p in self._members.progress(now, with_suspects=True)
+            if p.head == self.ledger.head and p.samples_per_s and p.peer != contributor
+        }
+        left = quorum.may_be_alone(now - self._head_at, self._intervals_s)
+        others = {*speeds, *self._computing(self.ledger.head)} - {contributor}
+        if not left.action or not others or not await self._answers(others):
+            return "", 0.0
+        return left.reason, min([left.action, SOON_S, *(1 / speed for speed in speeds.values())])
+
+    def _states(self) -> list[int]:
+        """Of which updates somebody has the state."""
+        mine = self._own()["state_epoch"]
+        return [*self._members.states().values(), *([] if mine is None else [mine])]
+
+    async def _answers(self, peers: set[PeerId]) -> bool:
+        """Does any of them answer now?"""
+        found = self._me in peers
+
+        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+            nonlocal found
+            try:
+                await recovery.fetch_commits(self._world.rpc, peer, self.run.id, self.ledger.epoch)
+            except PeerError:
+                return
+            found = True
+            scope.cancel()
+
+        with trio.move_on_after(ANSWER_S):
+            async with trio.open_nursery() as nursery:
+                for peer in [] if found else sorted(peers)[:MOST_ASKED]:
+                    nursery.start_soon(ask, peer, nursery.cancel_scope)
+        return found
+
+    def proposer(self) -> Proposer:
+        """One that brings a commit after the ledger's head to the anchors."""
+        return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
+
+    async def spread(self, tasks: Tasks, raw: bytes, others: Iterable[PeerId]) -> None:
+        """A majority has signed: take it, and tell the anchors and others."""
+        await self.take([raw])
+        for peer in {*others, *self.anchors} - {self._me}:
+            tasks.start_soon(self.tell, peer, [raw])
+
+    async def ask_anchor(
+        self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
+    ) -> tuple[Message, bytes]:
+        """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
+        try:
+            return await self._ask(anchor, request, payload)
+        except Refused as error:
+            if error.code is not Code.NOT_HELD:
+                raise
+        before = self.ledger.epoch
+        try:
+            await self.take(await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, before))
+        except IntegrityError as error:
+            self._world.rpc.standing.fault(anchor, Fault.FORGED, str(error))
+            raise RemoteProtocolError(f"commits that do not count: {error}") from None
+        if self.ledger.epoch > before:
+            raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
+        record = self._members.look(trio.current_time()).get(anchor)
+        first = record.epoch if record is not None and record.epoch < before else 0
+        await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
+        return await self._ask(anchor, request, payload)
+
+    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Any, bytes]:
+        if anchor == self._me:
+            asked = request(0)
+            assert isinstance(asked, Prepare | Propose)
+            return await self.be_anchor(self._me, asked, payload)
+        reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
+        return reply, bytes(frame.payload)

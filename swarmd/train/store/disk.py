@@ -1,0 +1,254 @@
+"""A run on this machine's disk: its recipe, orders, ledger, an anchor's promises, and checkpoints of the state.
+
+What was promised or committed is on the disk, synced, before anybody hears of it. Call all of it from a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.plan.runs.ballot import Acceptor
+from swarmd.protocol.models import shards
+from swarmd.protocol.models.manifest import model_id
+from swarmd.protocol.runs.commit import Ballot
+from swarmd.protocol.runs.recipe import Run, read_run_untrusted
+from swarmd.protocol.untrusted import decode
+from swarmd.train.vectors.inner_steps import Memory
+from swarmd.train.vectors.state import DTYPES, Snapshot, Vector
+from swarmd.values import RunId
+from swarmd.weights.folder import make_folder, write_file
+
+logger = logging.getLogger(__name__)
+
+_MOMENT = re.compile(r"(\d{1,18}) (\d{1,18}) (\w+)")
+_LENGTH = struct.Struct(">I")
+
+
+class _AcceptorFile(msgspec.Struct, frozen=True, array_like=True):
+    parent: bytes
+    promised: Ballot
+    accepted: Ballot
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint: where it is, and what it says of itself."""
+
+    path: Path
+    epoch: int
+    steps: int
+    head: bytes
+    root: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """See the module."""
+
+    folder: Path
+
+    def keep_run(self, run: Run, role: str) -> None:
+        """Remember a run and this machine's part in it. Raises ConfigError."""
+        write_file(self.folder / "run.bin", run.raw)
+        write_file(self.folder / "role", role.encode())
+
+    def run(self) -> Run:
+        """Raises ConfigError."""
+        try:
+            return read_run_untrusted((self.folder / "run.bin").read_bytes())
+        except (OSError, IntegrityError) as error:
+            raise ConfigError(f"{self.folder} holds no run: {error}") from None
+
+    @property
+    def role(self) -> str:
+        """This machine's part in the run; "" when it left."""
+        path = self.folder / "role"
+        return path.read_text() if path.is_file() else ""
+
+    def leave(self) -> None:
+        (self.folder / "role").unlink(missing_ok=True)
+
+    def order(self) -> bytes:
+        path = self.folder / "order.bin"
+        return path.read_bytes() if path.is_file() else b""
+
+    def keep_order(self, raw: bytes) -> None:
+        write_file(self.folder / "order.bin", raw)
+
+    # --- the ledger -------------------------------------------------------------------------------------------
+
+    def commits(self) -> Iterator[bytes]:
+        """Every commit that was written whole, in order; what a crash cut off is dropped."""
+        path = self.folder / "ledger.bin"
+        if not path.is_file():
+            return
+        data, at = path.read_bytes(), 0
+        while at + _LENGTH.size <= len(data):
+            (size,) = _LENGTH.unpack_from(data, at)
+            if at + _LENGTH.size + size > len(data):
+                break
+            yield data[at + _LENGTH.size : at + _LENGTH.size + size]
+            at += _LENGTH.size + size
+        if at < len(data):
+            logger.warning("%s ends in the middle of a commit: the rest comes from peers", path)
+            with path.open("r+b") as file:
+                file.truncate(at)
+
+    def append_commit(self, raw: bytes) -> None:
+        """Write one commit behind the others, synced. Raises ConfigError, and leaves the file as it was."""
+        make_folder(self.folder)
+        path = self.folder / "ledger.bin"
+        size = path.stat().st_size if path.is_file() else 0
+        try:
+            with path.open("ab") as file:
+                file.write(_LENGTH.pack(len(raw)) + raw)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if path.is_file():
+                os.truncate(path, size)  # half a commit would hide what follows
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    # --- an anchor's promises ---------------------------------------------------------------------------------
+
+    def acceptor(self) -> Acceptor | None:
+        """What this anchor promised. Raises ConfigError when it cannot be read: then it must not promise again."""
+        path = self.folder / "anchor.bin"
+        if not path.is_file():
+            return None
+        kept = decode(path.read_bytes(), _AcceptorFile, f"{path}, which says what this anchor promised,", ConfigError)
+        return Acceptor(kept.parent, kept.promised, kept.accepted, kept.body)
+
+    def keep_acceptor(self, acceptor: Acceptor) -> None:
+        kept = _AcceptorFile(acceptor.parent, acceptor.promised, acceptor.accepted, acceptor.body)
+        path = self.folder / "anchor.bin"
+        write_file(path, msgspec.msgpack.encode(kept))
+        for synced in (path, self.folder):
+            handle = os.open(synced, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, snapshot: Snapshot, n_kept: int) -> Path:
+        """Write a snapshot as safetensors, and drop all but the newest ``n_kept``. Raises ConfigError."""
+        settings = json.loads(snapshot.manifest.config)
+        entries = snapshot.manifest.tensors
+        prefix, _ = shards.make_header((e.name, e.dtype, e.shape) for e in entries)
+        path = self.folder / f"state-{settings['epoch']:08d}.safetensors"
+        new = path.with_suffix(".new")
+        make_folder(self.folder)
+        try:
+            with new.open("wb") as file:
+                file.write(prefix)
+                for index, entry in enumerate(entries):
+                    for chunk in range(len(entry.chunks)):
+                        file.write(snapshot.read((index, chunk)))
+                file.flush()
+                os.fsync(file.fileno())
+            write_file(
+                path.with_suffix(".json"), json.dumps({**settings, "root": model_id(snapshot.manifest)}).encode()
+            )
+            new.replace(path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        for old in sorted(self.folder.glob("state-*.safetensors"))[:-n_kept]:
+            old.unlink(missing_ok=True)
+            old.with_suffix(".json").unlink(missing_ok=True)
+        return path
+
+    def keep_feedback(self, upto: int, residual: Vector) -> None:
+        """Write what contributions have left out until draw ``upto``. Raises ConfigError."""
+        header, _ = shards.make_header([(f"{upto}", DTYPES[str(residual.dtype)], residual.shape)])
+        write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
+
+    def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
+        """What ``keep_feedback`` wrote, if anything. Raises ConfigError."""
+        path = self.folder / "feedback.safetensors"
+        if not path.is_file():
+            return None
+        found = _read_all(path, dtype, n_elements)
+        if len(found) != 1 or not all(name.isdecimal() for name in found):
+            raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected the number of a draw")
+        ((upto, residual),) = found.items()
+        return int(upto), residual
+
+    def keep_inner(self, memory: Memory) -> None:
+        """Write a peer's own optimizer after the draws that were counted last. Raises ConfigError."""
+        names = sorted(memory.moments)
+        vectors = [memory.moments[name] for name in names]
+        entries = [
+            (f"{memory.upto} {memory.steps} {name}", DTYPES[str(v.dtype)], v.shape)
+            for name, v in zip(names, vectors, strict=True)
+        ]
+        header, _ = shards.make_header(entries)
+        write_file(self.folder / "inner.safetensors", header, *(v.view(np.uint8).data for v in vectors))
+
+    def inner(self, dtype: str, n_elements: int) -> Memory | None:
+        """What ``keep_inner`` wrote, if anything. Raises ConfigError."""
+        path = self.folder / "inner.safetensors"
+        if not path.is_file():
+            return None
+        said, moments = set[tuple[int, int]](), dict[str, Vector]()
+        for name, vector in _read_all(path, dtype, n_elements).items():
+            if (match := _MOMENT.fullmatch(name)) is None:
+                raise ConfigError(f"{path} holds {name!r}; expected the numbers of a draw and a step, and a moment")
+            said.add((int(match[1]), int(match[2])))
+            moments[match[3]] = vector
+        if len(said) != 1:
+            raise ConfigError(f"{path} holds the moments of {len(said)} optimizers")
+        return Memory(*said.pop(), moments)
+
+    def saved(self) -> list[Saved]:
+        """The checkpoints here, the newest first."""
+        found = []
+        for path in sorted(self.folder.glob("state-*.safetensors"), reverse=True):
+            try:
+                said: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
+                head, root = bytes.fromhex(said["head"]), bytes.fromhex(said["root"])
+                found.append(Saved(path, int(said["epoch"]), int(said["steps"]), head, root))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("leaving out the checkpoint %s: %s", path, error)
+        return found
+
+
+def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]) -> dict[str, Vector]:
+    """Read the vectors of a state or an average from safetensors. Raises ConfigError."""
+    found = _read_all(path, dtype, n_elements)
+    if set(found) != set(names):
+        raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected {', '.join(sorted(names))}")
+    return found
+
+
+def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
+    """Vectors of one length by their names. Raises ConfigError."""
+    found: dict[str, Vector] = {}
+    try:
+        with path.open("rb") as file:
+            for place in shards.read_header(file, path, os.fstat(file.fileno()).st_size):
+                if place.dtype != DTYPES[dtype] or place.shape != (n_elements,):
+                    raise ConfigError(f"{path}: {place.name} is {place.dtype} {place.shape}, not {dtype} {n_elements}")
+                file.seek(place.start)
+                found[place.name] = np.fromfile(file, dtype, n_elements)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    return found
+
+
+def known_runs(root: Path) -> dict[RunId, RunFolder]:
+    """The runs that this machine takes, or took, part in."""
+    return {RunId(path.parent.name): RunFolder(path.parent) for path in root.glob("*/run.bin")}

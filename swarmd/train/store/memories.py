@@ -1,0 +1,67 @@
+"""What a peer's next contribution builds on, on its disk: error feedback, and the optimizer of its own steps.
+
+Each says until which draw it reaches; it is gone on from only if the ledger has counted this peer until there.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from swarmd.errors import ConfigError
+from swarmd.protocol.runs.recipe import Recipe
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.services import World
+from swarmd.train.vectors.error_feedback import Feedback
+from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+class Memories:
+    """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
+
+    def __init__(self, world: World, recipe: Recipe, folder: RunFolder | None) -> None:
+        self.trouble = ""
+        self.feedback: Feedback | None = None
+        self._off_loop = world.off_loop
+        self._recipe = recipe
+        self._folder = folder
+        self._feedback_kept = self._inner_kept = 0  # until which draw they are on this disk
+
+    async def recall(self, state: RunState) -> tuple[Feedback, Memory | None]:
+        """What this disk has of both; what is damaged begins anew."""
+        feedback = self.feedback = Feedback(self._recipe, state)
+        asked, memory = (state.layout.dtype, state.layout.n_elements), None
+        if self._folder is None:
+            return feedback, None
+        try:
+            if feedback.codec.leaves_out and (kept := await self._off_loop(self._folder.feedback, *asked)) is not None:
+                feedback.remember(*kept)
+                self._feedback_kept = feedback.upto
+            if self._recipe.steps_inside:
+                memory = await self._off_loop(self._folder.inner, *asked)
+        except ConfigError as error:
+            logger.warning("what the next contribution builds on begins anew: %s", error)
+        is_of_recipe = memory is not None and memory.moments.keys() == set(self._recipe.optimizer.moments)
+        if memory is None or not is_of_recipe or (feedback.codec.leaves_out and feedback.upto != memory.upto):
+            return feedback, None  # both or neither: a commit says once whether a peer began anew
+        self._inner_kept = memory.upto
+        return feedback, memory
+
+    async def keep(self, inner: Inner | None) -> None:
+        """Write both to the disk, unless they are there."""
+        feedback, folder = self.feedback, self._folder
+        if folder is None:
+            return
+        try:
+            while feedback is not None and self._feedback_kept != (upto := feedback.upto):
+                await self._off_loop(folder.keep_feedback, upto, feedback.residual)
+                self._feedback_kept = upto
+            while inner is not None and (known := inner.memory) is not None and self._inner_kept != known.upto:
+                if known.moments:
+                    await self._off_loop(folder.keep_inner, known)
+                self._inner_kept = known.upto
+        except ConfigError as error:
+            self.trouble = str(error)
+            logger.warning("what the next contribution builds on is not kept: %s", error)

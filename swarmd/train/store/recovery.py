@@ -1,0 +1,197 @@
+"""Getting up to date: commits first, then the averages that were missed or a snapshot, from several donors at once.
+
+Everything that is fetched is named by its hash: averages by the commits that anchors signed, a snapshot by what most
+donors say and, at the next round, by a commit. The bytes travel as weights do (weights.fetch), resumable.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.net.pace import Pace
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.runs.recovery import Offer
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.fields import Message
+from swarmd.protocol.models.manifest import Manifest
+from swarmd.protocol.runs.recipe import Run, read_order_untrusted, read_run_untrusted
+from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.rounds import Commits, RunIs, StateIs, WantCommits, WantRun, WantState
+from swarmd.train.store.disk import read_vectors
+from swarmd.train.vectors.state import DTYPES, RunState, Vector
+from swarmd.values import ModelId, PeerId, RunId
+from swarmd.weights import folder as folders
+from swarmd.weights.fetch import Fetch, fetch_manifest
+
+logger = logging.getLogger(__name__)
+
+COMMITS_TIMEOUT_S = 8.0  # up to 8 MiB of commits
+STATE_TIMEOUT_S = 20.0  # a manifest of the state, and a copy to be made first
+RUN_TIMEOUT_S = 10.0  # recipe and orders: some kB
+ASK_AGAIN_S = 8.0  # records and addresses cross a swarm within it
+MAX_DONORS = 8  # of many: as few as can give a state well
+MAX_REPLY_BYTES = 8 * 2**20  # of commits in one answer; the rest is asked for again
+MAX_SNAPSHOTS = 2  # each is a copy of the whole state, made as it changes
+SNAPSHOT_LEASE_S = 30.0  # who fetches asks more often than that
+SHORT_LEASE_S = 4.0  # where others wait for theirs
+
+Vectors = dict[str, Vector]
+Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vectors]]
+"""Fetches the vectors that a hash names from donors; their names and length are known. Raises SwarmUnavailable."""
+
+
+def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
+    """The real ``Get``: through a folder, so that a restart goes on where it was."""
+
+    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
+        wanted = ModelId(digest.hex())
+        manifest = await fetch_manifest(rpc, wanted, donors)
+        _check(manifest, dtype, n_elements, names)
+        target = await trio.to_thread.run_sync(folders.create, folder, manifest)
+        if 0 not in target.held:
+            offers = {peer: frozenset({0}) for peer in donors}
+            fetch = Fetch(rpc, target, {0}, lambda: offers, pace)
+            await fetch.run()
+            logger.info("%s: %s", "snapshot" if len(names) > 1 else "average", fetch.progress())
+        path = target.folder / "head.safetensors"
+        vectors = await trio.to_thread.run_sync(read_vectors, path, dtype, n_elements, names)
+        await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+        return vectors
+
+    return get
+
+
+def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
+    """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
+    wanted = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
+    if [(t.name, t.dtype, t.shape) for t in manifest.tensors] != wanted or manifest.files:
+        raise SwarmUnavailable("what the donors offer is no state of this run")
+
+
+async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tuple[Run, bytes]:
+    """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable.
+
+    A member's addresses may come a moment after the word of its run: all are asked again for ``ASK_AGAIN_S``.
+    """
+    reasons: dict[str, str] = {}
+    deadline = trio.current_time() + ASK_AGAIN_S
+    while True:
+        for record in view().in_run(run_id):
+            peer = PeerId(record.peer)
+            known = view().peers.get(peer)
+            rpc.network.learn(peer, known.addresses if known else ())
+            try:
+                return await _ask_run(rpc, peer, run_id)
+            except IntegrityError as error:
+                rpc.standing.fault(peer, Fault.FORGED, str(error))
+                reasons[peer] = f"{peer[-8:]} lies about the run: {error}"
+            except PeerError as error:
+                reasons[peer] = f"{peer[-8:]}: {error}"
+        if trio.current_time() > deadline:
+            why = "; ".join(reasons.values()) or "no live member is known"
+            raise SwarmUnavailable(f"nobody who takes part in that run answers ({why}): try again later")
+        await trio.sleep(ASK_AGAIN_S / 10)
+
+
+async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
+    """Raises PeerError, and IntegrityError for a lie."""
+
+    def request(call_id: int) -> Message:
+        return WantRun(id=call_id, run=run_id)
+
+    reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+    if not isinstance(reply, RunIs):
+        raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
+    raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
+    run = read_run_untrusted(raw)
+    if run.id != run_id:
+        raise IntegrityError("another run than was asked for")
+    if order:
+        read_order_untrusted(order, run)
+    return run, order
+
+
+async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:
+    """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
+
+    def request(call_id: int) -> Message:
+        return WantCommits(id=call_id, run=run, after=after)
+
+    reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
+    if not isinstance(reply, Commits):
+        raise RemoteProtocolError(f"expected commits, got {type(reply).__name__}")
+    return decode(frame.payload, list[bytes], "a list of commits")
+
+
+def asked_of(peers: Iterable[PeerId]) -> list[PeerId]:
+    """Who of many is asked: as few as can give a state well, and always the same."""
+    return sorted(peers)[:MAX_DONORS]
+
+
+async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, Offer]:
+    """Have donors keep their present state; returns who keeps what."""
+    offers: dict[PeerId, Offer] = {}
+
+    def request(call_id: int) -> Message:
+        return WantState(id=call_id, run=run)
+
+    async def ask(peer: PeerId) -> None:
+        try:
+            reply, _ = await rpc.call(peer, request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
+            if isinstance(reply, StateIs) and len(reply.state) == 32:
+                offers[peer] = Offer(reply.epoch, reply.state, 0)
+        except PeerError as error:
+            logger.info("%s keeps no state for us: %s", peer[-8:], error)
+
+    async with trio.open_nursery() as nursery:
+        for peer in asked_of(peers):
+            nursery.start_soon(ask, peer)
+    return offers
+
+
+class Givers:
+    """The donor's side: snapshots that are kept for a while, and averages, both by hash."""
+
+    def __init__(self) -> None:
+        self._renewed: dict[bytes, tuple[int, float]] = {}
+
+    def freeze(self, state: RunState, now: float) -> Offer:
+        """Keep the present state for somebody. Raises Refused when too many are fetched at the moment."""
+        self.expire(state, now, SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S)
+        if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
+            raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are being fetched already", SHORT_LEASE_S)
+        snapshot = state.freeze()
+        self._renewed[state.root] = (snapshot.n_reads, now)
+        return Offer(state.epoch, state.root, len(state.averages))
+
+    def expire(self, state: RunState, now: float, lease_s: float = SNAPSHOT_LEASE_S) -> None:
+        """Let go of snapshots that nobody has read for a while."""
+        for root, snapshot in list(state.snapshots.items()):
+            n_reads, since = self._renewed.setdefault(root, (snapshot.n_reads, now))
+            if snapshot.n_reads != n_reads:
+                self._renewed[root] = (snapshot.n_reads, now)
+            elif now - since > lease_s:
+                state.thaw(root)
+                self._renewed.pop(root, None)
+
+
+async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: int = 0) -> None:
+    """Send commits in order, as many as fit one frame. Raises PeerError."""
+    body: list[bytes] = []
+    size = 0
+    for raw in raws:
+        size += len(raw) + 8
+        if size > MAX_REPLY_BYTES:
+            break
+        body.append(raw)
+    send = channel.answer if re else channel.send
+    await send(Commits(re=re, run=run), msgspec.msgpack.encode(body))

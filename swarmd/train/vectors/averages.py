@@ -1,0 +1,26 @@
+"""Averages that rounds came to on this peer, until a commit says which of them counts."""
+
+from __future__ import annotations
+
+from swarmd.train.vectors.state import Vector, clip_factor
+
+
+class Averages:
+    """Vectors by their hash, each with the parent of its round."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[bytes, Vector]] = {}
+
+    def put(self, parent: bytes, digest: bytes, average: Vector) -> None:
+        """Keep what the round after a commit came to."""
+        self._known[digest] = parent, average
+
+    def take(self, digest: bytes, head: bytes) -> Vector | None:
+        """What a commit names, if it is here; what no commit after ``head`` can name is let go."""
+        found = self._known.pop(digest, None)
+        self._known = {d: known for d, known in self._known.items() if known[0] == head}
+        return found[1] if found is not None else None
+
+    def clip_factor(self, digest: bytes, limit: float) -> float:
+        """What clips an average to the norm ``limit`` (0: none); 1 for one that is not here."""
+        return clip_factor(self._known[digest][1], limit) if digest in self._known else 1.0

@@ -1,0 +1,31 @@
+"""Sums over vectors, in an order that is the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from swarmd.train.vectors.state import Vector
+
+BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
+
+
+def squares_of(values: Vector) -> float:
+    """The sum of squares."""
+    return float(np.dot(values, values))
+
+
+def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
+    """The sum of squares of some ranges [start, end)."""
+    return sum(squares_of(values[start:end]) for start, end in ranges)
+
+
+def average_of(sources: list[Vector], out: Vector, n_samples: int) -> None:
+    """The sum of ``sources`` in their order, divided by the number of samples."""
+    for at in range(0, len(out), BLOCK_ELEMENTS):
+        block = out[at : at + BLOCK_ELEMENTS]
+        block[:] = sources[0][at : at + BLOCK_ELEMENTS]
+        for source in sources[1:]:
+            block += source[at : at + BLOCK_ELEMENTS]
+        block /= n_samples

@@ -1,0 +1,104 @@
+"""What a peer has computed and no commit has counted yet: what it has *offered* to a round, and what came *since*.
+
+Where peers compute on while a round averages (Recipe.overlaps), what came since was computed on the same state as what
+was offered: when the round is committed it is *late*, it belongs to the state before, and the next commit says so. What
+was offered and is not counted is lost, and so is what would be late by two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from swarmd.protocol.runs.commit import Commit
+from swarmd.train.vectors.codecs import Coded
+from swarmd.train.vectors.state import Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
+
+    The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones;
+    ``given`` is what the round gets of it (train.vectors.error_feedback).
+    """
+
+    first: int = 0
+    n: int = 0
+    loss: float = 0.0
+    vector: Vector | None = None
+    late: int = 0
+    anew: bool = False
+    given: Coded | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + self.n
+
+
+class Work:
+    """See the module. ``n_counted`` and ``n_wasted`` are samples that commits did, or never will, count."""
+
+    def __init__(self, me: str, overlaps: bool) -> None:
+        self.offered = Gathered()
+        self.since = Gathered()
+        self.n_counted = 0
+        self.n_wasted = 0
+        self._me = me
+        self._overlaps = overlaps
+
+    @property
+    def n(self) -> int:
+        """Samples towards the next commits."""
+        return self.offered.n + self.since.n
+
+    def next_draw(self, counted: int) -> int:
+        """The draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
+        return self.since.end if self.since.n else self.offered.end if self.offered.n else counted
+
+    def add(self, first: int, n: int, loss: float, gathered: Vector, anew: bool = False) -> None:
+        """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
+        old = self.since if self.since.n else Gathered(first, anew=anew)
+        self.since = replace(old, n=old.n + n, loss=old.loss + loss, vector=gathered)
+
+    def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
+        """What is there goes into the round; what comes from now on is for the next one. Call it in a thread.
+
+        ``of_own_steps`` says what so many samples have come to, where that is no sum of gradients
+        (train.vectors.inner_steps).
+        """
+        old, new = self.offered, self.since
+        if old.n and new.anew:
+            self.drop()  # it is no whole
+            return
+        if new.vector is None:
+            return
+        n = old.n + new.n
+        if of_own_steps is not None:
+            vector = of_own_steps(n)
+        else:
+            vector = new.vector.copy() if old.vector is None else old.vector + new.vector
+        first = old if old.n else new
+        self.offered = Gathered(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
+        self.since = Gathered()
+
+    def settle(self, commit: Commit) -> bool:
+        """A commit on the state that all of this was computed on was applied: does it count what was offered?"""
+        given, before = self.offered, self.n
+        n_counted = sum(c.n for c in commit.contributors if given.n and (c.peer, c.first) == (self._me, given.first))
+        is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or given.n > n_counted
+        self.offered = Gathered()
+        self.since = Gathered() if is_lost else replace(self.since, late=self.since.n)
+        self.n_counted += n_counted
+        self.n_wasted += before - n_counted - self.n
+        return n_counted > 0
+
+    def drop(self) -> None:
+        """Nothing of it can be counted any more."""
+        self.n_wasted += self.n
+        self.offered, self.since = Gathered(), Gathered()
+
+    def drop_since(self) -> None:
+        """What was gathered after the offer is of no use."""
+        self.n_wasted += self.since.n
+        self.since = Gathered()

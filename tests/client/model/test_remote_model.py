@@ -1,0 +1,233 @@
+"""The client's model: its layers are all there, and whoever goes through them meets layer 0 only; heads in 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmd.client.model.remote_model import remote_model
+from swarmd.client.model.traced_pass import Straight, write_down
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import Ends
+from swarmd.compute.model.skeleton import RemoteLayer, Stub
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.runs.expert_balance import leave_out
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+from tests import checkpoints
+from tests.families import LocalSession
+
+
+def test_a_pass_of_the_client_meets_layer_0_only(tmp_path: Path) -> None:
+    model = skeleton.load(checkpoints.make("llama", tmp_path, n_layers=4), None, torch.float32)
+    layers = skeleton.decoder_layers(model)
+    assert [type(layer) for layer in layers] == [type(layer) for layer in layers[:4]] == [RemoteLayer]
+    assert [type(layer) for layer in layers.children()] == [RemoteLayer, Stub, Stub, Stub]
+    assert len(layers) == 4
+    assert type(layers[3]) is Stub
+
+
+def test_a_gateways_head_in_8_bits_is_half_a_percent_off(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "model", n_layers=2, hidden_size=256, head_dim=64)
+    hidden = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    own, rounded = (Ends(folder, torch.float32, compiled_in).logits(hidden, 0) for compiled_in in (None, tmp_path))
+    assert 0 < relative_error(rounded, own) < 0.02
+
+
+def test_a_head_that_is_not_plain_stays_in_its_bits(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path, n_layers=2, vocab_size=321)
+    with pytest.raises(ConfigError, match="of an even size: say head = own"):
+        Ends(folder, torch.float32, tmp_path)
+
+
+class Chain:
+    """A chain whose blocks halve what they are given."""
+
+    layer_arity = 0
+    is_closed = False
+
+    def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
+        return hidden / 2
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def client(folder: Path) -> Any:
+    return remote_model(folder, lambda *about: Chain(), lanes=None)  # type: ignore[arg-type, return-value]
+
+
+def test_dropped_caches_are_freed_at_once(tmp_path: Path) -> None:
+    """Not when Python next looks for cycles: a server keeps room for them until then."""
+    chains: list[Chain] = []
+
+    def open_session(*about: Any) -> Chain:
+        chains.append(Chain())
+        return chains[-1]
+
+    folder = checkpoints.make("llama", tmp_path, n_layers=2)
+    model = remote_model(folder, open_session, lanes=None)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        logits = model(torch.arange(3, 9).unsqueeze(0)).logits
+    finally:
+        gc.enable()
+    assert logits.shape[1] == 6
+    assert [chain.is_closed for chain in chains] == [True]
+
+
+def test_a_remote_cache_is_not_copied(tmp_path: Path) -> None:
+    cache = client(checkpoints.make("llama", tmp_path, n_layers=2)).new_cache()
+    with pytest.raises(TypeError, match="is not copied"):
+        copy.deepcopy(cache)
+
+
+class TestSteps:
+    """After a prompt, steps are a straight line, where that gives what the family's forward gives."""
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "gemma3_text"])
+    def test_they_give_what_the_familys_forward_gives(
+        self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, ids = client(checkpoints.make(family, tmp_path, n_layers=2)), torch.arange(3, 40).unsqueeze(0)
+        taken: list[int] = []
+        compute = Straight.compute
+
+        def noted(self: Straight, ids: torch.Tensor, *about: Any) -> torch.Tensor:
+            taken.append(ids.shape[1])
+            return compute(self, ids, *about)
+
+        monkeypatch.setattr(Straight, "compute", noted)
+        text = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        has_line = family in ("llama", "qwen3_moe")  # gpt2 looks at values, gemma3's windows move on
+        assert taken == ([1] * 7 if has_line else [])
+        monkeypatch.setattr(Straight, "holds", False)
+        assert torch.equal(text, model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False))
+        assert len(taken) == (7 if has_line else 0)
+
+    @pytest.mark.parametrize("what", ["weight", "head", "hook", "training", "moved"])
+    def test_a_model_that_was_changed_goes_its_own_way(self, what: str, tmp_path: Path) -> None:
+        model = client(checkpoints.make("llama", tmp_path, n_layers=2))
+        stubs = list(skeleton.decoder_layers(model).children())
+        line = write_down(model, stubs, "past_key_values")
+        assert line is not None
+        assert line.holds
+        with torch.no_grad():
+            if what == "weight":
+                model.model.norm.weight.mul_(2)
+            elif what == "head":
+                model.set_output_embeddings(torch.nn.Linear(64, 320, bias=False))
+            elif what == "hook":
+                model.model.norm.register_forward_hook(lambda *about: None)
+            elif what == "training":
+                model.train()
+            else:
+                model.model.norm.weight.data = model.model.norm.weight.data.clone()
+        assert not line.holds
+
+
+def test_a_loss_that_needs_the_routers_of_remote_experts_is_refused(tmp_path: Path) -> None:
+    model = client(checkpoints.make("qwen3_moe", tmp_path, n_layers=2, output_router_logits=True))
+    ids = torch.arange(3, 9).unsqueeze(0)
+    with pytest.raises(ConfigError, match="output_router_logits = False"):
+        model(input_ids=ids, labels=ids)
+    model(input_ids=ids)
+    model.generate(ids, max_new_tokens=2)
+    leave_out(model)
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+    with pytest.raises(ConfigError, match="stay on servers"):
+        model(input_ids=ids, output_router_logits=True)
+
+
+class LocalChain(LocalSession):
+    """Two spans in this process, with what ``generate`` asks of a session; refuses another dtype, as servers do."""
+
+    n_open = 0
+    given = None
+
+    def step(self, edits: Any, hidden: Any, *about: Any, **more: Any) -> torch.Tensor | None:
+        assert hidden.dtype == torch.float32
+        return super().step(edits, hidden, *about, **more)
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        LocalChain.n_open -= 1
+
+
+class TestAgainstTheWholeModel:
+    """What callers of transformers ask for beside plain generation is right, or refused in a sentence."""
+
+    @pytest.fixture
+    def models(self, tmp_path: Path) -> tuple[Any, Any]:
+        """One through two spans, and the same as it is."""
+        folder = checkpoints.make("llama", tmp_path, n_layers=4)
+        spans = [LoadedSpan(folder, Span(*ends), torch.float32) for ends in ((0, 2), (2, 4))]
+
+        def open_session(batch: int, max_tokens: int, own: Any) -> Any:
+            LocalChain.n_open += 1
+            return LocalChain(spans, max_tokens)
+
+        LocalChain.n_open = 0
+        remote = remote_model(folder, open_session, lanes=None)  # type: ignore[arg-type]
+        return remote, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"guidance_scale": 1.5},
+            {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([[7, 8, 9]])},
+            {"guidance_scale": 1.5, "use_cache": False},
+            {"use_cache": False},
+            {"guidance_scale": 0.5, "do_sample": True, "top_k": 50},
+        ],
+    )
+    def test_guidance_and_no_cache_give_the_same_text(self, settings: dict[str, Any], models: tuple[Any, Any]) -> None:
+        texts = []
+        for model in models:
+            torch.manual_seed(0)
+            about = {"do_sample": False, **settings, "max_new_tokens": 8, "min_new_tokens": 8}
+            texts.append(model.generate(torch.arange(3, 9).unsqueeze(0), **about).tolist())
+        assert texts[0] == texts[1]
+        assert LocalChain.n_open == 0, "each session is closed"
+
+    def test_a_text_after_guidance_is_the_models_own_again(self, models: tuple[Any, Any]) -> None:
+        remote, local = models
+        ids = torch.arange(3, 9).unsqueeze(0)
+        remote.generate(ids, guidance_scale=2.0, max_new_tokens=4, do_sample=False)
+        plain = [model.generate(ids, max_new_tokens=8, do_sample=False).tolist() for model in (remote, local)]
+        assert plain[0] == plain[1]
+
+    @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+    def test_what_stays_on_servers_is_refused_in_a_sentence(self, name: str, models: tuple[Any, Any]) -> None:
+        remote, ids = models[0], torch.arange(3, 9).unsqueeze(0)
+        for ask in (
+            lambda: remote(ids, **{name: True}),
+            lambda: remote.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **{name: True}),
+        ):
+            with pytest.raises(ConfigError, match=f"{name}: .* stay on the servers"):
+                ask()
+        assert LocalChain.n_open == 0
+        assert remote(ids).logits.shape == (1, 6, 320)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_the_clients_part_in_another_dtype_asks_the_swarm_in_its_own(
+        self, dtype: torch.dtype, models: tuple[Any, Any]
+    ) -> None:
+        remote, local = models
+        ids = torch.arange(3, 9).unsqueeze(0)
+        with torch.no_grad():
+            expected = local(ids).logits
+            got = remote.to(dtype)(ids).logits
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        assert remote.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape == (1, 10)

@@ -1,0 +1,217 @@
+"""Logits that the last hop gives: used where they are enough, checked, and never where they could be others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from swarmd.client.links.link import Given, Link
+from swarmd.client.model.remote_model import remote_model
+from swarmd.client.model.swarm_head import Checks, is_enough
+from swarmd.compute.model.ends import Ends
+from swarmd.compute.model.head import Head
+from swarmd.plan.chains.routing import Hop
+from swarmd.protocol.fields import MOST_LOGITS
+from swarmd.protocol.wire.tensors import CODECS
+from swarmd.values import PeerId, Span
+from swarmd.wire import top
+from swarmd.wire.tensors import pack, unpack_untrusted
+from swarmd.wire.top import Top
+from tests import checkpoints
+
+COOLER, FEW, NUCLEUS, LIKELY = (
+    TemperatureLogitsWarper(0.7),
+    TopKLogitsWarper(50),
+    TopPLogitsWarper(0.9),
+    MinPLogitsWarper(0.1),
+)
+LONG = MinNewTokensLengthLogitsProcessor(1, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("processors", "samples", "enough"),
+    [
+        ([], False, True),
+        ([LONG], False, True),
+        ([RepetitionPenaltyLogitsProcessor(1.1)], False, False),
+        ([], True, False),
+        ([COOLER, FEW], True, True),
+        ([LONG, COOLER, FEW, NUCLEUS, LIKELY], True, True),
+        ([COOLER, NUCLEUS], True, False),
+        ([RepetitionPenaltyLogitsProcessor(1.1), FEW], True, False),
+        ([TopKLogitsWarper(MOST_LOGITS)], True, True),
+        ([TopKLogitsWarper(MOST_LOGITS + 1)], True, False),
+        ([LONG, TopKLogitsWarper(MOST_LOGITS)], True, False),
+        ([lambda ids, scores: scores], False, False),
+    ],
+)
+def test_some_are_enough_where_no_other_can_be_chosen(processors: list[Any], samples: bool, enough: bool) -> None:
+    assert is_enough(LogitsProcessorList(processors), samples) is enough
+
+
+def given(of: Top, peer: str = "last", codec: str = "raw") -> Given:
+    return Given(of, Link(Hop(PeerId(peer), Span(0, 2))), codec)
+
+
+class Chain:
+    """Blocks that halve what they are given, and behind them a head, if there is one; ``lie`` changes its logits."""
+
+    layer_arity = 0
+
+    def __init__(self, head: Head | None, lie: float = 0.0) -> None:
+        self.head, self.lie = head, lie
+        self.given: Given | None = None
+        self.refuted: list[str] = []
+        self.n_tops = 0
+
+    def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
+        *_, want, vocabulary = about
+        self.given, out = None, hidden / 2
+        if self.head is not None and vocabulary:
+            (raw,) = self.head.largest([out[0, -want:]])
+            found = top.unpack_untrusted(raw, want, vocabulary)
+            self.given = given(Top(found.values, found.ids.roll(1, 1), found.log_sum) if self.lie else found)
+            self.n_tops += 1
+        return out
+
+    def refute(self, given: Given, reason: str) -> None:
+        assert given is self.given
+        self.refuted.append(reason)
+        self.head = None
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def client(folder: Path, chain: Chain) -> tuple[Any, Checks]:
+    checks = Checks(rng=random.Random(0))
+    return remote_model(folder, lambda *about: chain, None, head=checks), checks  # type: ignore[arg-type, return-value]
+
+
+IDS = torch.arange(3, 60).unsqueeze(0)
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+
+
+def generate(model: Any, **how: Any) -> list[int]:
+    torch.manual_seed(0)
+    ids: list[int] = model.generate(IDS, **{**GREEDY, **how})[0].tolist()
+    return ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.make("llama", tmp_path, n_layers=2)
+
+
+class TestGenerating:
+    @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 40, "top_p": 0.9, "temperature": 0.8}])
+    def test_it_gives_what_ones_own_head_gives(self, how: dict[str, Any], folder: Path) -> None:
+        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        model, checks = client(folder, chain)
+        own, _ = client(folder, Chain(None))
+        assert generate(model, **how) == generate(own, **how)
+        assert chain.n_tops == checks.n_taken == 24
+        assert 1 <= checks.n_checked < 6, "the first one, and few others"
+
+    @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}, {"num_beams": 2}])
+    def test_where_others_may_count_it_is_not_asked(self, how: dict[str, Any], folder: Path) -> None:
+        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        model, own = client(folder, chain)[0], client(folder, Chain(None))[0]
+        assert generate(model, **how) == generate(own, **how)
+        assert not chain.n_tops
+
+    def test_a_head_that_lies_is_found_at_its_first_token_and_done_without(self, folder: Path) -> None:
+        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0), lie=1.0)
+        model, checks = client(folder, chain)
+        assert generate(model) == generate(client(folder, Chain(None))[0])
+        assert len(chain.refuted) == 1
+        assert "logits that are off by" in chain.refuted[0]
+        assert checks.n_checked == 1
+
+    @pytest.mark.parametrize("is_new", [False, True])
+    def test_a_head_that_was_trained_here_is_ones_own(
+        self, is_new: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        mapping = "swarmd.client.model.remote_model.map_vocabulary"
+        monkeypatch.setattr(mapping, lambda *about: None)  # as where it is not plain
+        model, _ = client(folder, chain)
+        with torch.no_grad():
+            if is_new:
+                model.set_output_embeddings(torch.nn.Linear(64, 320, bias=False))
+            else:
+                model.get_output_embeddings().weight.mul_(-1)
+        generate(model)
+        assert not chain.n_tops
+        assert not chain.refuted
+
+
+OWN = 4 * torch.randn(2, 1_000, generator=torch.Generator().manual_seed(0))
+
+
+def test_all_are_checked_where_that_is_asked_for() -> None:
+    checks, right = Checks(1.0), given(top.largest(OWN, MOST_LOGITS))
+    assert not checks.wrong(right, OWN, torch.float32)
+    assert all(checks.is_due(right) for _ in range(99))
+
+
+def test_every_server_is_checked_until_it_was_right_and_then_now_and_then() -> None:
+    checks = Checks(rng=random.Random(1))
+    for peer in ("one", "other"):
+        right = given(top.largest(OWN, MOST_LOGITS), peer)
+        assert all(checks.is_due(right) for _ in range(9)), "nobody has looked yet"
+        assert not checks.wrong(right, OWN, torch.float32)
+        assert 2 < sum(checks.is_due(right) for _ in range(640)) < 30
+
+
+@pytest.mark.parametrize("what", ["right", "an id", "a value", "the sum", "one left out"])
+def test_wrong_logits_differ_by_more_than_kernels_do(what: str) -> None:
+    of = top.largest(OWN + 1e-4 * torch.randn(OWN.shape), MOST_LOGITS)
+    if what == "an id":
+        of.ids[0, 0] = int(OWN[0].argmin())
+    elif what == "a value":
+        of.values[1, 200] -= 0.1
+    elif what == "the sum":
+        of.log_sum[1] += 0.1
+    elif what == "one left out":
+        without = OWN.clone()
+        without[1, OWN[1].argmax()] = -100.0
+        of = top.largest(without, MOST_LOGITS)
+    assert bool(Checks().wrong(given(of), OWN, torch.float32)) == (what != "right")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", ["raw", *CODECS])
+def test_what_a_codec_loses_is_no_lie(codec: str, dtype: torch.dtype) -> None:
+    """The server's head has the hidden states as they were, the client's as they came."""
+    rng = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(2_000, 256, generator=rng).to(dtype) / 16, torch.randn(1, 20, 256, generator=rng)
+    hidden[..., 7] *= 30  # as real ones have
+    sent = hidden.to(dtype)
+    meta, payload = pack(sent, torch.arange(20, dtype=torch.int32)[None], None, codec)
+    came = unpack_untrusted(meta, memoryview(payload))[0]
+    there, here = (torch.nn.functional.linear(of[0], weight).float() for of in (sent, came))
+    assert not Checks().wrong(given(top.largest(there, MOST_LOGITS), codec=codec), here, dtype)
+
+
+def test_the_ends_of_a_model_come_from_its_checkpoint(folder: Path) -> None:
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    own = Ends(folder, torch.float32).logits(hidden, 0)
+    parts = Head(folder, torch.float32, torch.device("cpu"), 0).largest([hidden[:1], hidden[1:]])
+    found = [top.unpack_untrusted(raw, n, own.shape[1]) for raw, n in zip(parts, (1, 2), strict=True)]
+    assert torch.equal(torch.cat([of.ids[:, 0] for of in found]), own.argmax(1))
+    assert not Checks().wrong(given(found[1]), own[1:], torch.float32)

@@ -1,0 +1,102 @@
+"""Rows of a JSONL file: read as they are meant, or reported by line before anything begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmd.client.tuning.dataset import IGNORED, Encoding, Row, read_dataset
+from swarmd.errors import ConfigError
+
+LETTERS = Encoding(lambda text: [ord(c) % 100 for c in text], (101,), (102,), 110, 20)
+
+
+def write(folder: Path, *lines: bytes | dict[str, object]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return path
+
+
+def test_rows_are_what_they_say(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"text": "ab"},
+        {"prompt": "a", "completion": "b"},
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": [1, 2], "labels": [IGNORED, 2]},
+    )
+    assert read_dataset(path, LETTERS).rows == (
+        Row((101, 97, 98, 102), (101, 97, 98, 102)),
+        Row((101, 97, 98, 102), (IGNORED, IGNORED, 98, 102)),
+        Row((1, 2, 3), (1, 2, 3)),
+        Row((1, 2), (IGNORED, 2)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"", "it is empty"),
+        (b"   ", "it is empty"),
+        (b'{"text": "\xff"}', "invalid UTF-8 at byte 11"),
+        (b"nope", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"3", "got int"),
+        ({"txt": "a"}, "got 'txt'"),
+        ({"text": "a", "labels": [1]}, "expected an object"),
+        ({"text": ""}, '"text" is empty'),
+        ({"text": 3}, '"text" is int'),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        ({"prompt": "a", "completion": " "}, '"completion" is empty'),
+        ({"text": "a" * 30}, "32 tokens, at most 20 fit"),
+        ({"input_ids": []}, "no list of numbers"),
+        ({"input_ids": "ab"}, "no list of numbers"),
+        ({"input_ids": [1, 110]}, '"input_ids" holds 110, expected 0 to 109'),
+        ({"input_ids": [1, True]}, '"input_ids" holds True'),
+        ({"input_ids": [1, IGNORED]}, '"input_ids" holds -100'),
+        ({"input_ids": [1, 2], "labels": [1, 110]}, '"labels" holds 110, expected 0 to 109 or -100'),
+        ({"input_ids": [1, 2], "labels": [1]}, "expected as many"),
+        ({"input_ids": [1]}, "no token to learn"),
+        ({"input_ids": [1, 2], "labels": [1, IGNORED]}, "no token to learn"),
+    ],
+)
+def test_what_cannot_be_used_is_named_by_its_line(tmp_path: Path, line: bytes | dict[str, object], words: str) -> None:
+    path = write(tmp_path, {"text": "fine"}, line, {"text": "fine"})
+    with pytest.raises(ConfigError) as failure:
+        read_dataset(path, LETTERS)
+    assert "1 of 3 lines cannot be used" in str(failure.value)
+    assert "line 2: " in str(failure.value)
+    assert words in str(failure.value)
+
+
+def test_many_bad_lines_are_counted_and_some_are_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="50 of 50 lines") as failure:
+        read_dataset(write(tmp_path, *[b""] * 50), LETTERS)
+    assert "and 30 more" in str(failure.value)
+
+
+def test_an_empty_or_missing_file_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is empty"):
+        read_dataset(write(tmp_path), LETTERS)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_dataset(tmp_path / "nothing", LETTERS)
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        path.write_bytes(raw)
+        try:
+            read_dataset(path, LETTERS)
+        except ConfigError:
+            return

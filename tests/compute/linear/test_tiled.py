@@ -1,0 +1,119 @@
+"""Layers in float32 by a unit that knows bfloat16 only: what they give, and that a weight is kept to the bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from swarmd.compute.hardware.matrix_unit import fits, has_tiles
+from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.linear.kernels import works
+from swarmd.compute.linear.layers import exact_dtype, tiled
+from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear
+from swarmd.compute.passes import fused
+
+LOSS = 1e-6  # of products, relative to float64's
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+
+
+def layer_of(n_in: int = 96, n_out: int = 64, bias: bool = False, written_in: torch.dtype | None = None) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(n_in, n_out, bias=bias)
+    if written_in is not None:
+        layer.weight.data = layer.weight.data.to(written_in).float()
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("written_in", [torch.bfloat16, torch.float16, None])
+def test_a_weight_is_kept_in_as_few_bits_as_lose_nothing(written_in: torch.dtype | None) -> None:
+    weight = layer_of(written_in=written_in).weight
+    assert exact_dtype(weight) == (written_in or torch.float32)
+    assert exact_dtype(weight.bfloat16()) == torch.bfloat16
+    assert exact_dtype(torch.full((2, 2), float("nan"))) == torch.float32
+
+
+def test_tiles_are_filled() -> None:
+    assert fits(torch.empty(48, 96))
+    assert not fits(torch.empty(40, 96))
+    assert not fits(torch.empty(48, 80))
+
+
+@needs_tiles
+@pytest.mark.parametrize("written_in", [torch.bfloat16, torch.float16, None])
+def test_it_gives_what_torchs_layer_gives_and_keeps_the_weight(written_in: torch.dtype | None, tmp_path: Path) -> None:
+    plain = layer_of(320, 208, bias=True, written_in=written_in)
+    layer = TiledLinear(plain, tmp_path)
+    assert TiledLinear.fits(plain)
+    assert torch.equal(layer.weight, plain.weight)
+    assert works(plain, layer, TOLERANCE)
+    for shape in [(1,), (2, 3), (17,), (300,), (0,)]:
+        hidden = torch.randn(*shape, 320)
+        out = layer(hidden)
+        assert out.shape == (*shape, 208)
+        if hidden.numel():
+            assert relative_error(out, copy.deepcopy(plain).double()(hidden.double())) < LOSS
+
+
+@needs_tiles
+def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, hidden = TiledLinear(layer_of(320, 208), tmp_path), torch.randn(40, 320)
+    whole = layer(hidden)
+    assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
+    team = Team(3)
+    monkeypatch.setattr(tiled, "common_team", lambda n: team)
+    assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
+
+
+@needs_tiles
+def test_what_is_no_number_is_told_and_stays_where_it_is(tmp_path: Path) -> None:
+    layer, hidden = TiledLinear(layer_of(), tmp_path), torch.randn(20, 96)
+    hidden[3, 5], hidden[18, 7] = float("nan"), float("inf")
+    hidden[5, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # no number either, when not rounded
+    is_whole = layer(hidden).isfinite().all(1)
+    assert [i for i, whole in enumerate(is_whole) if not whole] == [3, 5, 18]
+
+
+@needs_tiles
+def test_it_is_not_for_what_is_compiled_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert not has_tiles.__wrapped__()
+
+
+@needs_tiles
+def test_others_that_use_the_unit_find_it_as_they_left_it(tmp_path: Path) -> None:
+    layer, few, many = TiledLinear(layer_of(), tmp_path), torch.randn(5, 96), torch.randn(64, 96).bfloat16()
+    other, expected = layer_of().bfloat16(), layer(few)
+    theirs = other(many)
+    for _ in range(3):
+        assert torch.equal(layer(few), expected)
+        assert torch.equal(other(many), theirs)
+
+
+@needs_tiles
+def test_gradients_flow_through_it(tmp_path: Path) -> None:
+    plain = layer_of()
+    hidden = torch.randn(2, 5, 96, requires_grad=True)
+    (got,) = torch.autograd.grad(TiledLinear(plain, tmp_path)(hidden).square().sum(), hidden)
+    (expected,) = torch.autograd.grad(plain(hidden).square().sum(), hidden)
+    assert relative_error(got, expected) < 2 * LOSS
+
+
+@needs_tiles
+@torch.no_grad()
+def test_a_weight_that_lies_there_for_one_call_is_not_kept_twice(tmp_path: Path) -> None:
+    linear = layer_of(64, 32, written_in=torch.float16)
+    expected, there = linear(torch.ones(9, 64)), torch.empty(2 * linear.weight.numel(), dtype=torch.uint8)
+    fused._lay_out(linear.weight, torch.float16, there)
+    layer = TiledLinear(linear, tmp_path)
+    assert layer._kept.data_ptr() == there.data_ptr()
+    assert torch.allclose(layer(torch.ones(9, 64)), expected, atol=1e-5)
+    assert torch.equal(layer.weight, linear.weight)
+    linear.weight.laid_out = linear.weight.bfloat16()  # type: ignore[attr-defined]  # which loses something
+    assert layer._kept.dtype == TiledLinear(linear, tmp_path)._kept.dtype == torch.float16

@@ -1,0 +1,45 @@
+"""How a request's tokens are chosen: what it says itself, what the model's author says, and what else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarmd.client.links.link import Doubt
+from swarmd.gateway.apis.openai import extra
+from swarmd.gateway.apis.schema import Sampled
+from swarmd.gateway.apis.talk import Asked, sampling_of
+from swarmd.gateway.generation.row import Told
+from swarmd.gateway.generation.sampling import Sampling
+
+
+def chosen(author: dict[str, Any], **said: Any) -> Sampling:
+    ends: Any = SimpleNamespace(generation=author, vocabulary=8)
+    return sampling_of(Asked("m", msgspec.convert(said, Sampled)), ends)
+
+
+@pytest.mark.parametrize("author", [{}, {"eos_token_id": 0}, {"do_sample": False, "temperature": 1.0}])
+def test_a_model_without_settings_of_its_own_is_sampled_cautiously(author: dict[str, Any]) -> None:
+    assert chosen(author) == Sampling(temperature=0.8, top_k=40, min_p=0.05)
+
+
+def test_an_authors_settings_count_as_they_are() -> None:
+    assert chosen({"do_sample": True, "temperature": 0.6}) == Sampling(temperature=0.6)
+    assert chosen({"do_sample": True}) == Sampling()
+
+
+@pytest.mark.parametrize("author", [{}, {"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": 0.1}])
+def test_what_a_request_names_wins(author: dict[str, Any]) -> None:
+    assert chosen(author, temperature=1.0, top_k=0, min_p=0.0) == Sampling()
+    assert chosen(author, temperature=0.0).temperature == 0
+    assert chosen(author, top_p=0.5).top_p == 0.5
+
+
+def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:
+    told = Told(
+        n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
+    )
+    assert [(doubt["token"], doubt["hop"]) for doubt in extra([told])["doubts"]] == [(0, "a"), (2, "b")]

@@ -1,0 +1,102 @@
+"""An answer as it grows: the same tokens whatever is tried ahead, and an end where it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from swarmd.client.model.speculation import Costs
+from swarmd.gateway.generation.answer import Answer, Wanted
+from swarmd.gateway.generation.grammar import Grammar
+from swarmd.gateway.generation.sampling import Sampling
+from swarmd.gateway.generation.schema_compiler import Compiler
+from swarmd.gateway.generation.token_bytes import TokenBytes
+
+N = 64  # tokens of the toy models below
+Model = Callable[[list[int]], torch.Tensor]
+
+
+def cycle(tokens: list[int]) -> torch.Tensor:
+    """A model that counts to twelve, over and over, and is a little unsure."""
+    logits = torch.zeros(N)
+    logits[10 + (tokens[-1] - 9) % 12] = 4.0
+    return logits
+
+
+def run(wanted: Wanted, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
+    """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
+    costs = Costs()
+    answer, cache, n_passes, text = Answer(wanted, TokenBytes(tokenizer), costs), list(wanted.prompt), 0, ""
+    found: list[int] = []
+    sent = list(wanted.prompt)
+    while True:
+        n_passes += 1
+        costs.measured(answer.want, 1 + 0.05 * answer.want)
+        n_before = len(cache) - answer.want
+        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.want)])
+        sent = answer.decide(logits)
+        piece = answer.piece()
+        found += [choice.token for choice in piece.choices]
+        text += piece.text
+        if piece.finish:
+            return found, text, answer, n_passes
+        cache = cache[: len(cache) - answer.rejected] + sent
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=5)
+    prompt = tuple(10 + i % 12 for i in range(30))
+    plain = run(Wanted(prompt, 60, sampling, looks_up=False), tokenizer)
+    ahead = run(Wanted(prompt, 60, sampling), tokenizer)
+    assert ahead[0] == plain[0]
+    assert ahead[1] == plain[1]
+    assert plain[3] == 60, "one pass a token"
+    assert plain[2].speculation.n_sent == 0
+    assert ahead[2].speculation.n_sent > 0
+    if temperature == 0:
+        assert ahead[3] < 12, "what was copied was right"
+
+
+def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
+    tokens, _, answer, _ = run(Wanted((10,), 5, Sampling(temperature=0)), tokenizer)
+    assert (len(tokens), answer.finish) == (5, "length")
+    tokens, _, answer, _ = run(Wanted((10,), 50, Sampling(temperature=0), eos=frozenset({14})), tokenizer)
+    assert tokens == [11, 12, 13], "the end token is none of the text's"
+    assert answer.finish == "stop"
+    assert answer.n_tokens == 4, "but it was generated"
+
+
+def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.decode([11, 12, 13, 14, 15])
+    stop = tokenizer.decode([13])
+    _, text, answer, _ = run(Wanted((10,), 50, Sampling(temperature=0), stops=(stop,)), tokenizer)
+    assert text == whole[: whole.index(stop)]
+    assert answer.finish == "stop"
+    assert answer.piece().stopped == stop
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    size = tokenizer.get_vocab_size()
+    grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
+    wanted = Wanted((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
+    _, text, answer, n_passes = run(wanted, tokenizer, lambda tokens: torch.randn(size))
+    found = json.loads(text)
+    assert found["answer"] in ("yes", "no")
+    assert found["sure"] in (True, False)
+    assert answer.finish == "stop"
+    assert n_passes < len(tokenizer.encode(text).ids), "what was forced travelled together"

@@ -1,0 +1,292 @@
+"""Two relays and a router in between, in virtual time: members are asked, relays held, and both announced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Code, Refused, Unreachable
+from swarmd.net.api import MayRelay, Relayed
+from swarmd.net.port_mapping import LEASE_S, Mapping
+from swarmd.node.members import reachability
+from swarmd.node.members.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
+from swarmd.plan.links.reachability import Answer
+from swarmd.protocol.membership.records import PeerRecord
+from swarmd.values import PeerId
+
+ME = PeerId("ME")
+
+
+def check(peer: PeerId, certificate: tuple[bytes, ...]) -> Any:
+    if certificate not in ((b"member",), (b"client",)):
+        raise Refused(Code.NOT_A_MEMBER, "no")
+    return SimpleNamespace(role=certificate[0].decode())
+
+
+class World:
+    """What a peer meets: members that can connect to it or not, of which some relay."""
+
+    def __init__(
+        self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True, asks_router: bool = False
+    ) -> None:
+        self.host, self.ports = host, (4117,)
+        self.open_ports = {4117} if can_connect else set()
+        self.asked: list[PeerId] = []
+        self.held: dict[PeerId, trio.CancelScope] = {}
+        self.unwilling: set[PeerId] = set()
+        self.also: tuple[str, ...] = ()
+        self.without: frozenset[int] = frozenset()
+        self.is_open_over_6 = False
+        self.may_relay: MayRelay | None = None
+        self.n_announced = 0
+        self.n_relayed = 0
+        self.records: dict[PeerId, PeerRecord] = {}
+        self.addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
+        directory: Any = SimpleNamespace(
+            view=lambda: SimpleNamespace(peers=self.records),
+            exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check, sponsor_of=lambda _: b"its invite"),
+            links=SimpleNamespace(round_trip_s={PeerId("R1"): 0.2, PeerId("R2"): 0.1, PeerId("R3"): 0.3}),
+            announce_soon=self.announce_soon,
+        )
+        rpc: Any = SimpleNamespace(
+            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, found: None)
+        )
+        self.me = Reachability(self, rpc, directory, random.Random(0), True, asks_router)
+        self.add("ME", relays=True)
+
+    def add(self, *peers: str, relays: bool = False) -> None:
+        for peer in peers:
+            self.records[PeerId(peer)] = PeerRecord(
+                peer=peer,
+                sequence=1,
+                issued_at=0,
+                expires_at=1,
+                certificate=(),
+                relays=relays,
+                addresses=(f"/ip4/5.0.9.9/tcp/1/p2p/{peer}", f"/ip4/1.1.1.1/tcp/1/p2p/X/p2p-circuit/p2p/{peer}"),
+            )
+
+    def announce_soon(self) -> None:
+        self.n_announced += 1
+
+    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
+        self.asked.append(peer)
+        await trio.sleep(0.1)
+        if peer in self.unwilling:
+            raise Unreachable("no")
+        if version == 6:
+            return Answer(peer, "2600::2", self.ports if self.is_open_over_6 else ())
+        return Answer(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
+
+    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+        await trio.sleep(0.1)
+        if relay in self.unwilling:
+            raise Unreachable("full")
+        with trio.CancelScope() as self.held[relay]:
+            held()
+            await trio.sleep_forever()
+
+    def own_hosts(self) -> tuple[str, ...]:
+        return tuple(address.split("/")[2] for address in self.addresses)
+
+    def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
+        self.also, self.without = also, without
+
+    def is_open(self, is_open: bool) -> None:
+        assert is_open == (self.me.reach.action == "open")
+
+    def reached_at_port(self, port: int) -> None:
+        self.ports = (port, *self.ports)
+
+    def listening_port(self) -> int | None:
+        return 4117 if self.addresses else None
+
+    def relay_for(self, may_relay: MayRelay | None) -> None:
+        self.may_relay = may_relay
+
+
+@asynccontextmanager
+async def living(world: World) -> AsyncIterator[World]:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.me.run)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only(virtual_time: MockClock) -> None:
+    world = World(can_connect=True)
+    world.add("A", "B", "C", "D", "E")
+    async with living(world):
+        await trio.sleep(60)
+        assert len(world.asked) == 3
+        assert world.me.announced() == {"reach": "open", "relays": True}
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
+        assert world.may_relay is not None
+        assert world.may_relay(PeerId("A"), (b"member",)) == Relayed(b"its invite", may_reserve=True)
+        assert world.may_relay(PeerId("A"), (b"client",)) == Relayed(b"its invite", may_reserve=False)
+        assert not world.may_relay(PeerId("A"), ())
+        await trio.sleep(ASK_AGAIN_S)
+        assert len(world.asked) > 3, "routers change"
+
+
+async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(virtual_time: MockClock) -> None:
+    world = World()
+    world.addresses, world.is_open_over_6 = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME"), True
+    world.add("A", "B", "C", "D")
+    async with living(world):
+        await trio.sleep(60)
+        assert world.without == {4}
+        assert len(world.asked) == 6
+        assert world.me.reach.action == "closed", "some have no IPv6: they need relays"
+        world.is_open_over_6 = False
+        await trio.sleep(3 * ASK_AGAIN_S)
+        assert world.without == {4, 6}
+
+
+async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.add("R1", "R2", "R3", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.announced() == {"reach": "closed", "relays": False}
+        assert world.may_relay is None
+        assert set(world.held) == {"R1", "R2"}
+        assert sorted(world.also) == [f"/ip4/5.0.9.9/tcp/1/p2p/{r}/p2p-circuit/p2p/ME" for r in ("R1", "R2")]
+        assert "could not connect to it at 5.0.1.2; it is reached through" in world.me.snapshot().why
+
+
+async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("R1", "R2", "R3", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        said = world.n_announced
+        world.held["R2"].cancel()
+        await trio.sleep(1)
+        assert set(world.me.snapshot().relays) == {"R1", "R3"}
+        assert world.n_announced > said
+
+
+async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("R1", relays=True)
+    world.unwilling = {PeerId("R1")}
+    world.add("A")
+    async with living(world):
+        await trio.sleep(NO_RELAY_S / 2)
+        assert "no member relays for it yet" in world.me.snapshot().why
+        world.unwilling = set()
+        await trio.sleep(NO_RELAY_S)
+        assert world.me.snapshot().relays == ("R1",)
+
+
+async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.unwilling = {PeerId("A")}
+    async with living(world):
+        await trio.sleep(40)
+        assert world.asked == ["A"]
+        await trio.sleep(20)
+        assert world.asked == ["A", "A"], "soon again: the link may just have come up"
+        assert world.me.reach.action == "unknown"
+
+
+async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: MockClock) -> None:
+    world = World(listens=False)
+    world.add("R1", relays=True)
+    async with living(world):
+        await trio.sleep(5)
+        assert world.asked == []
+        assert world.me.snapshot().relays == ("R1",)
+
+
+async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock) -> None:
+    world = World()
+    world.add("A")
+    world.add("R1", relays=True)
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.snapshot().relays == ("R1",)
+        world.open_ports = {4117}  # somebody has the router forward the port
+        await trio.sleep(3 * ASK_AGAIN_S)
+        assert world.me.announced()["reach"] == "open"
+        assert world.me.snapshot().relays == ()
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
+
+
+async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> None:
+    world = World("192.168.1.2", can_connect=True)
+    world.add("A")
+    async with living(world):
+        await trio.sleep(30)
+        assert world.me.reach.action == "open"
+        world.addresses, world.host, world.open_ports = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", set()
+        await trio.sleep(30)
+        assert world.me.reach.action == "closed"
+        assert world.asked == ["A", "A"]
+
+
+async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
+    world = World("192.168.1.2", can_connect=True)
+    world.add("NEIGHBOUR")
+    async with living(world):
+        await trio.sleep(30)
+        assert world.also == ()
+        world.host = "5.0.1.2"
+        world.add("A")
+        await trio.sleep(30)
+        assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
+
+
+async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, asked, given_back = World(asks_router=True), list[float](), list[Mapping]()
+
+    async def map_port(port: int, nonce: bytes) -> Mapping:
+        asked.append(trio.current_time())
+        if len(asked) == 1:
+            raise Unreachable("the router opens no port: it is busy")
+        world.open_ports = {port + 1}
+        return Mapping("5.0.1.2", port + 1, port, "PCP")
+
+    async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
+        given_back.append(mapping)
+
+    monkeypatch.setattr(reachability, "map_port", map_port)
+    monkeypatch.setattr(reachability, "unmap_port", unmap_port)
+    world.add("A")
+    async with living(world):
+        await trio.sleep(ASK_AGAIN_S / 2)
+        assert len(asked) == 1
+        assert world.me.reach.action == "closed"
+        await trio.sleep(ASK_AGAIN_S)
+        assert len(asked) == 2
+        assert world.me.reach.action == "open"
+        assert world.me.snapshot().mapped == "5.0.1.2:4118"
+        assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
+        await trio.sleep(LEASE_S)
+        assert len(asked) in (3, 4), "it is renewed before it ends"
+    assert given_back == [Mapping("5.0.1.2", 4118, 4117, "PCP")]
+
+
+async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(
+    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "map_port", None)
+    for world in (World(can_connect=True, asks_router=True), World("127.0.0.1", asks_router=True)):
+        if world.host == "127.0.0.1":
+            world.addresses = ("/ip4/127.0.0.1/tcp/4117/p2p/ME",)
+        world.add("A")
+        async with living(world):
+            await trio.sleep(60)
+        assert world.asked == ["A"]

@@ -1,0 +1,120 @@
+"""The balancer learns how long members stay, and moves this server only when its move helps most."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from swarmd.node.serving.balancer import Balancer, Turnover
+from swarmd.plan.chains.view import RecordBook, SwarmView
+from swarmd.protocol.membership.catalog import Catalog
+from swarmd.protocol.membership.identity import Membership
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, Verified
+from swarmd.values import ModelId, PeerId, Span
+
+MODEL = ModelId("m" * 64)
+N_BLOCKS = 6
+
+
+class Stage:
+    """A view made by hand, and the balancer of ``me``."""
+
+    def __init__(self) -> None:
+        self.now = 10_000.0
+        self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
+        self.up_since: dict[str, int] = {}
+        self.turnover = Turnover(lambda: self.now)
+        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self, self._ignore)
+        self.balancer = Balancer(self.view, ("me", 0), *world)
+
+    async def serving(self, spans: list[SpanRecord]) -> set[Any]:
+        return {(s.peer, s.slot) for s in spans}
+
+    async def _ignore(self, _: object) -> bool:
+        return True
+
+    def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **more: Any) -> None:
+        self.spans[peer], self.up_since[peer] = (Span(start, end), more), up_since
+
+    def view(self) -> SwarmView:
+        book = RecordBook(catalog=Catalog(version=1, models={"model": (MODEL, N_BLOCKS)}))
+        common = {"sequence": 1, "issued_at": 0, "expires_at": 10**9, "certificate": ()}
+        for peer, (span, more) in self.spans.items():
+            fields = {"state": "online", "moves_left": 4, "decode_tokens_per_s": 50.0, **more}
+            records: list[AnyRecord] = [
+                PeerRecord(peer=peer, up_since=self.up_since[peer], **common),
+                SpanRecord(peer=peer, model=MODEL, start=span.start, end=span.end, **common, **fields),
+            ]
+            for record in records:
+                book.add(Verified(record, Membership(PeerId(peer), "member", (peer.encode(),), 10**9), b""))
+        return book.view()
+
+    def look(self) -> tuple[Span | None, str]:
+        self.turnover.observe(self.view())
+        decision, _ = self.balancer.look(self.view())
+        return decision.action.span if decision.action else None, decision.reason
+
+
+def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
+    stage = Stage()
+    stage.add("me", 0, 3)
+    stage.add("other", 0, 3, moves_left=0)
+    span, reason = stage.look()
+    assert span == Span(3, 6)
+    assert "[3,6)" in reason
+
+
+def test_it_leaves_the_move_to_another_whose_move_helps_more_or_as_much() -> None:
+    stage = Stage()
+    stage.add("me", 0, 3)
+    stage.add("also", 0, 3)
+    span, reason = stage.look()
+    assert span is None
+    assert "also should move first" in reason
+
+
+@pytest.mark.parametrize("why", ["fixed", "new", "sole"])
+def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
+    stage = Stage()
+    stage.add("me", 0, 3, up_since=9_990 if why == "new" else 1_000, moves_left=0 if why == "fixed" else 4)
+    if why != "sole":
+        stage.add("other", 0, 3, moves_left=0)
+    assert stage.look()[0] is None
+
+
+def test_it_says_truly_why_it_stays() -> None:
+    stage = Stage()
+    assert stage.look()[1] == "nothing is served here yet that could move"
+    stage.add("me", 0, 3, state="joining")
+    assert stage.look()[1] == "nothing is served here yet that could move"
+    stage.add("me", 0, 3, moves_left=0)
+    assert stage.look()[1] == "this server stays: its blocks are fixed (--blocks, balance)"
+    stage.balancer._moved_at = [stage.now] * 4
+    assert stage.look()[1] == "this server stays: it moved 4 times today"
+
+
+def test_a_draining_holder_counts_for_nothing() -> None:
+    stage = Stage()
+    stage.add("me", 0, 3)
+    stage.add("other", 0, 3, moves_left=0)
+    stage.add("leaving", 3, 6, state="draining")
+    assert stage.look()[0] == Span(3, 6)
+
+
+def test_the_risk_follows_what_was_seen() -> None:
+    stage = Stage()
+    for peer, start in (("me", 0), ("a", 3), ("b", 0)):
+        stage.add(peer, start, start + 3)
+    stage.look()
+    risk = stage.turnover.risk(stage.view(), MODEL, N_BLOCKS)
+    assert (risk.lowest, risk.target, risk.gap_chance_within_hour) == (1, 2, None), "nobody has left yet"
+    del stage.spans["b"]
+    stage.now += 3_600
+    stage.look()
+    chance = stage.turnover.risk(stage.view(), MODEL, N_BLOCKS).gap_chance_within_hour
+    assert chance is not None
+    assert 0 < chance < 1
+    del stage.spans["a"]
+    assert stage.turnover.risk(stage.view(), MODEL, N_BLOCKS).gap_chance_within_hour == 1

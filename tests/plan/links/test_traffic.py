@@ -1,0 +1,70 @@
+"""Which bytes count, and for which month."""
+
+from __future__ import annotations
+
+import ipaddress
+from datetime import datetime
+
+import pytest
+
+from swarmd.plan.links.traffic import Used, acknowledgements, leaves_home, month_of, next_month, on_the_wire
+from swarmd.plan.owner.policy import GIB, Rules, Sensors, decide
+
+HOME = tuple(map(ipaddress.ip_network, ("192.168.1.0/24", "20.1.2.0/24", "fd00::/8")))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("192.168.1.7", False),
+        ("fd00::7", False),
+        ("fe80::1", False),
+        ("192.168.2.7", True),
+        ("20.1.2.9", True),  # a provider's network, though this machine is on it
+        ("198.51.100.1", True),
+        ("2001:db8::1", True),
+    ],
+)
+def test_what_stays_at_home_is_free(host: str, expected: bool) -> None:
+    assert leaves_home(host, HOME) is expected
+
+
+def test_headers_and_acknowledgements_count() -> None:
+    assert on_the_wire(0) == 0
+    assert on_the_wire(1) == 53
+    assert on_the_wire(1_449) == 1_449 + 2 * 52
+    assert acknowledgements(1_448) == acknowledgements(2_896) == 52
+
+
+@pytest.mark.parametrize(
+    ("now", "month", "then"),
+    [
+        (datetime(2026, 11, 30, 23, 59), "2026-11", datetime(2026, 12, 1)),
+        (datetime(2026, 12, 1), "2026-12", datetime(2027, 1, 1)),
+        (datetime(2028, 2, 29), "2028-02", datetime(2028, 3, 1)),
+    ],
+)
+def test_a_month_is_the_calendars(now: datetime, month: str, then: datetime) -> None:
+    assert month_of(now) == month
+    assert next_month(now) == then
+
+
+def test_a_new_month_begins_at_nothing_and_a_clock_that_is_set_back_does_not() -> None:
+    used = Used("2026-11", 500)
+    assert used.and_more(7, "2026-11") == Used("2026-11", 507)
+    assert used.and_more(7, "2026-12") == Used("2026-12", 7)
+    assert used.and_more(7, "2026-10") == Used("2026-11", 507)
+
+
+def test_a_year_of_a_monthly_cap() -> None:
+    """Works until 97 % are used, rests until the first of the next month, and says so."""
+    rules = Rules(month_bytes=10 * GIB)
+    for month in range(1, 13):
+        late = datetime(2026, month, 20, 12)
+        assert decide(rules, Sensors(late, month_bytes=int(9.6 * GIB))).may_work
+        verdict = decide(rules, Sensors(late, month_bytes=int(9.71 * GIB)))
+        assert verdict.changes_at == next_month(late)
+        assert verdict.reason == f"9.7 of 10 GiB of this month are used: again on {next_month(late):%Y-%m-%d}"
+        assert decide(rules, Sensors(next_month(late))).may_work
