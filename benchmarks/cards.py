@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware.device import finish
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.rates import decode_rates, last
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span

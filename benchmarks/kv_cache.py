@@ -14,7 +14,7 @@ import time
 import torch
 
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2

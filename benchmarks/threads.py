@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware.thread_pool import Team
 from swarmd.compute.passes.fused import fuse
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2

@@ -197,7 +197,7 @@ class Home:
         waits: bool = False,
         may: tuple[Right, ...] = RIGHTS,
     ) -> Invite:
-        """Make an invite; list it where its ``Terms`` (protocol.membership.catalog) are not "any number, for anything"."""
+        """Make an invite, and list it where its ``Terms`` are not "any number, for anything"."""
         terms = Terms(int(time.time()) + lifetime_s, uses, waits, may)
         known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         made = invites.create(known, self.founder(), addresses, terms.ends_at)

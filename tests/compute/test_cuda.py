@@ -11,15 +11,14 @@ from torch.nn import functional
 
 pytest.importorskip("triton")  # Linux has it
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.cuda import attention, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
-from swarmd.compute.cuda.products import CudaInt4Linear
 from swarmd.compute.linear.four_bits import in_4_bits
-from swarmd.compute.linear.layers import Int4Linear, Int8Linear
+from swarmd.compute.linear.layers import CudaInt4Linear, Int4Linear, Int8Linear
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import graphs, traced
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.rewrite import rewrite
 from swarmd.compute.passes.simplify import simplify
 from swarmd.compute.passes.span import LoadedSpan

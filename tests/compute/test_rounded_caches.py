@@ -9,10 +9,10 @@ import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.kvcache import RoundedLayer
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.fused import fuse
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError, Refused
 from swarmd.values import Span

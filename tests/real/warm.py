@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from swarmd.compute.passes.fused import NotFused
+from swarmd.compute.compiled.build import NotFused
 from swarmd.compute.passes.precompile import compile_all
 
 with suppress(NotFused):

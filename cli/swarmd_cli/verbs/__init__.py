@@ -1,0 +1,1 @@
+"""The verbs of the ``swarmd`` command, a module each."""

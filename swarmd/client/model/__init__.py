@@ -1,0 +1,1 @@
+"""A transformers model whose decoder layers are remote, and how it decodes."""

@@ -1,0 +1,1 @@
+"""Fine-tuning through the swarm: lanes, micro-batches, and their audits."""

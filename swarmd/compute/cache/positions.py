@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmd.compute.cache.kvcache import N_PLACES
-from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.cache.pieces import Piece
 
 Numbers = npt.NDArray[Any]
 

@@ -30,9 +30,10 @@ from swarmd.compute.compiled.amx import (
     words,
 )
 from swarmd.compute.compiled.amx_products import put_levels
-from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, LEVEL_TERMS, ROWS, SIDE
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, LEVEL_TERMS, SIDE
 from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, ask_for, fast, instruction
 from swarmd.compute.compiled.products import everywhere, plus, tools, widened
+from swarmd.compute.compiled.registers import ROWS
 
 FOUR = 4  # levels of a row that one instruction multiplies in each place
 PART = GROUP // FOUR * ROW  # bytes of a group's levels of SIDE rows

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarmd.compute.linear.four_bits import GROUP as GROUP
-from swarmd.compute.linear.four_bits import LEVEL_OF_ZERO as LEVEL_OF_ZERO
-from swarmd.compute.linear.layers import LEVELS as LEVELS
-from swarmd.compute.linear.layers import PACKED_ROWS
+LEVELS = 127  # of int8, of each sign
+GROUP = 32  # of a row's weights in 4 bits, as in GGUF's own formats
+LEVEL_OF_ZERO = 8  # what a group's zero stands for
 
 # Of a unit for matrices (``tiles``).
 SIDE = 16  # rows of a weight that are multiplied at a time, and tokens
@@ -17,11 +16,9 @@ LEVEL_TERMS = 2  # of a token's level: its upper byte and its lower one
 MOST_LEVELS = 65_536  # of a row: products of so many bytes, 255 and 127 at most, fit in 32 bits
 TERMS = 3  # numbers of bfloat16 for any float32: 8 bits each
 
-# How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows beside each other, byte by
-# byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros lie beside each other.
+# How numbers lie in memory. int8 has a scale for each row; int4 as torch packs it: ROWS rows (``registers``) beside
+# each other, byte by byte row i and row i + ROWS / 2; for each GROUP of theirs ROWS scales and ROWS zeros.
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
-WIDTH = (PACKED_ROWS or 32) // 4  # numbers of 32 bits in a register
-ROWS = 4 * WIDTH  # what is packed in another way gives other results, which is seen at load
 
 SCALE_BYTES = 4  # of keys and values in 8 bits: a float32 lies behind the levels of a token's head
 TINIEST = 1e-30  # the largest number of what is rounded, where there is nothing but zeros

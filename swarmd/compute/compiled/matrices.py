@@ -15,7 +15,6 @@ from swarmd.compute.compiled.layout import (
     INT8,
     LEVEL_STEP,
     MOST_LEVELS,
-    ROWS,
     SCALES,
     SIDE,
     STEP,
@@ -29,6 +28,7 @@ from swarmd.compute.compiled.quantised import (
     times_group_of_two,
     times_pair_of_levels,
 )
+from swarmd.compute.compiled.registers import ROWS
 from swarmd.compute.hardware.matrix_unit import has_tiles
 
 FEWEST_TO_SPLIT, FEWEST, FEWEST_LEVELS = 8, 6, 4  # tokens for which a unit for matrices takes less time

@@ -10,7 +10,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import FLOAT32, WIDTH
+from swarmd.compute.compiled.layout import FLOAT32
 from swarmd.compute.compiled.machine import AHEAD_BYTES, CACHE_LINE, Made, ask_for, fast, instruction
 from swarmd.compute.compiled.products import (
     BYTES,
@@ -27,6 +27,7 @@ from swarmd.compute.compiled.products import (
     widened,
     word,
 )
+from swarmd.compute.compiled.registers import WIDTH
 
 VECTORS = {n: 4 if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}[n] for n in range(1, TOGETHER + 1)}  # of sums: registers
 ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries

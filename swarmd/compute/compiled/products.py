@@ -14,8 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8, WIDTH
+from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8
 from swarmd.compute.compiled.machine import Made, fast, instruction
+from swarmd.compute.compiled.registers import WIDTH
 
 tools: Any = cgutils  # untyped
 SUMS = 8  # at the same time: an addition takes 4 cycles, and 2 begin in each

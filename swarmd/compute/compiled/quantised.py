@@ -14,9 +14,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO, ROWS, WIDTH
+from swarmd.compute.compiled.layout import BFLOAT16, GROUP, LEVEL_OF_ZERO
 from swarmd.compute.compiled.machine import AHEAD_BYTES, Made, ask_for, fast, instruction, unit_of
 from swarmd.compute.compiled.products import everywhere, in_steps, plus, row_of, tools, total_of, widened
+from swarmd.compute.compiled.registers import ROWS, WIDTH
 
 MOST = 32_767  # of 16 bits
 CHUNK = 4_096  # of a row's levels of 8 bits: so many products with such levels fit in 32 bits, added up in 8 places

@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
+from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO
 from swarmd.compute.cuda.attention import PRECISION
-from swarmd.compute.linear.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
-from swarmd.compute.linear.layers import FewBitsLinear
 
 FEW_ROWS = 32  # that meet 8 bits themselves
 OUTS, INS, ROWS = 16, 256, 16  # of a weight that one program looks at, and of what meets it
@@ -72,30 +70,6 @@ def numbers_of_int4(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
         levels, scales, weight, half, INS=WIDE, EACH=GROUP, ZERO=LEVEL_OF_ZERO
     )
     return weight
-
-
-class CudaInt4Linear(FewBitsLinear):
-    """The numbers of ``Int4Linear`` in 4 bits on a card."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        levels, scales, zeros = in_4_bits(linear.weight.detach())
-        low, high = levels.to(torch.uint8).chunk(2, 1)
-        self.levels = nn.Parameter(low | high << 4, requires_grad=False)
-        self.scales = nn.Parameter(torch.stack([scales, zeros], -1), requires_grad=False)
-
-    @staticmethod
-    def fits(linear: nn.Linear) -> bool:
-        """Do both halves of a row consist of groups?"""
-        return linear.in_features % (2 * GROUP) == 0
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as plain numbers, bfloat16, made anew."""
-        return numbers_of_int4(self.levels, self.scales, torch.bfloat16)
-
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
-        return int4(rows, self.levels, self.scales)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Is there a unit for matrices (Intel AMX), and which weights is it for?"""
+"""Is there a matrix unit (Intel AMX) that this process may use?"""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import functools
 import os
 
 import torch
-
-from swarmd.compute.compiled.layout import SIDE, STEP
-
-ENTERING_BYTES = 2**20  # of what enters, split: it should stay in the second cache
 
 
 @functools.cache
@@ -25,14 +21,3 @@ def has_tiles() -> bool:
         return False
     features = llvm.get_host_cpu_features()
     return all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8"))
-
-
-def rows_at_once(n_bytes: int) -> int:
-    """How many tokens, of so many bytes each when they are split, the unit multiplies at a time."""
-    return max(1, ENTERING_BYTES // (SIDE * n_bytes)) * SIDE
-
-
-def fits(weight: torch.Tensor) -> bool:
-    """Has a weight [m, k] a shape that tiles fill?"""
-    m, k = weight.shape
-    return m % SIDE == 0 and k % STEP == 0

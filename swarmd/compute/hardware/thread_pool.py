@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
 FIRST_INTERVAL = 8  # calls, after which the other way is tried again; doubled up to LOOK_INTERVAL
 LOOK_INTERVAL = 128  # a second or so of decoding
 N_LOOKS = 3  # calls by the other way then; the median of the last ones is what a way takes

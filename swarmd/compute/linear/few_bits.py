@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.hardware.matrix_unit import rows_at_once
-from swarmd.compute.hardware.thread_pool import Team, common_team
+from swarmd.compute.compiled.build import NotFused, compiling
+from swarmd.compute.hardware.thread_pool import MOST_THREADS, Team, common_team
 from swarmd.compute.linear.kernels import Kernel, Kernels
-from swarmd.compute.linear.layers import FrozenLinear, Int4Linear, Int8Linear, in_pieces
-from swarmd.compute.passes.fused import MOST_THREADS, NotFused, compiling, rows_together, scales_of
+from swarmd.compute.linear.layers import FrozenLinear, Int4Linear, Int8Linear, in_pieces, rows_together, scales_of
+from swarmd.compute.linear.tiled import rows_at_once
 from swarmd.errors import ConfigError
 
 MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
@@ -104,6 +104,6 @@ class Int8Head(LevelsLinear):
 
 
 def kernels(cache_folder: Path) -> Kernels:
-    """LevelsLinear, among what may compute layers; what is compiled is kept there (``fused.compiling``)."""
+    """LevelsLinear, among what may compute layers; what is compiled is kept there (``build.compiling``)."""
     kernel = Kernel(lambda layer: LevelsLinear(layer, cache_folder), LevelsLinear.fits, TOLERANCE)
     return {torch.int8: {"levels": kernel}, torch.uint8: {"levels": kernel}}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-GROUP = 32  # of a row's weights, as in GGUF's own formats of 4 bits
-LEVEL_OF_ZERO = 8  # what a group's zero stands for
+from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO
+
 MOST_STEPS = 15  # between the smallest and the largest
 NEAR = 0.06  # of a step: what float16 and bfloat16 lose of a weight
 SAMPLED_ROWS = 16  # of a matrix: do its groups lie on levels?

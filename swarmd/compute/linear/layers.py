@@ -14,12 +14,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from swarmd.compute.compiled import layout
+from swarmd.compute.compiled.build import NotFused
+from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO, LEVELS
+from swarmd.compute.hardware import packing
 from swarmd.compute.hardware.device import free_memory_bytes
-from swarmd.compute.linear.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
+from swarmd.compute.hardware.packing import packed_rows
+from swarmd.compute.linear.four_bits import in_4_bits
 
 PACKED_FOR = 16  # rows: other numbers are computed as well
 ROOM = 2.0  # free memory, times a weight in float32, for keeping what was unpacked
-LEVELS = 127  # of int8, of each sign
 LIFT = 65_536.0  # FBGEMM takes no scale below 6e-5: a row of less than 0.016 would lose its last bits
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
 LOOKED_AT = 4_096  # rows of a weight at a time: an embedding has many
@@ -36,18 +40,14 @@ def has_vnni() -> bool:
     return bool(getattr(torch.cpu, "_is_vnni_supported", bool)())
 
 
-def _packed_rows() -> int:
-    """How many rows of 4 bits torch packs beside each other, byte by byte row i and row i + half; 0: in another way."""
-    rows = torch.randint(16, (64, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    pairs = torch._convert_weight_to_int4pack_for_cpu(rows, 1)
-    for n in (64, 32):  # where a register holds 16 numbers, or 8
-        halves = pairs.view(-1, 32, n // 2)
-        if torch.equal(torch.cat([halves & 15, halves >> 4], 2).transpose(1, 2).reshape(64, 32), rows.byte()):
-            return n
-    return 0
-
-
-PACKED_ROWS = _packed_rows()
+STORED = {
+    torch.float32: layout.FLOAT32,
+    torch.bfloat16: layout.BFLOAT16,
+    torch.float16: layout.FLOAT16,
+    torch.int8: layout.INT8,
+    torch.uint8: layout.INT4,
+}
+"""How compiled code calls the types in which weights are stored."""
 
 
 class FrozenLinear(nn.Module):
@@ -123,6 +123,25 @@ def stored_weight(layer: Any) -> torch.Tensor:
 def stored_dtype(layer: Any) -> torch.dtype:
     """Of ``stored_weight``, without making it."""
     return layer.stored_dtype if isinstance(layer, FrozenLinear) else layer.weight.dtype
+
+
+def rows_together(layer: Any) -> int:
+    """How many rows of a weight are read at once: of what their number has to be a multiple. Raises NotFused."""
+    if not isinstance(layer, FrozenLinear) and type(layer) is not nn.Linear:
+        raise NotFused(f"a {type(layer).__name__} is no linear layer that is known here")
+    return packing.rows_together() if stored_dtype(layer) == torch.uint8 else 2
+
+
+def scales_of(layer: Any) -> torch.Tensor:
+    """As compiled code reads them: see ``layout``."""
+    if isinstance(layer, Int4Linear):
+        scales = layer.scales.detach()
+        return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+    if isinstance(layer, Int8Linear):
+        return layer.scales.detach().float()
+    scales = layer.stored_scales  # of another way to compute such a layer
+    assert torch.is_tensor(scales)
+    return scales
 
 
 def share_weight(layer: Any, place: torch.Tensor) -> None:
@@ -372,13 +391,13 @@ class Int4Linear(FewBitsLinear):
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         is_slow = len(rows) > FEW_ROWS_OF_4_BITS and not has_bfloat16()
-        if is_slow and PACKED_ROWS and self.out_features % PACKED_ROWS == 0:
+        if is_slow and packed_rows() and self.out_features % packed_rows() == 0:
             return self._by_plain_numbers(rows.float()).bfloat16()
         return torch._weight_int4pack_mm_for_cpu(rows, self.levels, GROUP, self.scales)
 
     def _by_plain_numbers(self, rows: torch.Tensor) -> torch.Tensor:
         """As the kernel, for rows [n, in] float32: levels times scales are made numbers, zeros meet sums of groups."""
-        n_groups, half = self.in_features // GROUP, PACKED_ROWS // 2
+        n_groups, half = self.in_features // GROUP, packed_rows() // 2
         pairs = self.levels.view(-1, self.in_features, half).transpose(0, 1)
         numbers = torch.empty(self.in_features, len(pairs[0]), 2, half)
         numbers[:, :, 0], numbers[:, :, 1] = pairs & 15, pairs >> 4
@@ -388,13 +407,37 @@ class Int4Linear(FewBitsLinear):
         return torch.addmm(sums @ (zeros - LEVEL_OF_ZERO * scales), rows, numbers.view(self.in_features, -1))
 
 
+class CudaInt4Linear(FewBitsLinear):
+    """The numbers of ``Int4Linear`` in 4 bits on a card."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        levels, scales, zeros = in_4_bits(linear.weight.detach())
+        low, high = levels.to(torch.uint8).chunk(2, 1)
+        self.levels = nn.Parameter(low | high << 4, requires_grad=False)
+        self.scales = nn.Parameter(torch.stack([scales, zeros], -1), requires_grad=False)
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Do both halves of a row consist of groups?"""
+        return linear.in_features % (2 * GROUP) == 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as plain numbers, bfloat16, made anew."""
+        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+        return products.numbers_of_int4(self.levels, self.scales, torch.bfloat16)
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
+
+        return products.int4(rows, self.levels, self.scales)
+
+
 def quantised(linear: nn.Linear, kind: str) -> FrozenLinear:
     """The layer in the bits of ``kind``; int8 where 4 bits do not fit its shape."""
-    of_4_bits: type[Any] = Int4Linear
-    if linear.weight.is_cuda:
-        from swarmd.compute.cuda.products import CudaInt4Linear  # late: Triton comes with torch where CUDA does
-
-        of_4_bits = CudaInt4Linear
+    of_4_bits: type[Any] = CudaInt4Linear if linear.weight.is_cuda else Int4Linear
     return of_4_bits(linear) if kind == "int4" and of_4_bits.fits(linear) else Int8Linear(linear)
 
 

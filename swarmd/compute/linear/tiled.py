@@ -10,14 +10,27 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
+from swarmd.compute.compiled.build import compiling
+from swarmd.compute.compiled.layout import SIDE, STEP
 from swarmd.compute.hardware.device import free_memory_bytes
-from swarmd.compute.hardware.matrix_unit import fits, has_tiles, rows_at_once
+from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.thread_pool import Team, common_team
 from swarmd.compute.linear.kernels import Kernel, Kernels
-from swarmd.compute.linear.layers import ROOM, PackedOnce, exact_dtype, in_pieces
-from swarmd.compute.passes.fused import STORED, compiling
+from swarmd.compute.linear.layers import ROOM, STORED, PackedOnce, exact_dtype, in_pieces
 
 TOLERANCE = 1e-4  # as for other kernels in float32
+ENTERING_BYTES = 2**20  # of what enters, split: it should stay in the second cache
+
+
+def rows_at_once(n_bytes: int) -> int:
+    """How many tokens, of so many bytes each when they are split, the unit multiplies at a time."""
+    return max(1, ENTERING_BYTES // (SIDE * n_bytes)) * SIDE
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Has a weight [m, k] a shape that tiles fill?"""
+    m, k = weight.shape
+    return m % SIDE == 0 and k % STEP == 0
 
 
 class TiledLinear(PackedOnce):
@@ -76,7 +89,7 @@ class TiledLinear(PackedOnce):
 
 
 def kernels(cache_folder: Path) -> Kernels:
-    """TiledLinear, among what may compute layers; what is compiled is kept there (``fused.compiling``)."""
+    """TiledLinear, among what may compute layers; what is compiled is kept there (``build.compiling``)."""
     return {
         torch.float32: {"tiles": Kernel(lambda layer: TiledLinear(layer, cache_folder), TiledLinear.fits, TOLERANCE)}
     }

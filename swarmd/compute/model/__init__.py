@@ -1,0 +1,1 @@
+"""A model in parts: a hollow skeleton with some of its blocks, its two ends, its vocabulary."""

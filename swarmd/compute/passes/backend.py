@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.passes.ragged import Piece, RaggedAttention
+from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.traced import Pass
 from swarmd.values import Decision
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.hardware.measurements import Remembered
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend import MAX_CAPTURED, OneCall, Quick
@@ -32,10 +33,8 @@ from swarmd.compute.passes.fused import (
     FusedPass,
     FusedShape,
     LaidOut,
-    NotFused,
     assemble,
     common_format,
-    compiled_folder,
     format_of,
     lay_out,
 )

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware.device import finish
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
-from swarmd.compute.passes.ragged import Piece, RaggedAttention
+from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.values import Span
 
 CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same

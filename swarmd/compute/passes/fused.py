@@ -8,15 +8,10 @@ to 15 microseconds each before they compute anything, and there are 43 in a bloc
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +20,29 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute import compiled
 from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
 from swarmd.compute.cache.positions import Numbers, keep, make_room
 from swarmd.compute.compiled import layout
+from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.device import free_memory_bytes
-from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.hardware.thread_pool import MOST_THREADS, Team
 from swarmd.compute.linear.layers import (
     ROOM,
+    STORED,
     FrozenLinear,
-    Int4Linear,
-    Int8Linear,
     exact_dtype,
     is_exact_in_float16,
+    rows_together,
+    scales_of,
     share_weight,
     stored_dtype,
     stored_weight,
 )
-from swarmd.compute.passes.ragged import Piece, in_one_row, of_each
 
 ALIGNED = 64  # bytes: where a weight may begin
 TIMED = (1, 2, 4, 8, 16, 32)  # tokens: more sessions than these seldom decode at once
 LONGEST = 16  # tokens of one session: between the blocks of a prompt's pass steps of others get in
-MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
 
 # What a block consists of, as nearly all families name it, and where its weights stand in the table of addresses.
 MATRICES = {
@@ -66,17 +60,6 @@ CURVES: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
     layout.SILU: functional.silu,
     layout.GELU_TANH: partial(functional.gelu, approximate="tanh"),
 }
-STORED = {
-    torch.float32: layout.FLOAT32,
-    torch.bfloat16: layout.BFLOAT16,
-    torch.float16: layout.FLOAT16,
-    torch.int8: layout.INT8,
-    torch.uint8: layout.INT4,
-}
-
-
-class NotFused(RuntimeError):
-    """Why a span is not computed by one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,41 +196,6 @@ def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
     return run
 
 
-@cache
-def compiled_folder(cache_folder: Path) -> Path:
-    """Where compiled functions are kept: beside the source, or in ``cache_folder`` where that may not be written."""
-    source = Path(compiled.__path__[0])
-    parent = source if os.access(source, os.W_OK) else cache_folder
-    # by what it is made of: numba itself looks at one file only, and would go on with what it has
-    texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py"))) + bytes(
-        [layout.ROWS, layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_tiles()]
-    )
-    return parent / "__pycache__" / f"numba-{hashlib.sha256(texts).hexdigest()[:12]}"
-
-
-@contextmanager
-def compiling(cache_folder: Path) -> Iterator[None]:
-    """Within, functions of ``compiled`` may be imported and called: what was compiled is kept beside the source, or in
-    this folder.
-
-    Raises NotFused.
-    """
-    try:
-        import numba  # late: not every worker needs it
-
-        folder = compiled_folder(cache_folder)
-        for other in folder.parent.glob("numba-*"):
-            if other != folder:  # of versions that nobody runs here any more
-                shutil.rmtree(other, ignore_errors=True)
-        numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # compiling takes 20 s: who starts at the same time waits for it instead
-            yield
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
-        raise NotFused(f"numba: {str(error)[:200]}") from None
-
-
 def _nothing() -> tuple[Any, ...]:
     """Arguments of the compiled function that have it compute nothing, but be there."""
     shape, table, kept = (
@@ -278,13 +226,6 @@ def _parts(block: nn.Module) -> dict[str, Any]:
         if any(parameter.device.type != "cpu" for parameter in part.parameters()):
             raise NotFused("it is not on a CPU")
     return matrices
-
-
-def rows_together(layer: Any) -> int:
-    """How many rows of a weight are read at once: of what their number has to be a multiple. Raises NotFused."""
-    if not isinstance(layer, FrozenLinear) and type(layer) is not nn.Linear:
-        raise NotFused(f"a {type(layer).__name__} is no linear layer that is known here")
-    return layout.ROWS if stored_dtype(layer) == torch.uint8 else 2
 
 
 def _epsilon(norm: Any) -> float:
@@ -369,18 +310,6 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Laid
 
 def _bytes_of(stored_in: torch.dtype) -> float:
     return 0.5 if stored_in == torch.uint8 else stored_in.itemsize
-
-
-def scales_of(layer: Any) -> torch.Tensor:
-    """As compiled code reads them: see ``layout``."""
-    if isinstance(layer, Int4Linear):
-        scales = layer.scales.detach()
-        return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
-    if isinstance(layer, Int8Linear):
-        return layer.scales.detach().float()
-    scales = layer.stored_scales  # of another way to compute such a layer
-    assert torch.is_tensor(scales)
-    return scales
 
 
 def _padded(n_bytes: float) -> int:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
+from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
 from swarmd.compute.cache.positions import keep, make_room
 from swarmd.compute.cuda.attention import Attention
-from swarmd.compute.passes.ragged import Piece, RaggedAttention, in_one_row, of_each
+from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.traced import Pass
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of passes that are recorded

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from torch import nn
 
+from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.linear.few_bits import Int8Head
 from swarmd.compute.linear.tiled import TiledLinear
-from swarmd.compute.passes.fused import NotFused, compiled_blocks, compiled_folder
+from swarmd.compute.passes.fused import compiled_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ self-test and are served one session at a time. docs/performance.md compares thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,42 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmd.compute.cache import shared_prefix
-from swarmd.compute.cache.adapters import Lora
 from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
+from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
 from swarmd.compute.model.skeleton import text_config
 from swarmd.compute.passes import traced
 from swarmd.compute.passes.traced import Pass
 
 LONG_PAST = 256  # tokens before several new ones, from which attention in two parts is faster
 _PLAIN = {"dropout", "scaling", "sliding_window", "use_cache"}  # what attention is told that changes nothing here
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of one session: hidden [b, t, d], positions [b, t], its cache holding ``n_past`` tokens of each row."""
-
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    cache: SpanCache
-    n_past: int
-    lora: Lora | None = None
-
-    @property
-    def n_tokens(self) -> int:
-        """In all rows."""
-        return self.hidden.shape[0] * self.hidden.shape[1]
-
-
-def in_one_row(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all pieces, one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
-    hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
-    return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
-
-
-def of_each(row: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """What was computed for such a row, [n, d], as each piece's part [b, t, d]."""
-    parts = torch.split_with_sizes(row, [piece.n_tokens for piece in pieces])
-    return [part.view(piece.hidden.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 class RaggedAttention:

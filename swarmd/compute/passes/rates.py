@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware.device import finish
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 

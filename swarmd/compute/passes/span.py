@@ -22,6 +22,8 @@ import transformers
 
 from swarmd.compute.cache.adapters import Adapters, Lora
 from swarmd.compute.cache.kvcache import UNBOUNDED, SpanCache
+from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.cuda.ready import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.measurements import Remembered
@@ -32,8 +34,8 @@ from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend import OneCall, Quick
 from swarmd.compute.passes.backend_selection import Quickening, Subject
 from swarmd.compute.passes.backend_trial import Trial
-from swarmd.compute.passes.fused import FusedShape, NotFused, compiled_folder, describe
-from swarmd.compute.passes.ragged import Piece, RaggedAttention, can_batch
+from swarmd.compute.passes.fused import FusedShape, describe
+from swarmd.compute.passes.ragged import RaggedAttention, can_batch
 from swarmd.compute.passes.traced import Pass
 from swarmd.errors import ConfigError
 from swarmd.values import Decision, Span

@@ -1,0 +1,1 @@
+"""The worker that serves: sessions, fine-tuning, and the queue of their ops."""

@@ -16,7 +16,8 @@ import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.passes.ragged import LONG_PAST, Piece
+from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.passes.ragged import LONG_PAST
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.client_parameters import NOTHING, Tuned
 from swarmd.errors import Code, Refused

@@ -1,0 +1,1 @@
+"""Answers as they grow: rows of requests that share a head, sampling, grammars, text out of tokens."""

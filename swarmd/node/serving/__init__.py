@@ -1,0 +1,1 @@
+"""What a daemon serves: hostings, sessions and lanes of other peers, and how it checks other servers."""

@@ -1,0 +1,1 @@
+"""Decisions about models that are served: who holds which blocks, which chain is taken, what is computed next."""

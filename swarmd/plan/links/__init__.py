@@ -1,0 +1,1 @@
+"""Decisions about connections: which addresses are dialled when, what is downloaded from whom."""

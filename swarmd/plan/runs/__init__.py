@@ -1,0 +1,1 @@
+"""Decisions of a training run: rounds, reducers, the ledger, and disputes."""

@@ -1,0 +1,1 @@
+"""What members sign about work: usage receipts, receipts of hops, and evidence against one."""

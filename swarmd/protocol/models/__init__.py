@@ -1,0 +1,1 @@
+"""Models as data: manifests, configurations, adapters and the headers of their files."""

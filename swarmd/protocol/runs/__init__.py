@@ -1,0 +1,1 @@
+"""Training runs as data: recipes, commits, and what backs a commit."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
 
-from swarmd.compute.linear.four_bits import GROUP, LEVEL_OF_ZERO, in_4_bits
+from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO
+from swarmd.compute.linear.four_bits import in_4_bits
 from swarmd.compute.linear.quantize import relative_error
 
 OUT, IN = 48, 512

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware.device import Kept, free_memory_bytes
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.hardware.matrix_unit import fits, has_tiles
+from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.thread_pool import Team
 from swarmd.compute.linear.kernels import works
 from swarmd.compute.linear.layers import exact_dtype, tiled
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear
+from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear, fits
 from swarmd.compute.passes import fused
 
 LOSS = 1e-6  # of products, relative to float64's

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.hardware import measurements
 from swarmd.compute.hardware.measurements import FILE, Remembered
 from swarmd.compute.linear.quantize import relative_error
@@ -16,7 +17,6 @@ from swarmd.compute.passes.backend_selection import GiveWay, Quickening
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import TIMED
 from swarmd.compute.passes.improvements import Improving
-from swarmd.compute.passes.ragged import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.checkpoints import make

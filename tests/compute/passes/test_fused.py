@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from swarmd.compute.cache.kvcache import SHARED_TOKENS
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.compiled import layout
+from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.thread_pool import Team, Worth
+from swarmd.compute.linear.layers import STORED
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
 from swarmd.compute.passes.backend_selection import FUSED_TOLERANCE, Quickening
 from swarmd.compute.passes.backend_trial import Trial
-from swarmd.compute.passes.fused import LONGEST, STORED, TIMED, FusedPass, NotFused, compiling, fuse
-from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.passes.fused import LONGEST, TIMED, FusedPass, fuse
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.families import FAMILIES, make

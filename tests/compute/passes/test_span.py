@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.passes.ragged import Piece
+from swarmd.compute.cache.pieces import Piece
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled import layout
-from swarmd.compute.linear.layers import Int4Linear, Int8Linear
-from swarmd.compute.passes.fused import compiling, scales_of
+from swarmd.compute.compiled.build import compiling
+from swarmd.compute.linear.layers import Int4Linear, Int8Linear, scales_of
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
     from swarmd.compute.compiled import matrices, quantised
