@@ -11,7 +11,7 @@ from swarmd.errors import ConfigError
 from swarmd.plan.runs import partition, progress
 from swarmd.plan.runs.partition import Member
 from swarmd.plan.runs.synchronisation import Prediction, choose
-from swarmd.plan.trust.reputation import gradient_audits
+from swarmd.plan.trust import gradient_audits
 from swarmd.protocol.membership.records import PeerRecord
 from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
 from swarmd.train.synchronisation import predictions

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swarmd
-from swarmd.client.tuning.fine_tuning import lane_audit
+from swarmd.client.tuning import lane_audit
 from swarmd.home import bundled_folder
 from tests.prove_trust import add_liar, probes_of
 from tests.real.faults import revive

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.plan.runs.progress import leader_order
-from swarmd.plan.trust.reputation import standing
+from swarmd.plan.trust import standing
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs.recipe import Batch, Optimizer
 from swarmd.protocol.wire.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received

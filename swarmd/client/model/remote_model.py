@@ -23,10 +23,11 @@ from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from swarmd.client.links import client_parameters
 from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Given, client_parameters
+from swarmd.client.links.link import Given
+from swarmd.client.model import decoding
 from swarmd.client.model.decoding import Ahead
-from swarmd.client.model.remote_model import decoding
 from swarmd.client.model.speculation import Speculation
 from swarmd.client.model.swarm_head import Checks, HeadBy, SwarmHead
 from swarmd.client.model.traced_pass import write_down
@@ -143,8 +144,8 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def precede(self, own: OwnParameters) -> None:
         """Have the session's tokens pass through the client's own parameters, after their prefix."""
         self.own = own
-        self.n_tokens += client_parameters.n_prefix
-        self.max_tokens += client_parameters.n_prefix
+        self.n_tokens += own.n_prefix
+        self.max_tokens += own.n_prefix
 
     def append(
         self,

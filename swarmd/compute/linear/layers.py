@@ -136,7 +136,7 @@ def scales_of(layer: Any) -> torch.Tensor:
     """As compiled code reads them: see ``layout``."""
     if isinstance(layer, Int4Linear):
         scales = layer.scales.detach()
-        return scales.view(len(scales), -1, layout.ROWS, 2).permute(1, 0, 3, 2).contiguous()
+        return scales.view(len(scales), -1, packing.rows_together(), 2).permute(1, 0, 3, 2).contiguous()
     if isinstance(layer, Int8Linear):
         return layer.scales.detach().float()
     scales = layer.stored_scales  # of another way to compute such a layer

@@ -27,8 +27,9 @@ from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.cuda.ready import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.measurements import Remembered
+from swarmd.compute.linear import few_bits, tiled
 from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, TIMED_BYTES, choose
-from swarmd.compute.linear.layers import few_bits, has_bfloat16, tiled
+from swarmd.compute.linear.layers import has_bfloat16
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend import OneCall, Quick

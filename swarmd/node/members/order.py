@@ -10,8 +10,8 @@ import trio
 from swarmd.books import Books
 from swarmd.errors import IntegrityError
 from swarmd.net.exchange import Exchange
+from swarmd.plan.trust import order
 from swarmd.plan.trust.order import Balance
-from swarmd.plan.trust.reputation import order
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

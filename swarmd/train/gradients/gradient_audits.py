@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from swarmd.errors import SwarmError
 from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.trust import gradient_audits
 from swarmd.plan.trust.gradient_audits import Came
-from swarmd.plan.trust.reputation import gradient_audits
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import Backed, Share

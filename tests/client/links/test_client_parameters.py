@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmd.client.links.link import client_parameters
+from swarmd.client.links import client_parameters
 from swarmd.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and transformers' own

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from swarmd.compute.linear import kernels
 from swarmd.compute.linear.kernels import ROWS, choose, fastest, quicken, works
 from swarmd.compute.linear.layers import (
     DynamicInt8Linear,
@@ -18,7 +19,6 @@ from swarmd.compute.linear.layers import (
     Int8Linear,
     PackedLinear,
     has_vnni,
-    kernels,
     quantised,
 )
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.linear import tiled
 from swarmd.compute.linear.kernels import works
-from swarmd.compute.linear.layers import exact_dtype, tiled
+from swarmd.compute.linear.layers import exact_dtype
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear, fits
 from swarmd.compute.passes import fused
