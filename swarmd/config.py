@@ -46,6 +46,14 @@ _LOCAL = re.compile(r"(127(\.\d{1,3}){3}|localhost):\d{1,5}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
+def parse_span(text: str) -> Span:
+    """Read blocks as a person types them: ``A:B``. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"blocks are given as START:END with START < END (for example 0:4), not {text!r}")
+    return Span(int(match[1]), int(match[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
@@ -71,7 +79,7 @@ class Serve:
 
     @property
     def span(self) -> Span | None:
-        return None if self.blocks == "auto" else Span.parse(self.blocks)
+        return None if self.blocks == "auto" else parse_span(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)

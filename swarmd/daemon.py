@@ -52,7 +52,7 @@ from swarmd.node.worker.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.membership.catalog import Admitted, Catalog
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
-from swarmd.protocol.membership.understanding import OURS, Understanding
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import Owner

@@ -14,7 +14,7 @@ import psutil
 import trio
 
 import swarmd.status as answers
-from swarmd.config import LONGEST_PAUSE_S, load
+from swarmd.config import LONGEST_PAUSE_S, load, parse_span
 from swarmd.errors import ConfigError, NoRoute, PeerError
 from swarmd.home import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
@@ -237,7 +237,7 @@ class Owner:
     def pull(self, model: str, blocks: str) -> answers.PullAnswer:
         """Begin to fetch a model, or some of its blocks and what is around them."""
         found = self._hash_of(model)
-        self._store.pull(found, Span.parse(blocks) if blocks else None)
+        self._store.pull(found, parse_span(blocks) if blocks else None)
         return answers.PullAnswer(model=found)
 
     def remove(self, model: str) -> answers.RemoveAnswer:

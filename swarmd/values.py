@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NewType, TypeVar
 
-from swarmd.errors import ConfigError
-
 ActionT = TypeVar("ActionT")
 
 N_NAMED = 3  # of many names, in a sentence
-MAX_NAME = 64  # characters of what a person calls a model, a swarm or a run
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58, derived from an ed25519 public key."""
@@ -47,14 +43,6 @@ class Span:
     def covers(self, other: Span) -> bool:
         return self.start <= other.start and other.end <= self.end
 
-    @classmethod
-    def parse(cls, text: str) -> Span:
-        """Read ``A:B`` as typed by a person."""
-        match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-        if match is None or int(match[1]) >= int(match[2]):
-            raise ConfigError(f"blocks are given as START:END with START < END (for example 0:4), not {text!r}")
-        return cls(int(match[1]), int(match[2]))
-
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[ActionT]):
@@ -73,21 +61,6 @@ def some_of(names: Sequence[str]) -> str:
     """The first of some names for a sentence, and how many more there are."""
     more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
     return ", ".join(names[:N_NAMED]) + more
-
-
-def require_name(what: str, name: str) -> None:
-    """Refuse what is no name that a person can read and type. ``what``: a model, a swarm, a run. Raises ConfigError."""
-    if not 1 <= len(name) <= MAX_NAME:
-        raise ConfigError(f"the name of {what} has 1 to {MAX_NAME} characters, not {len(name)}")
-    if not name.isprintable() or name != name.strip():
-        raise ConfigError(f"the name of {what} is one line of characters that can be seen, not {name!r}")
-    if is_model_hash(name):
-        raise ConfigError(f"the name of {what} cannot look like a model's hash: {name}")
-
-
-def is_model_hash(text: str) -> bool:
-    """Is this a sha256 in hex, as models and adapters are named by?"""
-    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def ranges(blocks: set[int] | frozenset[int]) -> list[Span]:

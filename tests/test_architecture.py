@@ -7,6 +7,8 @@ import functools
 import itertools
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ LAYERS = {
     "swarmd.folders": 0,
     "swarmd.hours": 0,
     "swarmd.importing": 0,
+    "swarmd.names": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
     "swarmd.member_status": 0,
@@ -218,11 +221,118 @@ def rooms() -> dict[str, set[str]]:
 
 
 def test_no_two_packages_import_each_other_round_in_a_circle() -> None:
-    imports = {package: others - {"swarmd"} for package, others in rooms().items()}
-    while leaves := [package for package, others in imports.items() if not others & imports.keys()]:
+    assert not left_in_circles({package: others - {"swarmd"} for package, others in rooms().items()})
+
+
+# Wings of a room, and which of each other's modules theirs may import. Modules beside wings are the room's top: they
+# may import all wings, and no wing imports them, but for those that are named as a wing's ground here.
+WINGS: dict[str, dict[str, set[str]]] = {
+    "compute": {
+        "hardware": set(),
+        "compiled": {"hardware"},
+        "cuda": {"compiled"},
+        "linear": {"compiled", "cuda", "hardware"},
+        "model": {"cuda", "hardware", "linear"},
+        "cache": {"compiled", "model"},
+        "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},
+        "checkpoints": {"cache", "model", "passes"},
+        "serving": {"cache", "hardware", "model", "passes"},
+        "runs": {"hardware", "model"},
+    },
+    "train": {
+        "vectors": set(),
+        "store": {"vectors"},
+        "gradients": {"store", "vectors"},
+        "rounds": {"store", "vectors"},
+    },
+    "client": {
+        "links": set(),
+        "text": set(),
+        "sessions": {"links"},
+        "tuning": {"links"},
+        "model": {"links", "tuning"},
+    },
+    "node": {
+        "worker": set(),
+        "machine": {"worker"},
+        "members": set(),
+        "serving": {"machine", "members", "worker"},
+    },
+    "plan": {"links": set(), "chains": {"links"}, "owner": {"links"}, "runs": set(), "trust": set()},
+    "gateway": {"generation": set(), "apis": {"generation"}},
+    "protocol": {
+        "membership": set(),
+        "models": set(),
+        "runs": {"membership", "models"},
+        "wire": {"runs"},
+        "accounts": {"membership", "wire"},
+    },
+}
+GROUND = {"swarmd.protocol.fields", "swarmd.protocol.untrusted"}  # what all wings of a room stand on
+MOST_MODULES = 20  # in one folder: a reader finds the one to change within a minute
+
+
+def wing(room: str, module: str) -> str:
+    """The wing of a room's module; empty for what is beside the wings."""
+    rest = module.removeprefix(f"swarmd.{room}.").split(".")
+    return rest[0] if rest[0] in WINGS[room] else ""
+
+
+def arrows(room: str) -> dict[tuple[str, str], set[str]]:
+    """Which wing of a room imports which other, and by which modules; imports that are for types only included."""
+    known, found = modules(), dict[tuple[str, str], set[str]]()
+    for module, imported in known.items():
+        for other in imported & known.keys():
+            if is_in(module, f"swarmd.{room}") and is_in(other, f"swarmd.{room}") and f"swarmd.{room}" != other:
+                ends = wing(room, module), wing(room, other)
+                if ends[0] != ends[1] and other not in GROUND:
+                    found.setdefault(ends, set()).add(f"{module} imports {other}")
+    return found
+
+
+@pytest.mark.parametrize("room", WINGS)
+def test_wings_import_each_other_as_the_table_says(room: str) -> None:
+    found = {ends: by for ends, by in arrows(room).items() if ends[0] and not is_in(f"swarmd.{room}", ends[1])}
+    allowed = {(here, there) for here, others in WINGS[room].items() for there in others}
+    wrong = [f"{ends}: {by}" for ends, by in found.items() if ends not in allowed]
+    assert not wrong, "\n".join(wrong)
+    assert not allowed - found.keys(), f"nothing needs these any more: {allowed - found.keys()}"
+
+
+@pytest.mark.parametrize("room", WINGS)
+def test_wings_do_not_import_each_other_in_a_circle(room: str) -> None:
+    assert not left_in_circles(WINGS[room])
+
+
+def left_in_circles(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What is left once all that imports nothing of the rest has been taken away, again and again."""
+    left = {name: set(others) & imports.keys() for name, others in imports.items()}
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
         for leaf in leaves:
-            del imports[leaf]
-    assert not imports, f"these import each other: {imports}"
+            del left[leaf]
+    return left
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    packages = {str(Path(m)) for m in known if any(is_in(other, m) and other != m for other in known)}
+    imports = {m: imported & known.keys() - packages - {m} for m, imported in known.items() if m not in packages}
+    assert not left_in_circles(imports)
+
+
+def test_no_folder_holds_more_modules_than_a_reader_looks_through() -> None:
+    counts = Counter(path.parent for package in PACKAGES for path in package.rglob("*.py") if path.stem != "__init__")
+    assert not {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > MOST_MODULES}
+
+
+def wings_table() -> str:
+    """All wings with what they are for (their own first line), and which others they import."""
+    lines = ["| room | wing | what it holds | imports |", "|---|---|---|---|"]
+    for room, wings in WINGS.items():
+        for name, others in wings.items():
+            text = ast.get_docstring(ast.parse((ROOT / "swarmd" / room / name / "__init__.py").read_text())) or ""
+            lines.append(f"| {room} | `{name}` | {text} | {', '.join(f'`{other}`' for other in sorted(others))} |")
+    return "\n".join(lines)
 
 
 def picture() -> str:
@@ -238,7 +348,7 @@ def picture() -> str:
         for other in sorted(imports[package] - {"swarmd"}):
             if LAYERS[other] > 0:  # values, errors, config and status are everybody's
                 lines.append(f"  {package.replace('.', '_')} --> {other.replace('.', '_')}")
-    return "\n".join([*lines, "```"])
+    return "\n".join([*lines, "```", "", wings_table()])
 
 
 def test_the_picture_is_that_of_the_imports() -> None:

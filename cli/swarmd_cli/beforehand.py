@@ -62,7 +62,7 @@ def require_approved() -> None:
 
 def _require_names(models: Iterable[str], adapter: str) -> None:
     from swarmd.errors import ConfigError
-    from swarmd.values import is_model_hash
+    from swarmd.names import is_model_hash
 
     catalog = home().catalog()
     if not catalog.version:

@@ -109,7 +109,7 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
 def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
     """Refuse a name that is none of the models listed, and no hash. Raises ConfigError."""
     from swarmd.errors import ConfigError
-    from swarmd.values import is_model_hash
+    from swarmd.names import is_model_hash
 
     names = [entry["id"] for entry in listed]
     if name not in names and not is_model_hash(name):

@@ -35,6 +35,7 @@ from swarmd.errors import (
     SwarmUnavailable,
     first_error,
 )
+from swarmd.names import is_model_hash
 from swarmd.net.api import Network, Purpose, TaskStatus, Way
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
@@ -52,7 +53,7 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import AnyRecord, SpanRecord
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.values import ModelId, PeerId, is_model_hash
+from swarmd.values import ModelId, PeerId
 from swarmd.weights.library import Library
 from swarmd.weights.supply import Supply
 from swarmd.wire.history import Budget
@@ -147,8 +148,8 @@ class AsyncSwarm:
         """Open a session over the cheapest chain; others check it now and then. Raises SwarmError."""
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
-            session.auditor = Auditor(self, self, session)
-            session.hops.on_lost = session.auditor.on_lost
+            auditor = Auditor(self, self, session)
+            session.auditor, session.hops.on_lost = auditor, auditor.on_lost
         if terms.verify == 1:
             session.second = Second(session, partial(self.open_session, is_audited=False), self.start_soon)
         self._listeners[session.key] = session

@@ -27,7 +27,7 @@ from swarmd.protocol.membership.charter import founders_untrusted
 from swarmd.protocol.membership.identity import Membership, follow_untrusted, peer_id_of, read_links_untrusted
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
-from swarmd.protocol.membership.understanding import CHARTERS, SHORT_DIGESTS
+from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records

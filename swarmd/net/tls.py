@@ -58,6 +58,8 @@ class Tls:
 
     async def send(self, data: bytes) -> None:
         """Returns when the kernel has all of it."""
+        if self.socket.fileno() < 0:
+            raise trio.ClosedResourceError("who sent before was stopped in the midst of a record")
         assert not self._is_sending, "two at a time would mix their records"
         self._is_sending = True
         for at in range(0, len(data), WRITTEN_BYTES):

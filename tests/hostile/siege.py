@@ -62,6 +62,7 @@ N_HONEST, N_MEMBERS, N_STRANGERS = 4, 14, 6
 N_TOKENS = 40
 CALM_S = 60.0
 LOOK_S = 30.0
+LOG_CHARACTERS = 6_000  # of the log of a daemon that ended
 PSS_AFTER_MIN = (1, 4)  # one after the other; a minute is what was asked
 SPANS = ((0, 3), (3, 6), (0, 3), (3, 6))
 
@@ -300,9 +301,16 @@ class Siege:
     def pss_mib(self) -> list[float]:
         return [psutil.Process(pid).memory_full_info().pss / 2**20 for pid, _ in self.pids.values()]
 
-    def all_live(self) -> bool:
-        pids = [pid for pids in self.pids.values() for pid in pids]
-        return self.tuner.is_alive() and all(psutil.pid_exists(pid) for pid in pids)
+    def ended(self) -> str:
+        """Who has ended that should live, and the last words of its daemon; empty while all live."""
+        if not self.tuner.is_alive():
+            return f"the client that tunes has ended with {self.tuner.exitcode}"
+        for volunteer in self.volunteers:
+            for kind, pid in zip(("daemon", "worker"), self.pids[volunteer.peer], strict=True):
+                if not psutil.pid_exists(pid):
+                    name = volunteer.home.folder.name
+                    return f"the {kind} of {name} has ended; its log ends so:\n{volunteer.log()[-LOG_CHARACTERS:]}"
+        return ""
 
 
 def attackers(siege: Siege) -> list[multiprocessing.Process]:
@@ -365,8 +373,9 @@ def _for_a_while(
     first = int(run_of(siege.volunteers[0])["update"])
     while time.monotonic() - begun < seconds:
         rates.append(generate(len(rates)))
-        if not siege.all_live():
-            sys.exit("a daemon, a worker or the client that tunes has ended")
+        if ended := siege.ended():
+            say(ended)
+            sys.exit(1)
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             pss = ", ".join(f"{n:.0f}" for n in siege.pss_mib())

@@ -16,6 +16,8 @@ from swarmd.net import direct
 from swarmd.net.api import Stream
 from swarmd.net.direct import DirectNetwork, DirectStream, Ticket
 from swarmd.net.libp2p.host import Libp2pNetwork, Libp2pStream
+from swarmd.net.outbound import Outbound
+from swarmd.net.rpc import Channel
 from swarmd.protocol.membership.identity import Identity
 
 PSK = b"k" * 32
@@ -213,3 +215,23 @@ async def test_who_is_cancelled_while_sending_a_little_leaves_the_channel_to_oth
         assert await stream.receive() == b"whole"
         await stream.send(b"more")
         assert await stream.receive() == b"more"
+
+
+async def test_who_waits_for_a_sender_that_is_stopped_midway_hears_that_the_channel_is_gone() -> None:
+    async with Pair().running() as pair, trio.open_nursery() as nursery:
+        stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+        channel, stopped = Channel(stream, "interactive", True, Outbound(str.encode)), trio.CancelScope()
+
+        async def send_what_nobody_reads() -> None:
+            with stopped:
+                await channel.send_raw(bytes(10_000_000))
+
+        async def send_a_little() -> None:
+            with pytest.raises(Unreachable):
+                await channel.send_raw(b"a little")
+
+        nursery.start_soon(send_what_nobody_reads)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(send_a_little)
+        await trio.testing.wait_all_tasks_blocked()
+        stopped.cancel()

@@ -26,8 +26,8 @@ from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
-from swarmd.protocol.membership.understanding import OURS, Understanding
 from swarmd.protocol.models import manifest, shards
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire import frames, messages, worker
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured, Tick
 from swarmd.values import ModelId, PeerId, Span

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import SwarmError
 from swarmd.protocol.membership import records
-from swarmd.protocol.membership.understanding import OURS, Understanding, understanding_of
+from swarmd.protocol.understanding import OURS, Understanding, understanding_of
 from swarmd.values import Span
 from tests.protocol.test_untrusted import KEYS, MEMBER, peer_record
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm

@@ -26,7 +26,7 @@ def init(
 
     Example: swarmd init --name ours
     """
-    from swarmd.values import require_name
+    from swarmd.names import require_name
 
     require_name("a swarm", name)
     state = home()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmd.values import count, require_name, some_of
+from swarmd.names import require_name
+from swarmd.values import count, some_of
 from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
 from swarmd_cli.convert import forget
 from swarmd_cli.source import HUB_ID, check_tokenizer, folder_of

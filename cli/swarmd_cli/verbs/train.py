@@ -315,7 +315,7 @@ def _text(path: Path) -> str:
 def _require_data(data: str, beside: Path) -> None:
     """Refuse what is neither a file nor a hash, before a model is made for it. Raises ConfigError."""
     from swarmd.errors import ConfigError
-    from swarmd.values import is_model_hash
+    from swarmd.names import is_model_hash
 
     if not (beside / data).is_file() and not is_model_hash(data):
         raise ConfigError(f"data: {beside / data} is no file, and no hash of data that is on this machine")
@@ -327,9 +327,9 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: in
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
     """
     from swarmd.errors import ConfigError
+    from swarmd.names import is_model_hash
     from swarmd.protocol.models import manifest
     from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
-    from swarmd.values import is_model_hash
 
     tokens = recipe.batch.tokens
     source = beside / recipe.data

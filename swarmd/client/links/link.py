@@ -19,7 +19,7 @@ from swarmd.plan.trust.reputation import Trust
 from swarmd.plan.trust.standing import SECOND_CHANCE_S
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord
-from swarmd.protocol.membership.understanding import understanding_of
+from swarmd.protocol.understanding import understanding_of
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.protocol.wire.tensors import CHANGES, CODECS

@@ -13,7 +13,7 @@ from swarmd.errors import RemoteProtocolError
 from swarmd.net.interfaces import is_loopback
 from swarmd.plan.chains.batching import tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
-from swarmd.protocol.membership.understanding import understanding_of
+from swarmd.protocol.understanding import understanding_of
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame

@@ -12,22 +12,19 @@ import functools
 import inspect
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
 
 from swarmd.client.links import client_parameters
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Given
 from swarmd.client.model import decoding
 from swarmd.client.model.decoding import Ahead
+from swarmd.client.model.remote_cache import OpenSession, RemoteCache
 from swarmd.client.model.speculation import Speculation
 from swarmd.client.model.swarm_head import Checks, HeadBy, SwarmHead
 from swarmd.client.model.traced_pass import write_down
@@ -38,170 +35,12 @@ from swarmd.compute.model.ends import all_look_back, put_int8_head
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.compute.runs.expert_balance import FLAG, is_balanced
 from swarmd.errors import CacheExhausted, ConfigError
-from swarmd.protocol.wire.messages import Edit
 
 logger = logging.getLogger(__name__)
 
 
-class Session(Protocol):
-    """A session as the model uses it: blocking calls from any thread."""
-
-    @property
-    def layer_arity(self) -> int: ...
-
-    def step(
-        self,
-        edits: tuple[Edit, ...],
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        record_past: bool,
-        want: int | None = None,
-        vocabulary: int = 0,
-    ) -> torch.Tensor | None: ...
-
-    @property
-    def given(self) -> Given | None: ...
-
-    def refute(self, given: Given, reason: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 ELSEWHERE = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
 """What a caller may ask transformers' models for, and servers keep."""
-OpenSession = Callable[[int, int, OwnParameters | None], Session]
-"""Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
-
-
-class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
-    """One layer of a RemoteCache: reports the session's length and holds nothing, not even the cache itself.
-
-    So a cache is freed, and its session closed, when its last user drops it, not when Python looks for cycles.
-    """
-
-    def __init__(self, owner: RemoteCache, is_sliding: bool) -> None:
-        super().__init__()
-        self.owner = weakref.proxy(owner)
-        self.is_sliding = is_sliding
-
-    def get_seq_length(self) -> int:
-        return int(self.owner.n_tokens)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return int(self.owner.n_tokens) + query_length, 0
-
-
-class RemoteCache(Cache):  # type: ignore[misc]
-    """The caches of one session, on the servers. Closing it frees them; so does dropping it."""
-
-    def __init__(
-        self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
-    ) -> None:
-        n = skeleton.text_config(config).num_hidden_layers
-        sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
-        super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
-        self.n_tokens = 0
-        self.max_tokens = max_tokens
-        self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
-        self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
-        self.own: OwnParameters | None = None
-        self.session: Session | None = None
-        self._open_session = open_session
-        self._edits: list[Edit] = []
-        self._records_past = False
-        self._has_padding = False
-
-    @property
-    def max_cache_len(self) -> int:
-        """PEFT asks."""
-        return self.max_tokens
-
-    def crop(self, tokens_to_remove: int) -> None:
-        removed = abs(tokens_to_remove)
-        if removed > self.n_tokens:
-            raise ValueError(f"cannot remove {removed} of {self.n_tokens} tokens")
-        if removed or self._records_past:
-            self._edits.append(Edit(crop=removed))
-        self.n_tokens -= removed
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        rows = tuple(int(i) for i in beam_idx)
-        if rows != tuple(range(len(rows))):
-            self._edits.append(Edit(rows=rows))
-
-    def activate_past_recording(self) -> None:
-        self._records_past = True
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("a remote cache has a fixed batch: expand the prompts instead")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
-
-    def precede(self, own: OwnParameters) -> None:
-        """Have the session's tokens pass through the client's own parameters, after their prefix."""
-        self.own = own
-        self.n_tokens += own.n_prefix
-        self.max_tokens += own.n_prefix
-
-    def append(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        want: int | None = None,
-        vocabulary: int = 0,
-    ) -> torch.Tensor:
-        """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens.
-
-        With a ``vocabulary`` the session may be ``given`` the largest logits of these, too.
-        """
-        b, t, _ = hidden.shape
-        if self.session is None and self.n_expected:
-            self.max_tokens += max(0, t - self.n_expected)  # tuned prompts come on top
-        if self.n_tokens + t > self.max_tokens:
-            raise CacheExhausted(
-                f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
-            )
-        if self.session is None:
-            self.session = self._open_session(b, self.max_tokens, self.own if self.own and self.own.version else None)
-        chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
-        self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
-        edits, self._edits = tuple(self._edits), []
-        positions = positions.to(torch.int32).expand(b, t)
-        sent_mask = chunk if self._has_padding else None
-        sent = hidden.to(self.dtype)
-        out = self.session.step(edits, sent, positions, sent_mask, self._records_past, want, vocabulary)
-        assert out is not None
-        self.n_tokens += t
-        return out.to(hidden.dtype)
-
-    def at_its_end(
-        self, n: int, want: int | None = None, vocabulary: int = 0
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm.
-
-        ``want`` (None: all) and ``vocabulary`` as in ``append``.
-        """
-        positions = torch.arange(self.n_tokens, self.n_tokens + n).unsqueeze(0)
-        return positions, lambda hidden: self.append(hidden, positions, None, want or n, vocabulary)
-
-    def __deepcopy__(self, memo: Any) -> RemoteCache:
-        raise TypeError(
-            "a remote cache is one session on servers, and is not copied: make another by model.new_cache()"
-        )
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-
-    def __del__(self) -> None:
-        if getattr(self, "session", None) is not None:
-            self.close()
 
 
 class _Call(threading.local):

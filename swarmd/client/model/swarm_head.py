@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -26,12 +26,10 @@ from transformers import (
 )
 
 from swarmd.client.links.link import Given
+from swarmd.client.model.remote_cache import RemoteCache
 from swarmd.client.model.traced_pass import Straight
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire.top import largest
-
-if TYPE_CHECKING:
-    from swarmd.client.model.remote_model import RemoteCache
 
 CHECKED_SHARE = 1 / 64  # of what a server gives after its first: a liar is found within a hundred tokens or so
 # of the largest logit: kernels round differently, and where hidden states came in a codec, they are others

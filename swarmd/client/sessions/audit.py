@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from swarmd.client.links.checks import Checks, Finding
 from swarmd.client.links.link import Doubt, Link, Swarm, Terms
 from swarmd.client.sessions.accuse import accuse, evidence_of
 from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.statements import Excused, Inconclusive, NotShown, Silent, Statement, Statements
 from swarmd.errors import NoRoute, PeerError, SwarmError
 from swarmd.plan.trust.audits import next_window
@@ -27,11 +28,8 @@ from swarmd.plan.trust.equality import Verdict, bound_of, errors, is_equal, two_
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES
 from swarmd.protocol.membership.records import SpanRecord
-from swarmd.protocol.membership.understanding import RECEIPTS, understanding_of
+from swarmd.protocol.understanding import RECEIPTS, understanding_of
 from swarmd.values import PeerId, Span
-
-if TYPE_CHECKING:
-    from swarmd.client.sessions.session import ChainSession
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ docs/protocol.md, "Sessions", tells the whole story.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import trio
 
 from swarmd.client.links.link import Doubt, Given, Link, Statistics, Swarm, Terms
 from swarmd.client.links.ops import WrongCount, cut, read_answer, read_top
 from swarmd.client.links.timing import MOST_TOKENS
-from swarmd.client.sessions.audit import Auditor
 from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.sessions.repair import Repairs
-from swarmd.client.sessions.verify import Second
 from swarmd.errors import (
     CacheExhausted,
     Code,
@@ -56,6 +56,33 @@ SLACK = 4.0  # other sessions are computed too
 SLOWEST_TOKENS_PER_S = 2.0  # of a prefill: a server that is slower, or says so, is no use to anybody
 
 
+class AnswerAudit(Protocol):
+    """Checks some answers of a session again, by other servers (``audit``)."""
+
+    def on_answer(self, n_ops: int) -> None:
+        """So many ops are answered now."""
+
+    async def last_look(self) -> None:
+        """Check what is left to check, before the session is closed."""
+
+
+class SecondChain(Protocol):
+    """Checks every token of a session, behind it, by a chain of other servers (``verify``)."""
+
+    def follow(self, sent: Sent, out: torch.Tensor | None, want: int | None) -> None:
+        """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Can nothing more be checked?"""
+
+    async def finish(self) -> None:
+        """Check all that was answered. Raises WrongAnswer, or why it cannot be checked."""
+
+    async def stop(self) -> ChainSession | None:
+        """Check nothing more; returns the second chain's session, which is to be closed."""
+
+
 class ChainSession:
     """One session. All methods run in the client's trio thread; steps come one at a time."""
 
@@ -66,8 +93,8 @@ class ChainSession:
         self.history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self.history)
         self._entered: dict[int, tuple[Sent, int | None]] = {}  # what is on its way, and what is wanted of it
-        self.auditor: Auditor | None = None
-        self.second: Second | None = None
+        self.auditor: AnswerAudit | None = None
+        self.second: SecondChain | None = None
         self.width = 0
         self.given: Given | None = None  # logits of the tokens that the last step wanted
         self._vocabulary = 0  # what the present step asks logits of

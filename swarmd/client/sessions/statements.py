@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from swarmd.client.links.link import Doubt, Link, Swarm
 from swarmd.client.sessions.receipts import Account, are_seen, digests, disagreement
+from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN
 from swarmd.protocol.wire.messages import TokensAre, WantTokens
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.wire.tensors import pack, unpack_untrusted
-
-if TYPE_CHECKING:
-    from swarmd.client.sessions.session import ChainSession
 
 ASK_TIMEOUT_S = 10.0  # for a piece of what was computed
 MAX_AUDIT_BYTES = 128 * 2**20  # of what enters a hop: a session beyond that is checked as far as that reaches

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import trio
 
 from swarmd.client.links.link import Terms
+from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
 from swarmd.protocol.wire.messages import cropped
 from swarmd.wire.history import Sent
 
-if TYPE_CHECKING:
-    from swarmd.client.sessions.session import ChainSession
-
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
-OpenSecond = Callable[[Terms], Awaitable["ChainSession"]]
+OpenSecond = Callable[[Terms], Awaitable[ChainSession]]
 
 
 class Second:

@@ -26,7 +26,7 @@ from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_span
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.membership.understanding import Understanding
+from swarmd.protocol.understanding import Understanding
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 FIRST_LOOK_S = 4.0  # to see who else is there before choosing

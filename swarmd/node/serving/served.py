@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swarmd.books import Books
 from swarmd.errors import Code, Refused
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.membership.understanding import OURS, Understanding
+from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.values import ModelId, PeerId, Span
 
 

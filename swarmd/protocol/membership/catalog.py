@@ -12,12 +12,13 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.names import is_model_hash
 from swarmd.protocol.fields import Count, Name, Text
 from swarmd.protocol.membership import charter
 from swarmd.protocol.membership.charter import MAX_CHARTERS, Founders
 from swarmd.protocol.membership.identity import Identity, PublicKey, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.values import ModelId, is_model_hash
+from swarmd.values import ModelId
 
 _DOMAIN = b"swarmd catalog 1\0"
 MEMBERSHIP_LIFETIME_S = 365 * 86_400  # of who was admitted: a person asks for an invite once a year

@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.names import is_model_hash
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.configuration import ADAPTER
 from swarmd.protocol.models.manifest import Manifest
-from swarmd.values import ModelId, is_model_hash
+from swarmd.values import ModelId
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -17,10 +17,11 @@ import msgspec
 
 from swarmd.config import read_toml as read_any_toml
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.names import is_model_hash, require_name
 from swarmd.protocol.fields import Count, Digest, Name, Text
 from swarmd.protocol.membership.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.values import PeerId, RunId, is_model_hash, require_name
+from swarmd.values import PeerId, RunId
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_TARGETS = 64  # names of modules that LoRA goes to: last parts, of which a family has a dozen
