@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.compiled import layout
+from swarmd.compute.compiled import layout, registers
 from swarmd.compute.compiled.build import compiling
 from swarmd.compute.linear.layers import Int4Linear, Int8Linear, scales_of
 
@@ -17,7 +17,7 @@ with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file onl
     from swarmd.compute.compiled import matrices, quantised
 
 ROUNDING = 3e-4  # of 16 bits, relative, beside a number that is 100 times as large
-N_ROWS = 2 * layout.ROWS
+N_ROWS = 2 * registers.ROWS
 
 
 def multiplied(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_what_is_no_number_does_not_get_lost(kind: type[Int8Linear | Int4Linear]
 @pytest.mark.parametrize("k", [1, 576, 14_336, layout.MOST_LEVELS, 1 << 18])
 def test_sums_fit(k: int, n: int, sign: int) -> None:
     """Every level the largest one, in weights and in what enters, or the one whose lower byte is the largest."""
-    assert quantised.CHUNK // layout.WIDTH * 127 * quantised.MOST < 2**31
+    assert quantised.CHUNK // registers.WIDTH * 127 * quantised.MOST < 2**31
     layer = layer_of(Int8Linear, k)
     layer.levels.fill_(127)
     x = torch.full((n, k), float(sign))
